@@ -1,0 +1,62 @@
+#pragma once
+// channel_scale: one factor per sample and channel.
+//
+//   y = a(x) * gate[n, c]
+//   dgate[n, c] = sum_hw dy * a(x)                                                          (channel_scale_dot)
+//   dx = a'(x) * (dy * gate + avg_slope + [a(x) = peak] peak_slope)                         (channel_scale_backward)
+//
+// The last two terms are the gradient that reaches x through a pooling of the same x (csrc/channel_pool.h); each may be
+// absent, as may dy. acc is the accumulation type: float, double for kFloat64.
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain {
+
+struct ChannelScale {
+  Images images;
+  const void* x;     // [n, c, hw] or [n, hw, c]
+  const void* gate;  // acc [n, c]
+  void* y;           // as x
+};
+
+struct ChannelScaleDot {
+  Images images;
+  const void* dy;  // as x
+  const void* x;   // [n, c, hw] or [n, hw, c]
+  void* partial;   // acc [n, reduce_chunks(images), c]
+  void* dgate;     // acc [n, c]
+};
+
+struct ChannelScaleBackward {
+  Images images;
+  const void* dy;          // as x, or null with gate
+  const void* x;           // [n, c, hw] or [n, hw, c]
+  const void* gate;        // acc [n, c], or null with dy
+  const void* avg_slope;   // acc [n, c], or null
+  const void* peak;        // acc [n, c], or null with peak_slope
+  const void* peak_slope;  // acc [n, c], or null with peak
+  void* dx;                // as x
+};
+
+namespace cpu {
+// Items: n * hw rows for channels_last, n * c planes for contiguous.
+template <Isa I>
+void channel_scale(const ChannelScale& a, int64_t begin, int64_t end);
+// Items: n * reduce_chunks for channels_last, n * c for contiguous.
+template <Isa I>
+void channel_scale_dot_partial(const ChannelScaleDot& a, int64_t begin, int64_t end);
+// Items: n.
+template <Isa I>
+void channel_scale_dot_finish(const ChannelScaleDot& a, int64_t begin, int64_t end);
+// Items: n * hw rows for channels_last, n * c planes for contiguous.
+template <Isa I>
+void channel_scale_backward(const ChannelScaleBackward& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int channel_scale(const ChannelScale& a, void* stream);
+[[nodiscard]] int channel_scale_dot(const ChannelScaleDot& a, void* stream);
+[[nodiscard]] int channel_scale_backward(const ChannelScaleBackward& a, void* stream);
+}  // namespace cuda
+
+}  // namespace fusedtrain

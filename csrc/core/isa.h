@@ -1,0 +1,30 @@
+#pragma once
+// Which variant of the CPU kernels runs. Every csrc/cpu file is compiled once per variant, with that variant's flags
+// and FUSEDTRAIN_ISA set to its name; the variants differ only in the template argument, e.g.
+// cpu::channel_scale<Isa::kAvx2>.
+namespace fusedtrain {
+
+enum class Isa { kPortable, kAvx2, kAvx512 };
+
+// The best variant this CPU supports, or the one the environment variable FUSEDTRAIN_ISA (portable, avx2, avx512)
+// names. Read once. Throws std::runtime_error when the name is unknown or the CPU lacks it.
+Isa active_isa();
+const char* isa_name(Isa isa);
+
+// f.template operator()<I>() with I = active_isa(), or the variants this build contains.
+template <class F>
+void visit_isa(F&& f) {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return f.template operator()<Isa::kAvx512>();
+    case Isa::kAvx2:
+      return f.template operator()<Isa::kAvx2>();
+    case Isa::kPortable:
+      break;
+  }
+#endif
+  f.template operator()<Isa::kPortable>();
+}
+
+}  // namespace fusedtrain

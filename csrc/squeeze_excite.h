@@ -1,0 +1,77 @@
+#pragma once
+// squeeze_excite: channel_pool, a gate network of two small fully connected layers, channel_scale.
+//
+//   pooled = pool(a(x))                 [n, c]      csrc/channel_pool.h
+//   hidden = pooled w1^T + b1           [n, r]  \
+//   logits = act(hidden) w2^T + b2      [n, c]   >  here
+//   gate   = gate_act(logits)           [n, c]  /
+//   y      = a(x) * gate                            csrc/channel_scale.h
+//
+//   dlogits = dgate * gate_act'(logits)     dhidden = (dlogits w2) * act'(hidden)      dpooled = dhidden w1
+//   dw2 = dlogits^T act(hidden)             dw1 = dhidden^T pooled                     db2, db1: their sums over n
+//
+// and dpooled reaches x as (csrc/channel_scale.h)
+//   kAvg     avg_slope = dpooled / hw
+//   kAvgMax  avg_slope = 0.5 dpooled / hw, peak_slope = 0.5 dpooled / ties
+// Everything here is small and of the accumulation type acc: float, double for kFloat64.
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain {
+
+struct SqueezeExcite {
+  int64_t n, c, r;
+  DType dtype;  // kFloat32 or kFloat64
+  Activation act, gate_act;
+  const void* pooled;  // acc [n, c]
+  const void* w1;      // acc [r, c]
+  const void* b1;      // acc [r] or null
+  const void* w2;      // acc [c, r]
+  const void* b2;      // acc [c] or null
+  void* hidden;        // acc [n, r], before act
+  void* logits;        // acc [n, c], before gate_act
+  void* gate;          // acc [n, c]
+};
+
+struct SqueezeExciteBackward {
+  int64_t n, c, r, hw;
+  DType dtype;  // kFloat32 or kFloat64
+  Pool pool;
+  Activation act, gate_act;
+  const void* dgate;   // acc [n, c]
+  const void* pooled;  // acc [n, c]
+  const void* hidden;  // acc [n, r]
+  const void* logits;  // acc [n, c]
+  const void* ties;    // acc [n, c]; null for kAvg
+  const void* w1;      // acc [r, c]
+  const void* w2;      // acc [c, r]
+  void* gate;          // acc [n, c], gate_act(logits) again, for channel_scale_backward
+  void* dlogits;       // acc [n, c]
+  void* dhidden;       // acc [n, r]
+  void* avg_slope;     // acc [n, c]
+  void* peak_slope;    // acc [n, c]; null for kAvg
+  void* dw1;           // acc [r, c]
+  void* db1;           // acc [r]
+  void* dw2;           // acc [c, r]
+  void* db2;           // acc [c]
+};
+
+namespace cpu {
+// Items: n.
+template <Isa I>
+void squeeze_excite(const SqueezeExcite& a, int64_t begin, int64_t end);
+// Items: n. Writes gate, dlogits, dhidden, avg_slope, peak_slope.
+template <Isa I>
+void squeeze_excite_backward(const SqueezeExciteBackward& a, int64_t begin, int64_t end);
+// Items: r rows of dw1, then c rows of dw2. Writes dw1, db1, dw2, db2.
+template <Isa I>
+void squeeze_excite_weight_backward(const SqueezeExciteBackward& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int squeeze_excite(const SqueezeExcite& a, void* stream);
+[[nodiscard]] int squeeze_excite_backward(const SqueezeExciteBackward& a, void* stream);
+[[nodiscard]] int squeeze_excite_weight_backward(const SqueezeExciteBackward& a, void* stream);
+}  // namespace cuda
+
+}  // namespace fusedtrain

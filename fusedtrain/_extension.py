@@ -1,0 +1,28 @@
+"""Finds and loads the compiled library, and says why where there is none."""
+
+import glob
+import os
+
+import torch
+
+# The schemas must exist before the library, which only adds implementations to them.
+from fusedtrain.ops import _schema  # noqa: F401
+
+
+def _load() -> tuple[bool, dict, str | None]:
+    """Returns (loaded, build_info, reason why not)."""
+    folder = os.path.dirname(__file__)
+    libraries = glob.glob(os.path.join(folder, "_kernels*.so"))
+    if not libraries:
+        return False, {}, "the compiled kernels are not installed (no C++ compiler when the package was built)"
+    try:
+        torch.ops.load_library(libraries[0])
+        from fusedtrain import _host
+
+        return True, _host.build_info(), None
+    except (OSError, ImportError, RuntimeError) as error:
+        return False, {}, f"the compiled kernels could not be loaded: {error}"
+
+
+LOADED, BUILD_INFO, WHY_NOT = _load()
+HAS_CUDA_KERNELS = LOADED and bool(BUILD_INFO["cuda_archs"])

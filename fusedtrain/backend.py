@@ -1,0 +1,127 @@
+"""Which implementation of an op runs, and why.
+
+Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
+reference, that can take the arguments and is not known to be slower than stock PyTorch on them. A forced backend runs
+or raises; nothing falls back silently.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+BACKENDS = ("cuda", "cpu", "triton", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Impl:
+    """One backend of one op.
+
+    Args:
+        forward: the operator, or for the reference the differentiable function itself.
+        backward: the backward operator; None where ``forward`` is differentiable by itself.
+        why_not: takes the op's arguments, returns why the backend cannot run them, or None.
+        slower: takes the op's arguments, returns the measurement by which stock PyTorch is faster on them, or None.
+    """
+
+    forward: Callable
+    backward: Callable | None
+    why_not: Callable[..., str | None]
+    slower: Callable[..., str | None] | None = None
+
+
+_OPS: dict[str, dict[str, Impl]] = {}
+
+
+def register(op: str, impls: dict[str, Impl]) -> dict[str, Impl]:
+    """Makes an op's table known to :func:`explain` and returns it."""
+    _OPS[op] = impls
+    return impls
+
+
+def _checked(name: str | None, source: str) -> str | None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+# An unknown name in the environment must not make the import fail: select() raises it at the first call instead.
+_forced: str | None = os.environ.get("FUSEDTRAIN_BACKEND") or None
+_source = "FUSEDTRAIN_BACKEND"
+
+
+class use_backend:
+    """Forces one backend for every op, process-wide, from now on or for the length of a ``with`` block.
+
+    Args:
+        name: "cuda", "cpu", "triton" or "reference"; None returns to the automatic choice.
+
+    Raises:
+        ValueError: the name is unknown. A forced backend that cannot take an op's arguments raises RuntimeError there.
+
+    The backward pass of an op runs on the backend that ran its forward pass. The environment variable
+    ``FUSEDTRAIN_BACKEND`` sets the same at start-up.
+    """
+
+    def __init__(self, name: str | None):
+        global _forced, _source
+        _checked(name, "use_backend()")
+        self._previous = (_forced, _source)
+        _forced, _source = name, "use_backend()"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        global _forced, _source
+        _forced, _source = self._previous
+
+
+def current_backend() -> str | None:
+    """Returns the forced backend's name, or None when the choice is automatic."""
+    return _forced
+
+
+def select(op: str, impls: dict[str, Impl], *args) -> Impl:
+    """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
+    if _forced is None:
+        for impl in impls.values():
+            if impl.why_not(*args) is None and (impl.slower is None or impl.slower(*args) is None):
+                return impl
+        raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args)}")
+    impl = impls[_checked(_forced, _source)]
+    reason = impl.why_not(*args)
+    if reason is not None:
+        raise RuntimeError(f"backend {_forced!r} is forced by {_source} but cannot run {op}: {reason}")
+    return impl
+
+
+def _verdict(impl: Impl, args: tuple) -> str | None:
+    return impl.why_not(*args) or (impl.slower(*args) if impl.slower is not None else None)
+
+
+def _table(op: str, impls: dict[str, Impl], args: tuple) -> str:
+    verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
+    chosen = _forced if _forced is not None else next((n for n, reason in verdicts.items() if reason is None), None)
+    lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
+    lines += [f"  {name:<10} {reason or 'can run'}" for name, reason in verdicts.items()]
+    return "\n".join(lines)
+
+
+def explain(op, *args) -> str:
+    """Prints, and returns, which backend runs an op on these arguments and why the others do not.
+
+    Args:
+        op: an op's name or its function, e.g. ``"squeeze_excite"`` or ``fusedtrain.ops.squeeze_excite``.
+        args: the op's leading arguments; the first, ``x``, decides.
+
+    Raises:
+        ValueError: no op of that name.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in _OPS:
+        raise ValueError(f"explain() knows the ops {', '.join(sorted(_OPS))}; got {name!r}")
+    if not args:
+        raise ValueError(f"explain({name!r}, ...) needs the op's arguments, x first")
+    text = _table(name, _OPS[name], args)
+    print(text)
+    return text

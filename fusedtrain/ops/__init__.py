@@ -1,0 +1,7 @@
+"""The fused operations as functions. Each module: formula, reference, fakes, backends, autograd, public function."""
+
+from fusedtrain.ops.channel_pool import channel_pool
+from fusedtrain.ops.channel_scale import channel_scale
+from fusedtrain.ops.squeeze_excite import squeeze_excite
+
+__all__ = ["channel_pool", "channel_scale", "squeeze_excite"]

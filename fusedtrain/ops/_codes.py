@@ -1,0 +1,24 @@
+"""The integer codes of activations and pools in the operator schemas, in the order of csrc/core/types.h."""
+
+ACTIVATIONS = (
+    "identity",
+    "relu",
+    "silu",
+    "gelu",
+    "hard_swish",
+    "sigmoid",
+    "hard_sigmoid",
+    "tanh",
+    "half_tanh",
+)
+INPUT_ACTIVATIONS = ACTIVATIONS[:5]
+POOLS = ("avg", "avg_max")
+
+_CODES = {name: code for names in (ACTIVATIONS, POOLS) for code, name in enumerate(names)}
+
+
+def code(argument: str, name: str, allowed: tuple[str, ...]) -> int:
+    """Returns the code of ``name``; ValueError names the argument, the value and what is allowed."""
+    if name not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {name!r}")
+    return _CODES[name]

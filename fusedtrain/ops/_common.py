@@ -1,0 +1,106 @@
+"""What the ops share: argument checks, memory formats, and the reasons why a backend cannot run."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from fusedtrain import _extension
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def acc_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of sums and of the small vectors: float32, float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_images(op: str, x: Tensor) -> None:
+    """Raises unless ``x`` is a floating-point [N, C, H, W] tensor of a supported dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: x must be a Tensor, got {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"{op}: x must have shape [N, C, H, W], got {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+
+
+def check_same_device(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raises when a tensor is not on the device of ``x``."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device}, but x is on {x.device}")
+
+
+def check_pixels(op: str, x: Tensor, pool: str) -> None:
+    """Raises when a maximum over no pixels is asked for; a mean over none is NaN, as in torch."""
+    if pool == "avg_max" and x.shape[2] * x.shape[3] == 0:
+        raise ValueError(f"{op}: pool='avg_max' needs at least one pixel, got x of shape {list(x.shape)}")
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """True when a copy of ``x`` should be channels_last; a tensor that is dense in both formats counts as contiguous."""
+    return not x.is_contiguous() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def dense(x: Tensor) -> Tensor:
+    """Returns ``x`` itself when it is dense in contiguous or channels_last format, else a copy that is.
+
+    The copy takes channels_last when the channels of ``x`` are its fastest dimension.
+    """
+    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    if x.stride(1) == 1 and x.size(1) > 1 and 0 not in x.stride():
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def dense_like(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns ``dy`` in the dtype and memory format of the dense tensor ``x``."""
+    dy = dy if dy.dtype == x.dtype else dy.to(x.dtype)
+    return dy.contiguous(memory_format=torch.channels_last if is_channels_last(x) else torch.contiguous_format)
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """True when the autograd Function must record; under export the raw operator stands in the graph."""
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return False
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def why_not_cpu(x: Tensor, *_) -> str | None:
+    if x.device.type != "cpu":
+        return f"x is on {x.device}, not on the CPU"
+    return None if _extension.LOADED else _extension.WHY_NOT
+
+
+def why_not_cuda(x: Tensor, *_) -> str | None:
+    if x.device.type != "cuda":
+        return f"x is on {x.device}, not on a CUDA device"
+    if not _extension.LOADED:
+        return _extension.WHY_NOT
+    return None if _extension.HAS_CUDA_KERNELS else "this build has no CUDA kernels (no nvcc when it was built)"
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def why_not_triton(x: Tensor, *_) -> str | None:
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if x.device.type == "cuda":
+        return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
+    if x.device.type == "cpu" and triton_interpreted():
+        return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
+    return f"x is on {x.device}; Triton kernels run on GPUs (or anywhere with TRITON_INTERPRET=1)"
+
+
+def triton_interpreted() -> bool:
+    """True when Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def never_why_not(*_) -> None:
+    """The reference runs anywhere."""
+    return None

@@ -1,0 +1,57 @@
+"""Every operator of the package, one line each.
+
+The schemas stand in Python so that the operators, their fakes and ``opcheck`` exist without a compiler; the compiled
+library only adds implementations. Each operator also has a ``.triton`` overload, the same signature on Triton kernels.
+
+Conventions: ``act``, ``gate``, ``in_act`` and ``pool`` are codes of ``_codes.py``; ``x``, ``dy``, ``y`` and ``dx`` are
+dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak and ties are float32
+(float64 for float64 inputs); a tensor that a mode does not need has shape [0].
+"""
+
+import importlib
+
+import torch
+
+SCHEMAS = {
+    "channel_pool": "(Tensor x, int pool, int in_act) -> (Tensor pooled, Tensor peak, Tensor ties)",
+    "channel_pool_backward": "(Tensor dpooled, Tensor x, Tensor peak, Tensor ties, int pool, int in_act) -> Tensor dx",
+    "channel_scale": "(Tensor x, Tensor gate, int in_act) -> Tensor y",
+    "channel_scale_backward": "(Tensor dy, Tensor x, Tensor gate, int in_act, bool need_dx, bool need_dgate)"
+    " -> (Tensor dx, Tensor dgate)",
+    "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int act, int gate, int pool, int in_act)"
+    " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits, Tensor peak, Tensor ties)",
+    "squeeze_excite_backward": "(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor pooled, Tensor hidden, Tensor logits,"
+    " Tensor peak, Tensor ties, int act, int gate, int pool, int in_act, bool need_dx, bool need_dw)"
+    " -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
+}
+
+LIBRARY = torch.library.Library("fusedtrain", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def _triton_launcher(name: str):
+    """Calls ``fusedtrain.kernels.<stem>.<name>``; Triton is imported at the first call."""
+    stem = name.removesuffix("_backward")
+
+    def launch(*args):
+        return getattr(importlib.import_module(f"fusedtrain.kernels.{stem}"), name)(*args)
+
+    return launch
+
+
+for _name, _signature in SCHEMAS.items():
+    LIBRARY.define(_name + _signature, tags=_TAGS)
+    LIBRARY.define(f"{_name}.triton" + _signature, tags=_TAGS)
+    for _device in ("CUDA", "CPU"):  # on the CPU Triton's interpreter runs them
+        LIBRARY.impl(f"{_name}.triton", _triton_launcher(_name), _device)
+
+
+def register_fake(name: str):
+    """Decorator: the function computes output shapes, dtypes and strides of operator ``name`` and its overloads."""
+
+    def register(fake):
+        torch.library.register_fake(f"fusedtrain::{name}", fake, lib=LIBRARY)
+        torch.library.register_fake(f"fusedtrain::{name}.triton", fake, lib=LIBRARY)
+        return fake
+
+    return register

@@ -1,0 +1,97 @@
+r"""channel_pool: one number per sample and channel, with an activation fused in front.
+
+.. math:: p_{nc} = \tfrac{1}{HW} \sum_{hw} a(x_{nchw}) \quad\text{or}\quad
+          p_{nc} = \tfrac12 \tfrac{1}{HW} \sum_{hw} a(x_{nchw}) + \tfrac12 \max_{hw} a(x_{nchw})
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _activation, _codes, _common, _schema
+
+
+def reference(x: Tensor, pool: str, in_act: str) -> Tensor:
+    a = _activation.REFERENCE[in_act](x)
+    if pool == "avg":
+        return a.mean((2, 3))
+    return 0.5 * a.mean((2, 3)) + 0.5 * a.amax((2, 3))
+
+
+@_schema.register_fake("channel_pool")
+def _fake(x, pool, in_act):
+    def small(present):
+        return x.new_empty(x.shape[:2] if present else (0,), dtype=_common.acc_dtype(x))
+
+    return small(True), small(pool == 1), small(pool == 1)
+
+
+@_schema.register_fake("channel_pool_backward")
+def _fake_backward(dpooled, x, peak, ties, pool, in_act):
+    return torch.empty_like(x)
+
+
+_OP, _BACKWARD = torch.ops.fusedtrain.channel_pool, torch.ops.fusedtrain.channel_pool_backward
+IMPLS = register(
+    "channel_pool",
+    {
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+class _ChannelPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pool, in_act, impl):
+        pooled, peak, ties = impl.forward(x, pool, in_act)
+        ctx.save_for_backward(x, peak, ties)
+        ctx.codes, ctx.impl = (pool, in_act), impl
+        return pooled.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dpooled):
+        x, peak, ties = ctx.saved_tensors
+        return ctx.impl.backward(dpooled.to(_common.acc_dtype(x)), x, peak, ties, *ctx.codes), None, None, None
+
+
+def channel_pool(x: Tensor, *, pool: str = "avg", in_act: str = "identity") -> Tensor:
+    r"""Pools every channel of every sample to one number, the first half of a squeeze-and-excitation block.
+
+    .. math:: p = \mathrm{mean}_{hw}\, a(x) \quad\text{or}\quad p = \tfrac12 \mathrm{mean}_{hw}\, a(x)
+              + \tfrac12 \max_{hw} a(x)
+
+    Args:
+        x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
+            bfloat16, float16 or float64.
+        pool: "avg" is the mean, "avg_max" the average of mean and maximum.
+        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu" or "hard_swish".
+
+    Returns:
+        ``[N, C]`` in the dtype of ``x``. For backward x is kept, and for "avg_max" the maximum and its count.
+
+    Raises:
+        ValueError: ``x`` is not 4-dimensional, has no pixels for "avg_max", or a name is unknown.
+        TypeError: the dtype of ``x`` is not supported.
+        RuntimeError: a forced backend cannot run on ``x``.
+
+    Cost: reads x once; backward reads x only where ``in_act`` or "avg_max" needs it and writes dx once.
+    Numerics: sums in float32 (float64 for float64) in a fixed order: deterministic, independent of threads. Ties of the
+    maximum share its gradient, as in :func:`torch.amax`.
+    Source: Hu et al., Squeeze-and-Excitation Networks, https://arxiv.org/abs/1709.01507
+    """
+    _common.check_images("channel_pool", x)
+    pool_code = _codes.code("pool", pool, _codes.POOLS)
+    act_code = _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
+    _common.check_pixels("channel_pool", x, pool)
+    impl = select("channel_pool", IMPLS, x)
+    if impl.backward is None:
+        return impl.forward(x, pool, in_act)
+    x = _common.dense(x)
+    if _common.needs_autograd(x):
+        return _ChannelPool.apply(x, pool_code, act_code, impl)
+    return impl.forward(x, pool_code, act_code)[0].to(x.dtype)

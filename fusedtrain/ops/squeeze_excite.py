@@ -1,0 +1,160 @@
+r"""squeeze_excite: channel attention from the channels' own means.
+
+.. math::
+    p = \mathrm{pool}(a(x)), \quad g = \sigma(W_2\, \phi(W_1 p + b_1) + b_2), \quad y_{nchw} = a(x_{nchw})\, g_{nc}
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _activation, _codes, _common, _schema
+from fusedtrain.ops.channel_pool import reference as pool_reference
+
+
+def reference(x, w1, b1, w2, b2, act: str, gate: str, pool: str, in_act: str) -> Tensor:
+    a = _activation.REFERENCE[in_act](x)
+    pooled = pool_reference(a, pool, "identity")
+    hidden = _activation.REFERENCE[act](F.linear(pooled, w1.flatten(1), b1))
+    logits = F.linear(hidden, w2.flatten(1), b2)
+    return a * _activation.REFERENCE[gate](logits)[:, :, None, None]
+
+
+@_schema.register_fake("squeeze_excite")
+def _fake(x, w1, b1, w2, b2, act, gate, pool, in_act):
+    def small(*shape):
+        return x.new_empty(shape, dtype=_common.acc_dtype(x))
+
+    n, c, r = x.shape[0], x.shape[1], w1.shape[0]
+    peak, ties = (small(n, c), small(n, c)) if pool == 1 else (small(0), small(0))
+    return torch.empty_like(x), small(n, c), small(n, r), small(n, c), peak, ties
+
+
+@_schema.register_fake("squeeze_excite_backward")
+def _fake_backward(dy, x, w1, w2, pooled, hidden, logits, peak, ties, act, gate, pool, in_act, need_dx, need_dw):
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
+    shapes = (w1.shape, (w1.shape[0],), w2.shape, (w2.shape[0],))
+    return dx, *(w1.new_empty(shape if need_dw else (0,)) for shape in shapes)
+
+
+_OP, _BACKWARD = torch.ops.fusedtrain.squeeze_excite, torch.ops.fusedtrain.squeeze_excite_backward
+IMPLS = register(
+    "squeeze_excite",
+    {
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+class _SqueezeExcite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, codes, impl):
+        y, *saved = impl.forward(x, w1, b1, w2, b2, *codes)
+        ctx.save_for_backward(x, w1, w2, *saved)
+        ctx.codes, ctx.impl = codes, impl
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w1, w2, *saved = ctx.saved_tensors
+        need_dx, *need = ctx.needs_input_grad[:5]
+        dx, *dw = ctx.impl.backward(_common.dense_like(dy, x), x, w1, w2, *saved, *ctx.codes, need_dx, any(need))
+        return dx if need_dx else None, *(d if wanted else None for d, wanted in zip(dw, need)), None, None
+
+
+def _check_weights(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
+    c = x.shape[1]
+    if w1.dim() not in (2, 4) or w1.shape[1] != c or w1.shape[2:].numel() != 1:
+        raise ValueError(f"squeeze_excite: w1 must have shape [R, {c}] or [R, {c}, 1, 1], got {list(w1.shape)}")
+    r = w1.shape[0]
+    if w2.dim() not in (2, 4) or w2.shape[:2] != (c, r) or w2.shape[2:].numel() != 1:
+        raise ValueError(f"squeeze_excite: w2 must have shape [{c}, {r}] or [{c}, {r}, 1, 1], got {list(w2.shape)}")
+    for name, bias, size in (("b1", b1, r), ("b2", b2, c)):
+        if bias is not None and bias.shape != (size,):
+            raise ValueError(f"squeeze_excite: {name} must have shape [{size}] or be None, got {list(bias.shape)}")
+
+
+def _weight_dtype(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> torch.dtype:
+    """The one dtype in which the operator takes the weights: theirs where it can, float32 otherwise."""
+    dtypes = {t.dtype for t in (w1, b1, w2, b2) if t is not None}
+    if dtypes == {x.dtype}:
+        return x.dtype
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64 or torch.float64 in dtypes:
+        raise TypeError(
+            f"squeeze_excite: weights and biases must have the dtype of x ({x.dtype}) outside autocast,"
+            f" got {', '.join(sorted(str(d) for d in dtypes))}"
+        )
+    return torch.float32
+
+
+def squeeze_excite(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    *,
+    act: str = "relu",
+    gate: str = "sigmoid",
+    pool: str = "avg",
+    in_act: str = "identity",
+) -> Tensor:
+    r"""Scales every channel by a gate computed from the pooled channels (squeeze-and-excitation), as one op.
+
+    .. math:: y = a(x) \cdot \sigma(W_2\, \phi(W_1\, \mathrm{pool}(a(x)) + b_1) + b_2)
+
+    Args:
+        x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
+            bfloat16, float16 or float64.
+        w1: first fully connected layer, ``[R, C]`` (Linear) or ``[R, C, 1, 1]`` (1x1 convolution), in the dtype of
+            ``x``; under autocast any of float32, bfloat16 and float16.
+        b1: its bias ``[R]``, or None.
+        w2: second layer, ``[C, R]`` or ``[C, R, 1, 1]``.
+        b2: its bias ``[C]``, or None.
+        act: :math:`\phi`: "identity", "relu", "silu", "gelu", "hard_swish", "sigmoid", "hard_sigmoid", "tanh" or
+            "half_tanh".
+        gate: :math:`\sigma`, one of the same; "half_tanh" is :math:`(\tanh(x) + 1) / 2`.
+        pool: "avg" is the mean, "avg_max" the average of mean and maximum.
+        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu" or "hard_swish".
+
+    Returns:
+        ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside
+        it only ``[N, C]`` and ``[N, R]`` vectors in float32.
+
+    Raises:
+        ValueError: a shape does not fit or a name is unknown.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
+
+    Cost: forward reads x twice (the second time from cache where a group of samples fits) and writes y; backward reads
+    x and dy twice and writes dx. The stock modules take 4 and 7 such passes and about 8 launches each way.
+    Numerics: pooling and both layers in float32 (float64 for float64), one rounding at the end; deterministic,
+    independent of threads.
+    Source: Hu et al., Squeeze-and-Excitation Networks, https://arxiv.org/abs/1709.01507
+    """
+    _common.check_images("squeeze_excite", x)
+    _check_weights(x, w1, b1, w2, b2)
+    _common.check_pixels("squeeze_excite", x, pool)
+    _common.check_same_device("squeeze_excite", x, w1=w1, b1=b1, w2=w2, b2=b2)
+    codes = (
+        _codes.code("act", act, _codes.ACTIVATIONS),
+        _codes.code("gate", gate, _codes.ACTIVATIONS),
+        _codes.code("pool", pool, _codes.POOLS),
+        _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS),
+    )
+    weights = (w1, b1, w2, b2)
+    dtype = _weight_dtype(x, *weights)
+    impl = select("squeeze_excite", IMPLS, x)
+    if impl.backward is None:
+        return impl.forward(x, *weights, act, gate, pool, in_act)
+    x = _common.dense(x)
+    weights = tuple(None if w is None else w.to(dtype).contiguous() for w in weights)
+    if _common.needs_autograd(x, *weights):
+        return _SqueezeExcite.apply(x, *weights, codes, impl)
+    return impl.forward(x, *weights, *codes)[0]
