@@ -40,7 +40,7 @@ def check_pixels(op: str, x: Tensor, pool: str) -> None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """True when a copy of ``x`` should be channels_last; a tensor that is dense in both formats counts as contiguous."""
+    """True for channels_last memory; a tensor that is dense in both formats counts as contiguous."""
     return not x.is_contiguous() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -18,10 +18,11 @@ SCHEMAS = {
     "channel_scale": "(Tensor x, Tensor gate, int in_act) -> Tensor y",
     "channel_scale_backward": "(Tensor dy, Tensor x, Tensor gate, int in_act, bool need_dx, bool need_dgate)"
     " -> (Tensor dx, Tensor dgate)",
-    "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int act, int gate, int pool, int in_act)"
+    "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
+    " int act, int gate, int pool, int in_act)"
     " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits, Tensor peak, Tensor ties)",
-    "squeeze_excite_backward": "(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor pooled, Tensor hidden, Tensor logits,"
-    " Tensor peak, Tensor ties, int act, int gate, int pool, int in_act, bool need_dx, bool need_dw)"
+    "squeeze_excite_backward": "(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor pooled, Tensor hidden,"
+    " Tensor logits, Tensor peak, Tensor ties, int act, int gate, int pool, int in_act, bool need_dx, bool need_dw)"
     " -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
 }
 

@@ -74,8 +74,8 @@ def channel_scale(x: Tensor, gate: Tensor, *, in_act: str = "identity") -> Tenso
         RuntimeError: a forced backend cannot run on ``x``.
 
     Cost: reads x once, writes y once; backward reads x and dy once and writes dx once, for both gradients.
-    Numerics: the gate's gradient is summed in float32 (float64 for float64) in a fixed order: deterministic, independent
-    of threads.
+    Numerics: the gate's gradient is summed in float32 (float64 for float64) in a fixed order: deterministic,
+    independent of threads.
     Source: Hu et al., Squeeze-and-Excitation Networks, https://arxiv.org/abs/1709.01507
     """
     _common.check_images("channel_scale", x)
