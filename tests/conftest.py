@@ -1,0 +1,61 @@
+"""Devices, backends and the model zoo for the tests.
+
+A test that takes ``device`` runs once per device of this machine; one that takes ``device`` and ``backend`` runs once
+per backend of each device, with that backend forced. A backend that cannot run here is skipped with its own reason,
+unless ``FUSEDTRAIN_REQUIRE_EXT=1`` says that the compiled kernels must be there.
+
+Triton without a GPU: ``TRITON_INTERPRET=1`` is set here, before anything imports triton, so the tests of backend triton
+run in this process, in Triton's interpreter, on CPU tensors. The variable is read when a kernel is decorated and cannot
+be taken back: a test that compiles kernels ahead of time does so in a subprocess whose environment comes from
+:func:`harness.environment`, which leaves it out.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the imports below
+
+import harness
+
+import fusedtrain
+from fusedtrain import _extension
+
+
+def pytest_report_header():
+    state = "loaded" if _extension.LOADED else f"not loaded: {_extension.WHY_NOT}"
+    return (
+        f"torch {torch.__version__}, devices {', '.join(harness.DEVICES)}, {torch.get_num_threads()} threads",
+        f"fusedtrain {fusedtrain.__version__} in {os.path.dirname(fusedtrain.__file__)}; compiled kernels {state}",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        pairs = [(device, name) for device in harness.DEVICES for name in harness.backends_for(device)]
+        metafunc.parametrize(("device", "backend"), pairs, indirect=["backend"], ids=[f"{d}-{n}" for d, n in pairs])
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", harness.DEVICES)
+
+
+@pytest.fixture
+def backend(request, device):
+    """Forces one backend for the length of a test and returns its name."""
+    reason = harness.why_not(request.param, device)
+    if reason is not None:
+        if request.param == "cpu" and os.environ.get("FUSEDTRAIN_REQUIRE_EXT") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with fusedtrain.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="session")
+def zoo():
+    """timm and torchvision, as an object with these attributes; the CPU-only torch has no build of torchvision."""
+    try:
+        return harness.Zoo()
+    except Exception as error:
+        pytest.skip(f"the model zoo cannot be imported: {error}")

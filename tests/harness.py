@@ -1,0 +1,370 @@
+"""What the op tests share: the rule "as good as torch", runs of an op with all its gradients, inputs of every layout.
+
+The rule, for the output and every gradient:
+
+    max|ours - truth| <= 2 max|stock - truth| + 2 eps(dtype) max|truth|
+
+``truth`` is the reference in float64 on the rounded inputs, ``stock`` the stock path in the dtype of ``ours``. Where
+the truth itself is NaN or infinite (in that dtype), ours must be too. No test holds a tolerance of its own.
+
+A new op's test reads: ``inputs = {"x": images(...), "w1": normal(...)}``, then
+``assert_op_as_good_as_torch(op, reference, inputs, what)`` for every backend that the ``backend`` fixture of conftest
+forces.
+"""
+
+import contextlib
+import copy
+import os
+import sys
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from fusedtrain import backend as fusedtrain_backend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+_BACKENDS = {"cpu": ("reference", "cpu", "triton"), "cuda": ("reference", "cuda", "triton")}
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def backends_for(device: str) -> tuple[str, ...]:
+    """The backends that are meant to run on ``device``; :func:`why_not` says which of them cannot, here and now."""
+    return _BACKENDS[device]
+
+
+def why_not(backend: str, device: str, op: str = "channel_pool", dtype: torch.dtype = torch.float32) -> str | None:
+    """Why ``backend`` cannot run ``op`` on images of this device and dtype, or None."""
+    impl = fusedtrain_backend._OPS[op].get(backend)
+    if impl is None:
+        return f"{op} has no backend {backend}"
+    return impl.why_not(torch.empty(1, 1, 1, 1, device=device, dtype=dtype))
+
+
+def runnable(device: str, op: str = "channel_pool", dtype: torch.dtype = torch.float32) -> list[str]:
+    """The backends that can run ``op`` on this device and dtype."""
+    return [name for name in backends_for(device) if why_not(name, device, op, dtype) is None]
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same on every device, rounded to ``dtype``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def _contiguous(n, c, h, w, make):
+    return make(n, c, h, w)
+
+
+def _channels_last(n, c, h, w, make):
+    return make(n, h, w, c).permute(0, 3, 1, 2)
+
+
+def _unaligned(n, c, h, w, make):
+    return make(n * c * h * w + 1)[1:].view(n, c, h, w)
+
+
+def _unaligned_channels_last(n, c, h, w, make):
+    return make(n * c * h * w + 1)[1:].view(n, h, w, c).permute(0, 3, 1, 2)
+
+
+def _sliced(n, c, h, w, make):
+    return make(n + 1, c + 2, h + 3, w + 1)[1:, 1:-1, 1:-2, :-1]
+
+
+def _sliced_channels_last(n, c, h, w, make):
+    return make(n, h + 1, w + 2, c + 3)[:, 1:, 1:-1, 1:-2].permute(0, 3, 1, 2)
+
+
+def _transposed(n, c, h, w, make):
+    return make(c, n, w, h).permute(1, 0, 3, 2)
+
+
+def _expanded(n, c, h, w, make):
+    return make(1, c, h, 1).expand(n, c, h, w)
+
+
+_LAYOUTS = {
+    "contiguous": _contiguous,
+    "channels_last": _channels_last,
+    "unaligned": _unaligned,  # dense, but no vector of it starts at a multiple of its size
+    "unaligned_channels_last": _unaligned_channels_last,
+    "sliced": _sliced,  # gaps between rows, planes and samples
+    "sliced_channels_last": _sliced_channels_last,
+    "transposed": _transposed,  # dense, in neither memory format
+    "expanded": _expanded,  # stride 0 over samples and columns
+}
+LAYOUTS = tuple(_LAYOUTS)
+DENSE_LAYOUTS = LAYOUTS[:2]
+
+
+def images(shape, layout="contiguous", dtype=torch.float32, device="cpu", seed: int = 0) -> Tensor:
+    """Standard normal images ``[N, C, H, W]`` in one of LAYOUTS."""
+    return _LAYOUTS[layout](*shape, lambda *size: normal(*size, dtype=dtype, device=device, seed=seed))
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def assert_as_good_as_torch(ours: Tensor, stock: Tensor, truth: Tensor, what: str) -> None:
+    """Asserts the rule of this file, the shape and the dtype; the message names the worst element."""
+    assert ours.shape == stock.shape == truth.shape, f"{what}: shape {list(ours.shape)}, torch has {list(stock.shape)}"
+    assert ours.dtype == stock.dtype, f"{what}: dtype {ours.dtype}, torch has {stock.dtype}"
+    assert truth.dtype == torch.float64, f"{what}: the truth must be float64, got {truth.dtype}"
+    ours, stock, truth = ours.detach(), stock.detach(), truth.detach()
+    rounded = truth.to(ours.dtype).double()  # infinite where the dtype cannot hold the truth
+    finite = rounded.isfinite()
+    sound = finite & stock.isfinite()
+    zero = truth.new_zeros(())
+    stock_error = _largest(torch.where(sound, stock.double() - truth, zero))
+    scale = _largest(torch.where(finite, truth, zero))
+    bound = 2 * stock_error + 2 * torch.finfo(ours.dtype).eps * scale
+    error = torch.where(finite, (ours.double() - truth).abs(), zero)
+    good = error <= bound
+    same_as_truth = ~finite & _same(ours.double(), rounded)
+    same_as_stock = ~stock.isfinite() & _same(ours, stock)
+    good = torch.where(finite, good, same_as_truth) | same_as_stock
+    if bool(good.all()):
+        return
+    worst = torch.where(good, -1.0, error.nan_to_num(nan=float("inf")) + ~finite).argmax()
+    index = [int(i) for i in torch.unravel_index(worst, ours.shape)]
+    raise AssertionError(
+        f"{what}: {int((~good).sum())} of {good.numel()} elements ({ours.dtype}) are worse than torch;"
+        f" at {index} ours {ours[tuple(index)].item()!r}, torch {stock[tuple(index)].item()!r},"
+        f" truth {truth[tuple(index)].item()!r}; allowed error {bound:.3e}"
+        f" (torch's own {stock_error:.3e}, max|truth| {scale:.3e})"
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def assert_format(ours: Tensor, stock: Tensor, like: Tensor, what: str) -> None:
+    """Asserts that ``ours`` has the memory format of the image ``like`` where that is dense, or torch's strides."""
+    for memory_format in _FORMATS if ours.dim() == like.dim() == 4 else ():
+        if like.is_contiguous(memory_format=memory_format) and ours.stride() != stock.stride():
+            assert ours.is_contiguous(memory_format=memory_format), (
+                f"{what}: strides {ours.stride()}, but the input is {memory_format} with strides {like.stride()}"
+            )
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(function: Callable, inputs: dict, *, frozen: Collection[str] = (), dy=None, dy_dtype=None) -> dict:
+    """Runs ``function(*inputs.values())`` and its backward pass.
+
+    Args:
+        inputs: name -> Tensor, None or other value; every floating-point tensor not in ``frozen`` gets a gradient.
+        dy: the incoming gradient; by default normal numbers rounded to ``dy_dtype`` (that of the output by default).
+
+    Returns:
+        {"y": output, "dx": gradient of input "x", ...}; several outputs are "y0", "y1", ...
+    """
+    leaves = {
+        name: value.detach().requires_grad_(value.is_floating_point() and name not in frozen)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+    y = function(*leaves.values())
+    outputs = {"y": y} if isinstance(y, Tensor) else {f"y{i}": t for i, t in enumerate(y)}
+    results = {name: t.detach() for name, t in outputs.items()}
+    roots = [t for t in outputs.values() if t.requires_grad]
+    wanted = {name: t for name, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+    if roots and wanted:
+        if dy is None:
+            dys = [_incoming(t, i, dy_dtype or t.dtype) for i, t in enumerate(roots)]
+        else:
+            dys = [dy.to(t.dtype) for t in roots]
+        gradients = torch.autograd.grad(roots, list(wanted.values()), dys)
+        results |= {f"d{name}": gradient for name, gradient in zip(wanted, gradients)}
+    return results
+
+
+def _incoming(y: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+    dy = normal(*y.shape, dtype=dtype, device=y.device, seed=1000 + seed).to(y.dtype)
+    return torch.empty_like(y).copy_(dy)  # in the memory format of y
+
+
+def cast(inputs: dict, dtype: torch.dtype) -> dict:
+    """The inputs with every floating-point tensor in ``dtype``."""
+
+    def convert(value):
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: convert(value) for name, value in inputs.items()}
+
+
+def assert_op_as_good_as_torch(
+    function: Callable, reference: Callable, inputs: dict, what: str = "", *, stock=None, frozen=(), dy=None
+) -> dict:
+    """Asserts the rule for the output and every gradient of ``function``, and their memory formats.
+
+    Args:
+        function: the op; takes the values of ``inputs`` in order.
+        reference: takes the same; run in float64 it is the truth.
+        stock: the stock path in the dtype of the inputs; by default ``reference``.
+        frozen: names of inputs without gradient.
+        dy: incoming gradient; random by default.
+
+    Returns:
+        What :func:`evaluate` returns for ``function``.
+    """
+    ours = evaluate(function, inputs, frozen=frozen, dy=dy)
+    dy_dtype = next(iter(ours.values())).dtype
+    options = {"frozen": frozen, "dy": dy, "dy_dtype": dy_dtype}
+    truth = evaluate(reference, cast(inputs, torch.float64), **options)
+    torchs = evaluate(stock or reference, inputs, **options)
+    if dy_dtype == torch.float64:
+        torchs = _float64_stock(truth, reference, stock or reference, inputs, options)
+    _assert_results(ours, torchs, truth, what)
+    x = next(value for value in inputs.values() if isinstance(value, Tensor))
+    for name, value in ours.items():
+        assert_format(value, torchs[name], inputs[name[1:]] if name.startswith("d") else x, f"{what} {name}")
+    return ours
+
+
+def _assert_results(ours: dict, stock: dict, truth: dict, what: str) -> None:
+    assert ours.keys() == stock.keys() == truth.keys(), f"{what}: ours {list(ours)}, torch {list(stock)}"
+    for name in ours:
+        assert_as_good_as_torch(ours[name], stock[name], truth[name], f"{what} {name}")
+
+
+def _float64_stock(truth: dict, reference: Callable, stock: Callable, inputs: dict, options: dict) -> dict:
+    """Stock results in float64, whose own error a float64 truth cannot show.
+
+    It is torch's error in float32, scaled by eps(float64) / eps(float32) and put on top of the truth.
+    """
+    dy = options["dy"]
+    single = cast(inputs, torch.float32)
+    options = {**options, "dy": None if dy is None else dy.float(), "dy_dtype": torch.float32}
+    rough = evaluate(stock, single, **options)
+    exact = evaluate(reference, cast(single, torch.float64), **options)
+    scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    errors = {name: (rough[name].double() - exact[name]) * scale for name in truth}
+    return {name: truth[name] + torch.where(error.isfinite(), error, 0.0) for name, error in errors.items()}
+
+
+def assert_module_as_good_as_torch(ours, stock, x: Tensor, what: str = "", **options) -> dict:
+    """:func:`assert_op_as_good_as_torch` for modules: output, gradient of ``x`` and of every parameter.
+
+    The modules must name their parameters alike; ``ours`` is loaded with the weights of ``stock`` by the caller.
+    """
+
+    def function_of(module):
+        names = [name for name, _ in module.named_parameters()]
+
+        def function(x, *parameters):
+            module_copy = copy.deepcopy(module).to(parameters[0].dtype if parameters else x.dtype)
+            return torch.func.functional_call(module_copy, dict(zip(names, parameters)), (x,))
+
+        return function
+
+    parameters = dict(ours.named_parameters())
+    theirs = dict(stock.named_parameters())
+    assert parameters.keys() == theirs.keys(), f"{what}: parameters {list(parameters)}, torch has {list(theirs)}"
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, theirs[name]), f"{what}: {name} was not loaded from the stock module"
+    order = {name: parameters[name] for name, _ in stock.named_parameters()}
+    assert list(order) == list(parameters), f"{what}: the parameters of both modules must stand in the same order"
+    return assert_op_as_good_as_torch(function_of(ours), function_of(stock), {"x": x, **parameters}, what, **options)
+
+
+# --- what a run leaves behind -----------------------------------------------------------------------------------------
+
+
+def saved_for_backward(function: Callable, *args) -> list[Tensor]:
+    """The tensors that ``function(*args)`` keeps for backward, one per storage."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*args)  # noqa: F841  (kept alive, so that no storage is used twice)
+    return [tensor for tensor in saved.values() if tensor.numel()]
+
+
+def extra_saved_bytes(function: Callable, *args) -> int:
+    """Bytes that ``function(*args)`` keeps for backward beside its own arguments."""
+    own = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+    storages = (tensor.untyped_storage() for tensor in saved_for_backward(function, *args))
+    return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in own)
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Fills every uninitialised tensor with NaN, so that an element that is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = filled
+
+
+def assert_bitwise_equal(a: dict, b: dict, what: str) -> None:
+    """Asserts that two results of :func:`evaluate` hold the same bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape, f"{what} {name}"
+        equal = torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+        assert equal, f"{what}: {name} differs between runs"
+
+
+# --- other processes and packages -------------------------------------------------------------------------------------
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """The environment for a subprocess: without Triton's interpreter and this package's own variables.
+
+    Args:
+        changes: variables to set; None removes one.
+    """
+    own = ("TRITON_INTERPRET", "FUSEDTRAIN_BACKEND", "FUSEDTRAIN_ISA")
+    env = {name: value for name, value in os.environ.items() if name not in own} | changes
+    return {name: value for name, value in env.items() if value is not None}
+
+
+class Zoo:
+    """timm and torchvision as attributes.
+
+    There is no CPU build of torchvision: beside a CPU-only torch its import fails for want of two operators, whose
+    schemas are defined here.
+    """
+
+    _library = None
+
+    def __init__(self):
+        try:
+            import torchvision
+        except RuntimeError as error:
+            if "torchvision::" not in str(error):
+                raise
+            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            Zoo._library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                Zoo._library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            import torchvision
+        import timm
+
+        self.timm, self.torchvision = timm, torchvision
