@@ -1,0 +1,334 @@
+#pragma once
+// Vectors for the CPU kernels, on the vector extension of g++ and clang: one source, compiled once per instruction set.
+//
+//   Vec<float> v = load<Vec<float>>(p);        p is float*, BFloat16* or Float16*; Vec<double> loads double*
+//   Vec<float> v = load<Vec<float>>(p, count); the first count < kLanes elements, zeros behind
+//   store(p, v);  store(p, v, count);          one rounding to the element type, to nearest even
+//
+// Everything here has internal linkage: the linker must never merge code compiled for AVX-512 into the portable
+// variant.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "core/activation.h"
+#include "core/types.h"
+#include "core/visit.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVecBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVecBytes = 32;
+#else
+constexpr int kVecBytes = 16;
+#endif
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// The accumulation type of an element type.
+template <class T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class F>
+void visit_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f.template operator()<float>();
+    case DType::kBFloat16:
+      return f.template operator()<BFloat16>();
+    case DType::kFloat16:
+      return f.template operator()<Float16>();
+    case DType::kFloat64:
+      return f.template operator()<double>();
+  }
+}
+
+template <class T, int kBytes = kVecBytes>
+using RawVec [[gnu::vector_size(kBytes)]] = T;
+
+template <class T>
+struct Vec {
+  using Lane = T;
+  using Raw = RawVec<T>;
+  using Int = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+  static constexpr int kLanes = kVecBytes / int(sizeof(T));
+  struct Mask {
+    RawVec<Int> v;
+  };
+
+  Raw v;
+
+  Vec() = default;
+  explicit Vec(Raw raw) : v(raw) {}
+  explicit Vec(double x) : v(Raw{} + T(x)) {}
+  explicit Vec(float x) : v(Raw{} + T(x)) {}
+  explicit Vec(int x) : v(Raw{} + T(x)) {}
+
+  friend Vec operator+(Vec a, Vec b) { return Vec(a.v + b.v); }
+  friend Vec operator-(Vec a, Vec b) { return Vec(a.v - b.v); }
+  friend Vec operator*(Vec a, Vec b) { return Vec(a.v * b.v); }
+  friend Vec operator/(Vec a, Vec b) { return Vec(a.v / b.v); }
+  friend Vec operator-(Vec a) { return Vec(-a.v); }
+  Vec& operator+=(Vec b) {
+    v += b.v;
+    return *this;
+  }
+  friend Mask operator<(Vec a, Vec b) { return {a.v < b.v}; }
+  friend Mask operator>(Vec a, Vec b) { return {a.v > b.v}; }
+  friend Mask operator==(Vec a, Vec b) { return {a.v == b.v}; }
+  friend Mask operator!=(Vec a, Vec b) { return {a.v != b.v}; }
+  friend Vec vselect(Mask m, Vec yes, Vec no) { return Vec(m.v ? yes.v : no.v); }
+};
+
+// ---- loads and stores ----
+
+using Half = RawVec<uint16_t, kVecBytes / 2>;
+
+inline Vec<float> widen(Half bits, BFloat16) {
+  using Wide = RawVec<uint32_t>;
+  const Wide wide = __builtin_convertvector(bits, Wide) << 16;
+  return Vec<float>(reinterpret_cast<RawVec<float>>(wide));
+}
+
+inline Half narrow(Vec<float> x, BFloat16) {
+  using Wide = RawVec<uint32_t>;
+  const Wide u = reinterpret_cast<Wide>(x.v);
+  const Wide rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const auto is_nan = x.v != x.v;
+  return __builtin_convertvector(is_nan ? Wide{} + 0x7fc0 : rounded, Half);
+}
+
+#if defined(__AVX512F__)
+inline Vec<float> widen(Half bits, Float16) { return Vec<float>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits))); }
+inline Half narrow(Vec<float> x, Float16) {
+  return reinterpret_cast<Half>(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__AVX2__)
+inline Vec<float> widen(Half bits, Float16) { return Vec<float>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits))); }
+inline Half narrow(Vec<float> x, Float16) {
+  return reinterpret_cast<Half>(_mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#else
+// Half precision without instructions for it: the exponent is moved by a multiplication, which also scales subnormals.
+inline Vec<float> widen(Half bits, Float16) {
+  using Wide = RawVec<uint32_t>;
+  const Wide u = __builtin_convertvector(bits, Wide);
+  const Wide magnitude = (u & 0x7fff) << 13;
+  const RawVec<float> value = reinterpret_cast<RawVec<float>>(magnitude) * 0x1p112f;
+  const Wide special = reinterpret_cast<Wide>((u & 0x7c00) == 0x7c00);
+  const Wide finite_bits = reinterpret_cast<Wide>(value);
+  const Wide result = (special & (magnitude | 0x7f800000)) | (~special & finite_bits);
+  return Vec<float>(reinterpret_cast<RawVec<float>>(result | ((u & 0x8000) << 16)));
+}
+inline uint16_t narrow_one(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint32_t sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 65536 or more
+  if (magnitude < 0x38800000) {                                 // subnormal: adding 0.5 aligns the last bit with 2^-24
+    float aligned;
+    std::memcpy(&aligned, &magnitude, 4);
+    aligned += 0.5f;
+    uint32_t bits;
+    std::memcpy(&bits, &aligned, 4);
+    return uint16_t(sign | (bits - 0x3f000000));
+  }
+  return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
+}
+inline Half narrow(Vec<float> x, Float16) {
+  Half bits;
+  for (int i = 0; i < Vec<float>::kLanes; ++i) bits[i] = narrow_one(x.v[i]);
+  return bits;
+}
+#endif
+
+// The first `count` elements of a raw vector, zeros behind; masked instructions where the ISA has them.
+template <class Raw, class T>
+inline Raw load_raw(const T* p, int count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return reinterpret_cast<Raw>(_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p));
+  } else if constexpr (sizeof(T) == 8) {
+    return reinterpret_cast<Raw>(_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), p));
+  } else {
+    return reinterpret_cast<Raw>(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p));
+  }
+#else
+  alignas(kVecBytes) T buffer[sizeof(Raw) / sizeof(T)] = {};
+  for (int i = 0; i < count; ++i) buffer[i] = p[i];
+  Raw raw;
+  std::memcpy(&raw, buffer, sizeof raw);
+  return raw;
+#endif
+}
+
+template <class Raw, class T>
+inline void store_raw(T* p, Raw raw, int count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), reinterpret_cast<__m512>(raw));
+  } else if constexpr (sizeof(T) == 8) {
+    _mm512_mask_storeu_pd(p, __mmask8((1u << count) - 1), reinterpret_cast<__m512d>(raw));
+  } else {
+    _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), reinterpret_cast<__m256i>(raw));
+  }
+#else
+  alignas(kVecBytes) T buffer[sizeof(Raw) / sizeof(T)];
+  std::memcpy(buffer, &raw, sizeof raw);
+  for (int i = 0; i < count; ++i) p[i] = buffer[i];
+#endif
+}
+
+template <class V, class T>
+inline V load(const T* p) {
+  if constexpr (std::is_same_v<T, typename V::Lane>) {
+    V x;
+    std::memcpy(&x.v, p, sizeof x.v);
+    return x;
+  } else {
+    Half bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return widen(bits, T{});
+  }
+}
+
+template <class V, class T>
+inline V load(const T* p, int count) {
+  if constexpr (std::is_same_v<T, typename V::Lane>) {
+    return V(load_raw<typename V::Raw>(p, count));
+  } else {
+    return widen(load_raw<Half>(reinterpret_cast<const uint16_t*>(p), count), T{});
+  }
+}
+
+template <class V, class T>
+inline void store(T* p, V x) {
+  if constexpr (std::is_same_v<T, typename V::Lane>) {
+    std::memcpy(p, &x.v, sizeof x.v);
+  } else {
+    const Half bits = narrow(x, T{});
+    std::memcpy(p, &bits, sizeof bits);
+  }
+}
+
+template <class V, class T>
+inline void store(T* p, V x, int count) {
+  if constexpr (std::is_same_v<T, typename V::Lane>) {
+    store_raw(p, x.v, count);
+  } else {
+    store_raw(reinterpret_cast<uint16_t*>(p), narrow(x, T{}), count);
+  }
+}
+
+// A value as it reads back from an array of T.
+template <class T, class V>
+inline V round_to(V x) {
+  if constexpr (std::is_same_v<T, typename V::Lane>) {
+    return x;
+  } else {
+    return widen(narrow(x, T{}), T{});
+  }
+}
+
+// ---- reductions over lanes ----
+
+// Sums the lanes as a balanced tree.
+template <class T>
+inline T lane_sum(Vec<T> x) {
+  T lanes[Vec<T>::kLanes];
+  std::memcpy(lanes, &x.v, sizeof lanes);
+  for (int width = Vec<T>::kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// ---- elementary functions ----
+
+// e^x = 2^n e^r, r in [-ln2/2, ln2/2], polynomial of degree 6 (error 1 ulp). Saturates at e^+-87 instead of reaching
+// infinity or zero; keeps NaN. Coefficients: Cephes expf, https://www.netlib.org/cephes
+inline Vec<float> vexp(Vec<float> x) {
+  using V = Vec<float>;
+  x = at_most(at_least(x, V(-87.3365f)), V(88.0296f));
+  const V rounder(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const V shifted = x * V(1.44269504088896341f) + rounder;
+  const V n = shifted - rounder;
+  const V r = x - n * V(0.693359375f) + n * V(2.12194440e-4f);
+  V p = V(1.9875691500e-4f);
+  p = p * r + V(1.3981999507e-3f);
+  p = p * r + V(8.3334519073e-3f);
+  p = p * r + V(4.1665795894e-2f);
+  p = p * r + V(1.6666665459e-1f);
+  p = p * r + V(5.0000001201e-1f);
+  p = p * (r * r) + r + V(1);
+  using Int = RawVec<int32_t>;
+  const Int scale = (reinterpret_cast<Int>(shifted.v) << 23) + (127 << 23);  // 2^n: the low bits of `shifted` hold n
+  return V(p.v * reinterpret_cast<RawVec<float>>(scale));
+}
+
+// tanh: odd polynomial below 0.625 (Cephes tanhf), 1 - 2 / (e^2x + 1) above.
+inline Vec<float> vtanh(Vec<float> x) {
+  using V = Vec<float>;
+  const V z = x * x;
+  V p = V(-5.70498872745e-3f);
+  p = p * z + V(2.06390887954e-2f);
+  p = p * z + V(-5.37397155531e-2f);
+  p = p * z + V(1.33314422036e-1f);
+  p = p * z + V(-3.33332819422e-1f);
+  const V small = x + x * z * p;
+  const V large = V(1) - V(2) / (vexp(x + x) + V(1));
+  return vselect(z < V(0.390625f), small, large);
+}
+
+// erf: rational approximation on [-3.92, 3.92], where it reaches 1 - 2^-24 (error 2 ulp). Coefficients as published in
+// Eigen's generic_fast_erf_float.
+inline Vec<float> verf(Vec<float> x) {
+  using V = Vec<float>;
+  x = at_most(at_least(x, V(-3.9192059f)), V(3.9192059f));
+  const V z = x * x;
+  V p = V(-2.72614225801306e-10f);
+  p = p * z + V(2.77068142495902e-08f);
+  p = p * z + V(-2.10102402082508e-06f);
+  p = p * z + V(-5.69250639462346e-05f);
+  p = p * z + V(-7.34990630326855e-04f);
+  p = p * z + V(-2.95459980854025e-03f);
+  p = p * z + V(-1.60960333262415e-02f);
+  V q = V(-1.45660718464996e-05f);
+  q = q * z + V(-2.13374055278905e-04f);
+  q = q * z + V(-1.68282697438203e-03f);
+  q = q * z + V(-7.37332916720468e-03f);
+  q = q * z + V(-1.42647390514189e-02f);
+  return x * p / q;
+}
+
+// Double precision serves gradient checks and references, not speed: the C library, lane by lane.
+template <class F>
+inline Vec<double> each_lane(Vec<double> x, F f) {
+  for (int i = 0; i < Vec<double>::kLanes; ++i) x.v[i] = f(x.v[i]);
+  return x;
+}
+inline Vec<double> vexp(Vec<double> x) {
+  return each_lane(x, [](double lane) { return ::exp(lane); });
+}
+inline Vec<double> vtanh(Vec<double> x) {
+  return each_lane(x, [](double lane) { return ::tanh(lane); });
+}
+inline Vec<double> verf(Vec<double> x) {
+  return each_lane(x, [](double lane) { return ::erf(lane); });
+}
+
+}  // namespace
+}  // namespace fusedtrain::cpu
