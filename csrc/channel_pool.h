@@ -1,9 +1,8 @@
 #pragma once
 // channel_pool: one number per sample and channel.
 //
-//   kAvg     pooled[n, c] = mean_hw a(x)                             dx = a'(x) * dpooled / hw
-//   kAvgMax  pooled[n, c] = 0.5 mean_hw a(x) + 0.5 max_hw a(x)       dx = a'(x) * (0.5 dpooled / hw + [a(x) = max] 0.5
-//   dpooled / ties)
+//   kAvg     pooled[n, c] = mean_hw a(x)
+//   kAvgMax  pooled[n, c] = 0.5 mean_hw a(x) + 0.5 max_hw a(x)
 //
 // The backward pass is channel_scale_backward without its dy term (csrc/channel_scale.h).
 // acc is the accumulation type: float, double for kFloat64.

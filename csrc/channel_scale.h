@@ -2,11 +2,13 @@
 // channel_scale: one factor per sample and channel.
 //
 //   y = a(x) * gate[n, c]
-//   dgate[n, c] = sum_hw dy * a(x)                                                          (channel_scale_dot)
-//   dx = a'(x) * (dy * gate + avg_slope + [a(x) = peak] peak_slope)                         (channel_scale_backward)
+//   dgate[n, c] = sum_hw dy * a(x)                                     (channel_scale_dot)
+//   dx = a'(x) * (dy * gate + dpool)                                   (channel_scale_backward)
 //
-// The last two terms are the gradient that reaches x through a pooling of the same x (csrc/channel_pool.h); each may be
-// absent, as may dy. acc is the accumulation type: float, double for kFloat64.
+// dpool is the gradient that reaches a(x) through a pooling of the same x (csrc/channel_pool.h):
+//   kAvg     dpool = dpooled / hw
+//   kAvgMax  dpool = 0.5 dpooled / hw + [a(x) = peak] 0.5 dpooled / ties
+// Either term may be absent. acc is the accumulation type: float, double for kFloat64.
 #include "core/isa.h"
 #include "core/types.h"
 
@@ -29,13 +31,14 @@ struct ChannelScaleDot {
 
 struct ChannelScaleBackward {
   Images images;
-  const void* dy;          // as x, or null with gate
-  const void* x;           // [n, c, hw] or [n, hw, c]
-  const void* gate;        // acc [n, c], or null with dy
-  const void* avg_slope;   // acc [n, c], or null
-  const void* peak;        // acc [n, c], or null with peak_slope
-  const void* peak_slope;  // acc [n, c], or null with peak
-  void* dx;                // as x
+  Pool pool;
+  const void* dy;       // as x, or null with gate
+  const void* x;        // [n, c, hw] or [n, hw, c]
+  const void* gate;     // acc [n, c], or null with dy
+  const void* dpooled;  // acc [n, c], or null
+  const void* peak;     // acc [n, c]; null unless kAvgMax
+  const void* ties;     // acc [n, c]; null unless kAvgMax
+  void* dx;             // as x
 };
 
 namespace cpu {

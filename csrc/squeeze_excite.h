@@ -10,9 +10,7 @@
 //   dlogits = dgate * gate_act'(logits)     dhidden = (dlogits w2) * act'(hidden)      dpooled = dhidden w1
 //   dw2 = dlogits^T act(hidden)             dw1 = dhidden^T pooled                     db2, db1: their sums over n
 //
-// and dpooled reaches x as (csrc/channel_scale.h)
-//   kAvg     avg_slope = dpooled / hw
-//   kAvgMax  avg_slope = 0.5 dpooled / hw, peak_slope = 0.5 dpooled / ties
+// and dpooled reaches x in channel_scale_backward.
 // Everything here is small and of the accumulation type acc: float, double for kFloat64.
 #include "core/isa.h"
 #include "core/types.h"
@@ -34,22 +32,20 @@ struct SqueezeExcite {
 };
 
 struct SqueezeExciteBackward {
-  int64_t n, c, r, hw;
+  int64_t n, c, r;
   DType dtype;  // kFloat32 or kFloat64
-  Pool pool;
   Activation act, gate_act;
   const void* dgate;   // acc [n, c]
   const void* pooled;  // acc [n, c]
   const void* hidden;  // acc [n, r]
   const void* logits;  // acc [n, c]
-  const void* ties;    // acc [n, c]; null for kAvg
   const void* w1;      // acc [r, c]
   const void* w2;      // acc [c, r]
   void* gate;          // acc [n, c], gate_act(logits) again, for channel_scale_backward
+  void* activated;     // acc [n, r], act(hidden) again, for dw2
   void* dlogits;       // acc [n, c]
   void* dhidden;       // acc [n, r]
-  void* avg_slope;     // acc [n, c]
-  void* peak_slope;    // acc [n, c]; null for kAvg
+  void* dpooled;       // acc [n, c]
   void* dw1;           // acc [r, c]
   void* db1;           // acc [r]
   void* dw2;           // acc [c, r]
@@ -60,7 +56,7 @@ namespace cpu {
 // Items: n.
 template <Isa I>
 void squeeze_excite(const SqueezeExcite& a, int64_t begin, int64_t end);
-// Items: n. Writes gate, dlogits, dhidden, avg_slope, peak_slope.
+// Items: n. Writes gate, activated, dlogits, dhidden, dpooled.
 template <Isa I>
 void squeeze_excite_backward(const SqueezeExciteBackward& a, int64_t begin, int64_t end);
 // Items: r rows of dw1, then c rows of dw2. Writes dw1, db1, dw2, db2.

@@ -1,10 +1,11 @@
 #pragma once
 // Vectors for the CPU kernels, on the vector extension of g++ and clang: one source, compiled once per instruction set.
 //
-//   Vec<float> v = load<Vec<float>>(p);        p is float*, BFloat16* or Float16*; Vec<double> loads double*
-//   Vec<float> v = load<Vec<float>>(p, count); the first count < kLanes elements, zeros behind
-//   store(p, v);  store(p, v, count);          one rounding to the element type, to nearest even
+//   Vec<float> v = load<Vec<float>>(p);                  p is float*, BFloat16* or Float16*; Vec<double> loads double*
+//   Vec<float> v = load<Vec<float>>(p, FirstLanes{3});   the first 3 elements, zeros behind
+//   store(p, v);  store(p, v, FirstLanes{3});            one rounding to the element type, to nearest even
 //
+// for_each_vector drives a loop with the right one of the two.
 // Everything here has internal linkage: the linker must never merge code compiled for AVX-512 into the portable
 // variant.
 #include <cmath>
@@ -35,6 +36,12 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
+};
+
+// How many elements a load or store touches: a whole vector, or the first `count`, fewer than a vector has.
+struct AllLanes {};
+struct FirstLanes {
+  int count;
 };
 
 // The accumulation type of an element type.
@@ -193,7 +200,7 @@ inline void store_raw(T* p, Raw raw, int count) {
 }
 
 template <class V, class T>
-inline V load(const T* p) {
+inline V load(const T* p, AllLanes = {}) {
   if constexpr (std::is_same_v<T, typename V::Lane>) {
     V x;
     std::memcpy(&x.v, p, sizeof x.v);
@@ -206,16 +213,16 @@ inline V load(const T* p) {
 }
 
 template <class V, class T>
-inline V load(const T* p, int count) {
+inline V load(const T* p, FirstLanes lanes) {
   if constexpr (std::is_same_v<T, typename V::Lane>) {
-    return V(load_raw<typename V::Raw>(p, count));
+    return V(load_raw<typename V::Raw>(p, lanes.count));
   } else {
-    return widen(load_raw<Half>(reinterpret_cast<const uint16_t*>(p), count), T{});
+    return widen(load_raw<Half>(reinterpret_cast<const uint16_t*>(p), lanes.count), T{});
   }
 }
 
 template <class V, class T>
-inline void store(T* p, V x) {
+inline void store(T* p, V x, AllLanes = {}) {
   if constexpr (std::is_same_v<T, typename V::Lane>) {
     std::memcpy(p, &x.v, sizeof x.v);
   } else {
@@ -225,12 +232,20 @@ inline void store(T* p, V x) {
 }
 
 template <class V, class T>
-inline void store(T* p, V x, int count) {
+inline void store(T* p, V x, FirstLanes lanes) {
   if constexpr (std::is_same_v<T, typename V::Lane>) {
-    store_raw(p, x.v, count);
+    store_raw(p, x.v, lanes.count);
   } else {
-    store_raw(reinterpret_cast<uint16_t*>(p), narrow(x, T{}), count);
+    store_raw(reinterpret_cast<uint16_t*>(p), narrow(x, T{}), lanes.count);
   }
+}
+
+// f(i, lanes) for each vector of `count` consecutive elements; lanes is AllLanes but for a short last vector.
+template <class V, class F>
+inline void for_each_vector(int64_t count, F&& f) {
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) f(i, AllLanes{});
+  if (i < count) f(i, FirstLanes{int(count - i)});
 }
 
 // A value as it reads back from an array of T.
@@ -245,9 +260,13 @@ inline V round_to(V x) {
 
 // ---- reductions over lanes ----
 
-// Sums the lanes as a balanced tree.
+// Sums the lanes as a balanced tree: halves onto each other until one is left.
 template <class T>
 inline T lane_sum(Vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps(x.v);
+  if constexpr (sizeof(T) == 8) return _mm512_reduce_add_pd(x.v);
+#endif
   T lanes[Vec<T>::kLanes];
   std::memcpy(lanes, &x.v, sizeof lanes);
   for (int width = Vec<T>::kLanes / 2; width > 0; width /= 2) {

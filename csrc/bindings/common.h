@@ -1,0 +1,116 @@
+#pragma once
+// What the bindings share: from stable-ABI tensors to the plain structs of the contracts.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain::bindings {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    default:
+      STD_TORCH_CHECK(false, "fusedtrain: float32, bfloat16, float16 or float64 expected");
+  }
+}
+
+// The type of sums and small vectors.
+inline ScalarType acc_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// [n, c, h, w] in one of the two dense formats; a tensor that is dense in both counts as contiguous.
+inline Images images_of(const Tensor& x, int64_t in_act) {
+  STD_TORCH_CHECK(x.dim() == 4, "fusedtrain: x of shape [N, C, H, W] expected, got ", x.dim(), " dimensions");
+  const int64_t n = x.size(0), c = x.size(1), h = x.size(2), w = x.size(3);
+  Images images{n, c, h * w, dtype_of(x), Layout::kContiguous, static_cast<Activation>(in_act)};
+  if (x.is_contiguous()) return images;
+  const int64_t wanted[4] = {h * w * c, 1, w * c, c};
+  for (int d = 0; d < 4; ++d) {
+    STD_TORCH_CHECK(x.size(d) == 1 || x.stride(d) == wanted[d],
+                    "fusedtrain: a dense tensor expected, contiguous or channels_last");
+  }
+  images.layout = Layout::kChannelsLast;
+  return images;
+}
+
+// Raises unless `t` has the shape, dtype, strides and device of `x`.
+inline void check_same(const char* name, const Tensor& t, const Tensor& x) {
+  bool same = t.dim() == x.dim() && t.scalar_type() == x.scalar_type() && t.get_device() == x.get_device();
+  for (int64_t d = 0; same && d < x.dim(); ++d) {
+    same = t.size(d) == x.size(d) && (x.size(d) == 1 || t.stride(d) == x.stride(d) || x.numel() == 0);
+  }
+  STD_TORCH_CHECK(same, "fusedtrain: ", name, " must have the shape, dtype and strides of x");
+}
+
+// `t` as a dense tensor of the accumulation type of `x` on its device, with `count` elements.
+inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count) {
+  STD_TORCH_CHECK(t.numel() == count, "fusedtrain: ", name, " must have ", count, " elements, got ", t.numel());
+  STD_TORCH_CHECK(t.get_device() == x.get_device() && t.is_cuda() == x.is_cuda(), "fusedtrain: ", name,
+                  " must be on the device of x");
+  const Tensor dense = torch::stable::contiguous(t);
+  return dense.scalar_type() == acc_type(x) ? dense : torch::stable::to(dense, acc_type(x));
+}
+
+inline Tensor empty_acc(const Tensor& x, std::initializer_list<int64_t> shape) {
+  return torch::stable::new_empty(x, shape, acc_type(x));
+}
+
+// Null for the [0] tensor that stands for "not needed".
+inline void* data_or_null(const Tensor& t) { return t.numel() == 0 ? nullptr : t.mutable_data_ptr(); }
+
+// f.template operator()<I>(begin, end) over parts of the items [begin, end) on torch's threads, for the active
+// instruction set. `work` is how many elements one item touches; a thread gets at least 32768 of them.
+template <class F>
+void parallel_items(int64_t begin, int64_t end, int64_t work, F&& f) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, work));
+  visit_isa([&]<Isa I>() {
+    if (end - begin <= grain) {
+      if (begin < end) f.template operator()<I>(begin, end);
+    } else {
+      torch::stable::parallel_for(begin, end, grain, [&](int64_t b, int64_t e) { f.template operator()<I>(b, e); });
+    }
+  });
+}
+
+#ifdef FUSEDTRAIN_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
+
+// The device of a tensor and its current stream, while kernels are launched there. Needs no CUDA header: the stream comes
+// from the torch that runs.
+class CudaLaunch {
+ public:
+  CudaLaunch(const char* op, const Tensor& t);
+  // Raises when a launcher returned an error code.
+  void operator()(int error) const;
+  void* stream = nullptr;
+
+ private:
+  const char* op_;
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+}  // namespace fusedtrain::bindings

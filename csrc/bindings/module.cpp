@@ -1,0 +1,38 @@
+// The host module fusedtrain._host: what this build is made of.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/isa.h"
+
+namespace {
+
+std::vector<std::string> words(const char* text) {
+  std::istringstream stream(text);
+  std::vector<std::string> result;
+  for (std::string word; stream >> word;) result.push_back(word);
+  return result;
+}
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["compiler"] = FUSEDTRAIN_COMPILER;
+  info["isa_variants"] = words(FUSEDTRAIN_ISA_VARIANTS);
+  info["isa_active"] = fusedtrain::isa_name(fusedtrain::active_isa());
+  info["cuda_archs"] = words(FUSEDTRAIN_CUDA_ARCHS);
+  info["cuda_version"] = std::string(FUSEDTRAIN_CUDA_VERSION).empty()
+                             ? pybind11::object(pybind11::none())
+                             : pybind11::object(pybind11::str(FUSEDTRAIN_CUDA_VERSION));
+  info["torch_version"] = FUSEDTRAIN_TORCH_VERSION;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_host, m) {
+  m.def("build_info", &build_info,
+        "Returns compiler, ISA variants and the active one, CUDA archs and version, and torch built against.");
+}

@@ -1,0 +1,221 @@
+// The gate network of squeeze_excite on the CPU: two small fully connected layers and their gradients.
+//   hidden = pooled w1^T + b1      logits = act(hidden) w2^T + b2      gate = gate_act(logits)
+// Every output element is summed in an order that depends on the shape alone, not on the range of samples.
+#include "squeeze_excite.h"
+
+#include <algorithm>
+
+#include "core/simd.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+template <class F>
+void visit_act(Activation act, F&& f) {
+  using enum Activation;
+  visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(act,
+                                                                                            static_cast<F&&>(f));
+}
+
+template <class F>
+void visit_acc(DType dtype, F&& f) {
+  dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+// y = act(x), count elements.
+template <class Lane>
+void activate(Activation act, const Lane* x, Lane* y, int64_t count) {
+  using V = Vec<Lane>;
+  visit_act(act, [&]<Activation A>() {
+    for_each_vector<V>(count, [&](int64_t i, auto lanes) { store(y + i, Act<A>::value(load<V>(x + i, lanes)), lanes); });
+  });
+}
+
+// dx = dy * act'(x), count elements.
+template <class Lane>
+void activate_backward(Activation act, const Lane* dy, const Lane* x, Lane* dx, int64_t count) {
+  using V = Vec<Lane>;
+  visit_act(act, [&]<Activation A>() {
+    for_each_vector<V>(count, [&](int64_t i, auto lanes) {
+      store(dx + i, load<V>(dy + i, lanes) * Act<A>::slope(load<V>(x + i, lanes)), lanes);
+    });
+  });
+}
+
+// out[m, j] = bias[j] + a[m, :] . b[j, :] for kRows x kCols outputs; a is [., k], b is [., k].
+template <int kRows, int kCols, class Lane>
+void dot_tile(const Lane* a, const Lane* b, const Lane* bias, int64_t k, Lane* out, int64_t stride) {
+  using V = Vec<Lane>;
+  V sum[kRows][kCols];
+  for (auto& row : sum) std::fill_n(row, kCols, V(0));
+  for_each_vector<V>(k, [&](int64_t i, auto lanes) {
+    V right[kCols];
+    for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + j * k + i, lanes);
+    for (int m = 0; m < kRows; ++m) {
+      const V left = load<V>(a + m * k + i, lanes);
+      for (int j = 0; j < kCols; ++j) sum[m][j] += left * right[j];
+    }
+  });
+  for (int m = 0; m < kRows; ++m) {
+    for (int j = 0; j < kCols; ++j) out[m * stride + j] = lane_sum(sum[m][j]) + (bias ? bias[j] : Lane(0));
+  }
+}
+
+// out[m, j] = bias[j] + a[m, :] . b[j, :] for rows x cols outputs.
+template <class Lane>
+void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t rows, int64_t cols, int64_t k,
+                       Lane* out) {
+  const auto strip = [&]<int kRows>(int64_t m) {
+    int64_t j = 0;
+    for (; j + 4 <= cols; j += 4) {
+      dot_tile<kRows, 4>(a + m * k, b + j * k, bias ? bias + j : nullptr, k, out + m * cols + j, cols);
+    }
+    for (; j < cols; ++j) {
+      dot_tile<kRows, 1>(a + m * k, b + j * k, bias ? bias + j : nullptr, k, out + m * cols + j, cols);
+    }
+  };
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4) strip.template operator()<4>(m);
+  for (; m < rows; ++m) strip.template operator()<1>(m);
+}
+
+// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors from column j on.
+template <int kRows, int kCols, class Lane, class Lanes>
+void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t k, int64_t cols, Lane* out,
+                Lanes lanes) {
+  using V = Vec<Lane>;
+  V sum[kRows][kCols];
+  for (auto& row : sum) std::fill_n(row, kCols, V(0));
+  for (int64_t i = 0; i < k; ++i) {
+    V right[kCols];
+    for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + i * cols + j * V::kLanes, lanes);
+    for (int m = 0; m < kRows; ++m) {
+      const V left(a[m * row_step + i * k_step]);
+      for (int j = 0; j < kCols; ++j) sum[m][j] += left * right[j];
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int j = 0; j < kCols; ++j) store(out + m * cols + j * V::kLanes, sum[m][j], lanes);
+  }
+}
+
+// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols].
+template <class Lane>
+void matmul(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t rows, int64_t cols, int64_t k,
+            Lane* out) {
+  constexpr int kLanes = Vec<Lane>::kLanes;
+  constexpr int kWide = kVecBytes == 64 ? 4 : 2;  // vectors per row such that four rows fit the register file
+  const auto strip = [&]<int kRows>(int64_t m) {
+    const Lane* left = a + m * row_step;
+    Lane* row = out + m * cols;
+    int64_t j = 0;
+    for (; j + kWide * kLanes <= cols; j += kWide * kLanes) {
+      outer_tile<kRows, kWide>(left, row_step, k_step, b + j, k, cols, row + j, AllLanes{});
+    }
+    for (; j + kLanes <= cols; j += kLanes) {
+      outer_tile<kRows, 1>(left, row_step, k_step, b + j, k, cols, row + j, AllLanes{});
+    }
+    if (j < cols) {
+      outer_tile<kRows, 1>(left, row_step, k_step, b + j, k, cols, row + j, FirstLanes{int(cols - j)});
+    }
+  };
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4) strip.template operator()<4>(m);
+  for (; m < rows; ++m) strip.template operator()<1>(m);
+}
+
+// logits[n, :] = act(hidden[n, :]) w2^T + b2 for up to kLanes samples, one sample per lane: the inner products are short
+// (r), so lanes run over samples and no sum across lanes is needed.
+template <class Lane>
+void logits_block(const SqueezeExcite& a, const Lane* hidden, int samples, Lane* logits) {
+  using V = Vec<Lane>;
+  constexpr int kStretch = 256, kTile = 8;
+  const Lane *w2 = static_cast<const Lane*>(a.w2), *b2 = static_cast<const Lane*>(a.b2);
+  for (int n = 0; n < samples; ++n) {
+    b2 ? std::copy_n(b2, a.c, logits + n * a.c) : std::fill_n(logits + n * a.c, a.c, Lane(0));
+  }
+  for (int64_t r0 = 0; r0 < a.r; r0 += kStretch) {
+    const int64_t stretch = std::min<int64_t>(kStretch, a.r - r0);
+    Lane activated[kStretch], by_sample[kStretch][V::kLanes] = {};  // [r, n]
+    for (int n = 0; n < samples; ++n) {
+      activate(a.act, hidden + n * a.r + r0, activated, stretch);
+      for (int64_t i = 0; i < stretch; ++i) by_sample[i][n] = activated[i];
+    }
+    for (int64_t c = 0; c < a.c; c += kTile) {
+      const int tile = int(std::min<int64_t>(kTile, a.c - c));
+      V sum[kTile];
+      std::fill_n(sum, kTile, V(0));
+      const auto accumulate = [&](int rows) {
+        const Lane* w = w2 + c * a.r + r0;
+        for (int64_t i = 0; i < stretch; ++i) {
+          const V right = load<V>(by_sample[i]);
+          for (int k = 0; k < rows; ++k) sum[k] += V(w[k * a.r + i]) * right;
+        }
+      };
+      tile == kTile ? accumulate(kTile) : accumulate(tile);
+      for (int n = 0; n < samples; ++n) {
+        for (int k = 0; k < tile; ++k) logits[n * a.c + c + k] += sum[k].v[n];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <>
+void squeeze_excite<Isa::FUSEDTRAIN_ISA>(const SqueezeExcite& a, int64_t begin, int64_t end) {
+  visit_acc(a.dtype, [&]<class Lane>() {
+    constexpr int64_t kLanes = Vec<Lane>::kLanes;
+    Lane* hidden = static_cast<Lane*>(a.hidden);
+    Lane* logits = static_cast<Lane*>(a.logits);
+    matmul_transposed(static_cast<const Lane*>(a.pooled) + begin * a.c, static_cast<const Lane*>(a.w1),
+                      static_cast<const Lane*>(a.b1), end - begin, a.r, a.c, hidden + begin * a.r);
+    for (int64_t n = begin; n < end; n += kLanes) {
+      logits_block(a, hidden + n * a.r, int(std::min(kLanes, end - n)), logits + n * a.c);
+    }
+    activate(a.gate_act, logits + begin * a.c, static_cast<Lane*>(a.gate) + begin * a.c, (end - begin) * a.c);
+  });
+}
+
+template <>
+void squeeze_excite_backward<Isa::FUSEDTRAIN_ISA>(const SqueezeExciteBackward& a, int64_t begin, int64_t end) {
+  visit_acc(a.dtype, [&]<class Lane>() {
+    const int64_t count = end - begin, c0 = begin * a.c, r0 = begin * a.r;
+    const Lane* logits = static_cast<const Lane*>(a.logits) + c0;
+    Lane *dlogits = static_cast<Lane*>(a.dlogits) + c0, *dhidden = static_cast<Lane*>(a.dhidden) + r0;
+    activate(a.gate_act, logits, static_cast<Lane*>(a.gate) + c0, count * a.c);
+    activate_backward(a.gate_act, static_cast<const Lane*>(a.dgate) + c0, logits, dlogits, count * a.c);
+    activate(a.act, static_cast<const Lane*>(a.hidden) + r0, static_cast<Lane*>(a.activated) + r0, count * a.r);
+    matmul(dlogits, a.c, int64_t(1), static_cast<const Lane*>(a.w2), count, a.r, a.c, dhidden);
+    activate_backward(a.act, dhidden, static_cast<const Lane*>(a.hidden) + r0, dhidden, count * a.r);
+    matmul(dhidden, a.r, int64_t(1), static_cast<const Lane*>(a.w1), count, a.c, a.r,
+           static_cast<Lane*>(a.dpooled) + c0);
+  });
+}
+
+template <>
+void squeeze_excite_weight_backward<Isa::FUSEDTRAIN_ISA>(const SqueezeExciteBackward& a, int64_t begin, int64_t end) {
+  visit_acc(a.dtype, [&]<class Lane>() {
+    const auto column_sums = [&](const Lane* x, int64_t cols, int64_t first, int64_t last, Lane* out) {
+      std::fill(out + first, out + last, Lane(0));
+      for (int64_t n = 0; n < a.n; ++n) {
+        for (int64_t j = first; j < last; ++j) out[j] += x[n * cols + j];
+      }
+    };
+    const auto *dhidden = static_cast<const Lane*>(a.dhidden), *dlogits = static_cast<const Lane*>(a.dlogits);
+    const int64_t r1 = std::min(end, a.r);  // rows [begin, r1) of dw1
+    if (begin < r1) {
+      matmul(dhidden + begin, int64_t(1), a.r, static_cast<const Lane*>(a.pooled), r1 - begin, a.c, a.n,
+             static_cast<Lane*>(a.dw1) + begin * a.c);
+      column_sums(dhidden, a.r, begin, r1, static_cast<Lane*>(a.db1));
+    }
+    const int64_t c0 = std::max(begin - a.r, int64_t(0)), c1 = end - a.r;  // rows [c0, c1) of dw2
+    if (c0 < c1) {
+      matmul(dlogits + c0, int64_t(1), a.c, static_cast<const Lane*>(a.activated), c1 - c0, a.r, a.n,
+             static_cast<Lane*>(a.dw2) + c0 * a.r);
+      column_sums(dlogits, a.c, c0, c1, static_cast<Lane*>(a.db2));
+    }
+  });
+}
+
+}  // namespace fusedtrain::cpu
