@@ -21,15 +21,6 @@ struct ChannelPool {
   void* ties;     // acc [n, c], how many positions reach the max; null for kAvg
 };
 
-// Sums over hw are cut into chunks of this many positions and added in order, so that the result depends neither on the
-// number of threads nor on the batch, and long sums stay accurate.
-constexpr int64_t kReduceChunk = 256;
-
-constexpr int64_t reduce_chunks(const Images& images) {
-  if (images.layout == Layout::kContiguous) return 1;  // a whole plane is summed in one place
-  return images.hw > kReduceChunk ? (images.hw + kReduceChunk - 1) / kReduceChunk : 1;
-}
-
 namespace cpu {
 // Items: n * reduce_chunks for channels_last, n * c for contiguous.
 template <Isa I>

@@ -2,9 +2,9 @@
 // squeeze_excite: channel_pool, a gate network of two small fully connected layers, channel_scale.
 //
 //   pooled = pool(a(x))                 [n, c]      csrc/channel_pool.h
-//   hidden = pooled w1^T + b1           [n, r]  \
-//   logits = act(hidden) w2^T + b2      [n, c]   >  here
-//   gate   = gate_act(logits)           [n, c]  /
+//   hidden = pooled w1^T + b1           [n, r]      here
+//   logits = act(hidden) w2^T + b2      [n, c]      here
+//   gate   = gate_act(logits)           [n, c]      here
 //   y      = a(x) * gate                            csrc/channel_scale.h
 //
 //   dlogits = dgate * gate_act'(logits)     dhidden = (dlogits w2) * act'(hidden)      dpooled = dhidden w1

@@ -1,8 +1,9 @@
 """fusedtrain: fused training ops for convolutional networks in PyTorch."""
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-from fusedtrain import backend, nn, ops
+from fusedtrain import _extension, backend, nn, ops
 from fusedtrain._info import info
 from fusedtrain.backend import explain, use_backend
 
@@ -10,5 +11,8 @@ try:
     __version__ = version("fusedtrain")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+if not _extension.LOADED:
+    warnings.warn(f"fusedtrain runs CPU ops in plain PyTorch: {_extension.WHY_NOT}", stacklevel=2)
 
 __all__ = ["backend", "explain", "info", "nn", "ops", "use_backend"]

@@ -10,8 +10,7 @@ Tensor channel_scale(const Tensor& x, const Tensor& gate, int64_t in_act) {
   const Images m = images_of(x, in_act);
   const Tensor g = small_input("gate", gate, x, m.n * m.c);
   const Tensor y = torch::stable::empty_like(x);
-  const ChannelScale a{
-      .images = m, .x = x.const_data_ptr(), .gate = g.const_data_ptr(), .y = y.mutable_data_ptr()};
+  const ChannelScale a{.images = m, .x = x.const_data_ptr(), .gate = g.const_data_ptr(), .y = y.mutable_data_ptr()};
   if (!x.is_cuda()) {
     scale_samples(a, 0, m.n);
   } else if constexpr (kWithCuda) {

@@ -11,8 +11,8 @@ namespace fusedtrain::bindings {
 inline int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : reduce_chunks(m); }
 inline int64_t map_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : m.hw; }
 
-// How many samples to take through all passes before the next ones: as many as stay in cache between two passes that read
-// `tensors` tensors of images.
+// How many samples to take through all passes before the next ones: as many as stay in cache between two passes that
+// read `tensors` tensors of images.
 inline int64_t group_samples(const Images& m, int64_t tensors) {
   constexpr int64_t kCacheBytes = 4 << 20;
   const int64_t element = m.dtype == DType::kFloat64 ? 8 : m.dtype == DType::kFloat32 ? 4 : 2;

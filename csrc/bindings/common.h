@@ -99,8 +99,8 @@ constexpr bool kWithCuda = true;
 constexpr bool kWithCuda = false;
 #endif
 
-// The device of a tensor and its current stream, while kernels are launched there. Needs no CUDA header: the stream comes
-// from the torch that runs.
+// The device of a tensor and its current stream, while kernels are launched there. Needs no CUDA header: the stream
+// comes from the torch that runs.
 class CudaLaunch {
  public:
   CudaLaunch(const char* op, const Tensor& t);

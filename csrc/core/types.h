@@ -37,4 +37,13 @@ struct Images {
   Activation in_act;  // kIdentity, kRelu, kSilu, kGelu or kHardSwish
 };
 
+// Sums over hw are cut into chunks of this many positions and added in order, so that the result depends neither on the
+// number of threads nor on the batch, and long sums stay accurate.
+constexpr int64_t kReduceChunk = 256;
+
+constexpr int64_t reduce_chunks(const Images& images) {
+  if (images.layout == Layout::kContiguous) return 1;  // a whole plane is summed in one place
+  return images.hw > kReduceChunk ? (images.hw + kReduceChunk - 1) / kReduceChunk : 1;
+}
+
 }  // namespace fusedtrain

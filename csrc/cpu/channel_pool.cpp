@@ -126,7 +126,8 @@ void channel_pool_finish<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t begi
       Lane* pooled = static_cast<Lane*>(a.pooled) + n * c;
       sum_chunks<V>(partial, chunks, kPartials * c, c, pooled);
       const V area(Lane(a.images.hw));
-      for_each_vector<V>(c, [&](int64_t ch, auto lanes) { store(pooled + ch, load<V>(pooled + ch, lanes) / area, lanes); });
+      for_each_vector<V>(
+          c, [&](int64_t ch, auto lanes) { store(pooled + ch, load<V>(pooled + ch, lanes) / area, lanes); });
       if (a.pool == Pool::kAvgMax) {
         finish_peak<V>(partial, chunks, c, pooled, static_cast<Lane*>(a.peak) + n * c,
                        static_cast<Lane*>(a.ties) + n * c);

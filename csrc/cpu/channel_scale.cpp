@@ -17,9 +17,8 @@ void map_items(const Images& m, T* out, const F& f, int64_t begin, int64_t end, 
       const int64_t first = item * m.hw;
       const auto repeated = [&](const auto* vector) { return vector ? V(vector[item]) : V(0); };
       [&](auto... values) {
-        for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) {
-          store(out + first + i, f(first + i, lanes, values...), lanes);
-        });
+        for_each_vector<V>(
+            m.hw, [&](int64_t i, auto lanes) { store(out + first + i, f(first + i, lanes, values...), lanes); });
       }(repeated(vectors)...);
     } else {
       const int64_t first = item * m.c, n_c = item / m.hw * m.c;

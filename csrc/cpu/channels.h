@@ -1,6 +1,6 @@
 #pragma once
-// Walking over images [n, c, hw] (contiguous) or [n, hw, c] (channels_last): sums per channel, and maps with one value per
-// channel. Shared by channel_pool.cpp and channel_scale.cpp. Internal linkage, as in core/simd.h.
+// Walking over images [n, c, hw] (contiguous) or [n, hw, c] (channels_last): sums per channel, and maps with one value
+// per channel. Shared by channel_pool.cpp and channel_scale.cpp. Internal linkage, as in core/simd.h.
 //
 // Functors read element i of the large tensors and channel ch of the small ones:
 //   V operator()(int64_t i, int64_t ch, auto lanes)     lanes run along ch for channels_last,
@@ -22,7 +22,8 @@ void visit_in_act(Activation act, F&& f) {
 
 constexpr int kGroup = 8;
 
-// out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c elements.
+// out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
+// elements.
 template <class V, class Term>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
   std::fill_n(out, c, typename V::Lane(0));

@@ -13,8 +13,7 @@ namespace {
 template <class F>
 void visit_act(Activation act, F&& f) {
   using enum Activation;
-  visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(act,
-                                                                                            static_cast<F&&>(f));
+  visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(act, static_cast<F&&>(f));
 }
 
 template <class F>
@@ -27,7 +26,8 @@ template <class Lane>
 void activate(Activation act, const Lane* x, Lane* y, int64_t count) {
   using V = Vec<Lane>;
   visit_act(act, [&]<Activation A>() {
-    for_each_vector<V>(count, [&](int64_t i, auto lanes) { store(y + i, Act<A>::value(load<V>(x + i, lanes)), lanes); });
+    for_each_vector<V>(count,
+                       [&](int64_t i, auto lanes) { store(y + i, Act<A>::value(load<V>(x + i, lanes)), lanes); });
   });
 }
 
@@ -124,8 +124,8 @@ void matmul(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int6
   for (; m < rows; ++m) strip.template operator()<1>(m);
 }
 
-// logits[n, :] = act(hidden[n, :]) w2^T + b2 for up to kLanes samples, one sample per lane: the inner products are short
-// (r), so lanes run over samples and no sum across lanes is needed.
+// logits[n, :] = act(hidden[n, :]) w2^T + b2 for up to kLanes samples, one sample per lane: the inner products are
+// short (r), so lanes run over samples and no sum across lanes is needed.
 template <class Lane>
 void logits_block(const SqueezeExcite& a, const Lane* hidden, int samples, Lane* logits) {
   using V = Vec<Lane>;
