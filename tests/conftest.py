@@ -14,6 +14,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the imports below
@@ -22,6 +23,16 @@ import harness
 
 import fusedtrain
 from fusedtrain import _extension
+
+# The same examples on every run; the backend fixture holds for all examples of a test.
+settings.register_profile(
+    "fusedtrain",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("fusedtrain")
 
 
 def pytest_report_header():
@@ -33,10 +44,14 @@ def pytest_report_header():
 
 
 def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
+    for fixture in {"backend", "kernels"} & set(metafunc.fixturenames):
         pairs = [(device, name) for device in harness.DEVICES for name in harness.backends_for(device)]
-        metafunc.parametrize(("device", "backend"), pairs, indirect=["backend"], ids=[f"{d}-{n}" for d, n in pairs])
-    elif "device" in metafunc.fixturenames:
+        if fixture == "kernels":
+            pairs = [(device, name) for device, name in pairs if name != "reference"]
+        ids = [f"{device}-{name}" for device, name in pairs]
+        metafunc.parametrize(("device", fixture), pairs, indirect=[fixture], ids=ids)
+        return
+    if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", harness.DEVICES)
 
 
@@ -50,6 +65,10 @@ def backend(request, device):
         pytest.skip(reason)
     with fusedtrain.use_backend(request.param):
         yield request.param
+
+
+# The backends with kernels of their own: for what the reference does not promise or does in another way.
+kernels = backend
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,138 @@
+"""What is true of every op, whatever it computes: one assertion each, called by the test files of the ops.
+
+``function`` takes the values of ``inputs`` in order, as in harness.py.
+"""
+
+from collections.abc import Callable
+
+import harness
+import pytest
+import torch
+
+
+def assert_compiles(function: Callable, inputs: dict, compiler: str = "aot_eager") -> None:
+    """``torch.compile(fullgraph=True)`` gives the same bits both ways, and a second call compiles nothing."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    eager = harness.evaluate(function, inputs)
+    harness.assert_bitwise_equal(harness.evaluate(compiled, inputs), eager, "compiled")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        harness.assert_bitwise_equal(harness.evaluate(compiled, inputs), eager, "compiled, second call")
+        with torch.no_grad():
+            leaves = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs.values()]
+    with torch.no_grad():
+        assert torch.equal(compiled(*leaves), eager["y"])
+
+
+def assert_repeats_bitwise(function: Callable, inputs: dict) -> None:
+    """Two runs give the same bits."""
+    first = harness.evaluate(function, inputs)
+    harness.assert_bitwise_equal(harness.evaluate(function, inputs), first, "second run")
+
+
+def assert_threads_change_nothing(function: Callable, inputs: dict) -> None:
+    """The bits do not depend on the number of threads."""
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(harness.evaluate(function, inputs))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        harness.assert_bitwise_equal(result, results[0], "with more threads")
+
+
+def assert_writes_every_element(function: Callable, inputs: dict) -> None:
+    """No element of a result, or of a tensor it is computed from, is left as the allocator gave it."""
+    clean = harness.evaluate(function, inputs)
+    assert all(value.isfinite().all() for value in clean.values()), "the inputs of this test must give finite results"
+    with harness.poisoned_memory():
+        poisoned = harness.evaluate(function, inputs)
+    harness.assert_bitwise_equal(poisoned, clean, "with NaN in fresh memory")
+
+
+def assert_frozen_inputs_change_nothing(function: Callable, inputs: dict) -> None:
+    """Whichever inputs want a gradient, output and gradients hold the same bits; with none there is no graph."""
+    full = harness.evaluate(function, inputs)
+    differentiable = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    for name in differentiable:
+        others = [other for other in differentiable if other != name]
+        for frozen in ([name], others):
+            result = harness.evaluate(function, inputs, frozen=frozen)
+            assert result.keys() == full.keys() - {f"d{other}" for other in frozen}
+            harness.assert_bitwise_equal(result, {key: full[key] for key in result}, f"{frozen} frozen")
+    result = harness.evaluate(function, inputs, frozen=differentiable)
+    harness.assert_bitwise_equal(result, {"y": full["y"]}, "all frozen")
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = function(*inputs.values())
+        assert not y.requires_grad and torch.equal(y, full["y"]), context.__name__
+
+
+def assert_takes_any_incoming_gradient(function: Callable, inputs: dict) -> None:
+    """Expanded (as from ``y.sum()``), channels_last, transposed and sliced dy give the bits of a dense one."""
+    y = harness.evaluate(function, inputs)["y"]
+    dense = harness.evaluate(function, inputs, dy=torch.ones_like(y))
+    expanded = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    harness.assert_bitwise_equal(harness.evaluate(function, inputs, dy=expanded), dense, "expanded dy")
+    normal = harness.normal(*y.shape, dtype=y.dtype, device=y.device)
+    dense = harness.evaluate(function, inputs, dy=torch.empty_like(y).copy_(normal))
+    padded = torch.nn.functional.pad(normal, (1, 2))[..., 1:-2]
+    variants = {"sliced": padded, "transposed": normal.mT.contiguous().mT}
+    if y.dim() == 4:
+        variants["channels_last"] = normal.contiguous(memory_format=torch.channels_last)
+        variants["contiguous"] = normal.contiguous()
+    for name, dy in variants.items():
+        harness.assert_bitwise_equal(harness.evaluate(function, inputs, dy=dy), dense, f"{name} dy")
+
+
+def assert_second_derivative_is_refused(function: Callable, inputs: dict) -> None:
+    """A double backward raises instead of returning something wrong."""
+    leaves = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in inputs.values()]
+    wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    y = function(*leaves)
+    gradients = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(gradients[0].square().sum(), wanted)
+
+
+def assert_gradients_are_derivatives(function: Callable, inputs: dict) -> None:
+    """``torch.autograd.gradcheck`` in float64."""
+    leaves = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in inputs.values()]
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def assert_opcheck(operator, *args) -> None:
+    """``torch.library.opcheck``: the schema, the fake and the implementation agree on these arguments."""
+    results = torch.library.opcheck(operator, args)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def assert_last_image_is_as_alone(function: Callable, device: str, layout: str) -> None:
+    """Beyond 2^31 elements the last image gives the bits it gives alone; the op must treat images one by one."""
+    shape = (130, 64, 512, 512)  # 2.18e9 elements, 4.4 GB in bfloat16
+    assert torch.Size(shape).numel() > 2**31
+    last = harness.images((1, *shape[1:]), layout, torch.bfloat16, device)
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    if layout == "channels_last":
+        x = x.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    x[-1:] = last
+    alone = harness.evaluate(function, {"x": last}, dy=torch.ones((), dtype=x.dtype, device=device).expand(last.shape))
+    y = function(x.requires_grad_())
+    assert torch.equal(y[-1:], alone["y"])
+    (dx,) = torch.autograd.grad(y, x, torch.ones((), dtype=y.dtype, device=device).expand_as(y))
+    assert torch.equal(dx[-1:], alone["dx"])
+
+
+def assert_images_do_not_mix(function: Callable, inputs: dict, per_image: tuple[str, ...] = ("x",)) -> None:
+    """An image gives the same bits alone and in a batch: output and the gradients of the inputs ``per_image``."""
+    batch = harness.evaluate(function, inputs)
+    dy = harness.normal(*batch["y"].shape, dtype=batch["y"].dtype, device=batch["y"].device)
+    batch = harness.evaluate(function, inputs, dy=dy)
+    for i in range(inputs["x"].shape[0]):
+        one = {name: value[i : i + 1] if name in per_image else value for name, value in inputs.items()}
+        alone = harness.evaluate(function, one, dy=dy[i : i + 1])
+        for name in ("y", *(f"d{name}" for name in per_image)):
+            assert torch.equal(alone[name], batch[name][i : i + 1]), f"{name} of image {i} depends on the batch"

@@ -1,0 +1,162 @@
+"""channel_scale: y = a(x) * gate."""
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtrain.ops import _codes, channel_scale
+from fusedtrain.ops.channel_scale import IMPLS, reference
+
+CASES = cases.pairwise(
+    shape=list(cases.SHAPES),
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    in_act=_codes.INPUT_ACTIVATIONS,
+    gate_dtype=["as x", torch.float32],
+)
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+
+
+def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, gate_dtype="as x") -> dict:
+    gate_dtype = dtype if gate_dtype == "as x" else gate_dtype
+    gate = harness.normal(*shape[:2], dtype=gate_dtype, device=device, seed=1).sigmoid()
+    return {"x": harness.images(shape, layout, dtype, device), "gate": gate}
+
+
+def function(in_act="silu"):
+    return lambda x, gate: channel_scale(x, gate, in_act=in_act)
+
+
+def reference_of(in_act="silu"):
+    return lambda x, gate: reference(x, gate, in_act)
+
+
+@pytest.mark.parametrize("case", CASES, ids=cases.label)
+def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    harness.skip_unless_runs(backend, device, "channel_scale", case["dtype"])
+    in_act = case["in_act"]
+    inputs = make(device, cases.SHAPES[case["shape"]], case["layout"], case["dtype"], case["gate_dtype"])
+    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, "channel_scale")
+
+
+@given(
+    case=cases.strided(), dtype=st.sampled_from(harness.DTYPES[:3]), in_act=st.sampled_from(_codes.INPUT_ACTIVATIONS)
+)
+def test_any_shape_and_strides(device, backend, case, dtype, in_act):
+    inputs = make(device, case["shape"], dtype=dtype) | {"x": cases.strided_images(case, dtype, device)}
+    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, "channel_scale")
+
+
+@dense_layouts
+@pytest.mark.parametrize("in_act", _codes.INPUT_ACTIVATIONS)
+def test_gradients_are_derivatives(device, backend, layout, in_act):
+    harness.skip_unless_runs(backend, device, "channel_scale", torch.float64)
+    inputs = make(device, (2, 3, 3, 2), layout, torch.float64)
+    properties.assert_gradients_are_derivatives(function(in_act), inputs)
+
+
+@dense_layouts
+def test_operators_agree_with_schema_and_fake(device, kernels, layout):
+    x, gate = make(device, layout=layout, dtype=torch.bfloat16, gate_dtype=torch.float32).values()
+    dy = torch.ones_like(x)
+    silu = _codes.INPUT_ACTIVATIONS.index("silu")
+    properties.assert_opcheck(IMPLS[kernels].forward, x, gate, silu)
+    for need_dx, need_dgate in ((True, True), (True, False), (False, True)):
+        properties.assert_opcheck(IMPLS[kernels].backward, dy, x, gate, silu, need_dx, need_dgate)
+
+
+@dense_layouts
+def test_compiles_as_one_graph_and_once(device, backend, layout):
+    properties.assert_compiles(function(), make(device, layout=layout, dtype=torch.bfloat16))
+
+
+def test_keeps_only_its_inputs_for_backward(device, kernels):
+    for layout in harness.DENSE_LAYOUTS:
+        leaves = [t.requires_grad_() for t in make(device, layout=layout, dtype=torch.bfloat16).values()]
+        assert harness.extra_saved_bytes(function(), *leaves) == 0
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    properties.assert_repeats_bitwise(function(), make(device, layout=layout, dtype=dtype))
+    properties.assert_writes_every_element(function(), make(device, layout=layout, dtype=dtype))
+
+
+@dense_layouts
+def test_images_do_not_mix(device, kernels, layout):
+    properties.assert_images_do_not_mix(function(), make(device, (3, 13, 17, 19), layout), ("x", "gate"))
+
+
+@dense_layouts
+def test_threads_change_nothing(device, kernels, layout):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels run on threads")
+    properties.assert_threads_change_nothing(function(), make(device, (5, 24, 33, 31), layout))
+
+
+@dense_layouts
+def test_frozen_inputs_change_nothing(device, backend, layout):
+    properties.assert_frozen_inputs_change_nothing(function(), make(device, layout=layout))
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, kernels, layout):
+    properties.assert_takes_any_incoming_gradient(function(), make(device, layout=layout))
+
+
+def test_second_derivative_is_refused(device, kernels):
+    properties.assert_second_derivative_is_refused(function(), make(device))
+
+
+@pytest.mark.parametrize("in_act", _codes.INPUT_ACTIVATIONS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_spread_as_in_torch(device, backend, in_act, value):
+    for layout in harness.DENSE_LAYOUTS:
+        inputs = make(device, layout=layout)
+        inputs["x"][1, 2, 3, 4] = value
+        results = harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, layout)
+        assert results["y"][0].isfinite().all() and results["dx"][0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_dtype_of_x(device, backend, dtype):
+    for x_dtype in (torch.float32, dtype):
+        inputs = make(device, dtype=x_dtype)
+        with torch.autocast(device, dtype=dtype):
+            y = channel_scale(**inputs)
+            stock = inputs["x"] * inputs["gate"][:, :, None, None]
+        assert y.dtype == stock.dtype == x_dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "channel_scale: x must be a Tensor, got list"),
+        ({"x": torch.ones(2, 3, 4)}, ValueError, r"channel_scale: x must have shape \[N, C, H, W\], got \[2, 3, 4\]"),
+        ({"x": torch.ones(2, 3, 4, 4).int()}, TypeError, r"x must be float32, .* got torch.int32"),
+        ({"gate": torch.ones(3)}, ValueError, r"gate must have shape \[N, C\] = \[2, 3\], got \[3\]"),
+        ({"gate": None}, ValueError, r"gate must have shape \[N, C\] = \[2, 3\], got NoneType"),
+        ({"gate": torch.ones(2, 3).half()}, TypeError, r"gate must have the dtype of x .* got torch.float16"),
+        ({"gate": torch.ones(2, 3, device="meta")}, RuntimeError, "gate is on meta, but x is on cpu"),
+        ({"in_act": "sigmoid"}, ValueError, "in_act must be one of identity, relu, .* got 'sigmoid'"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    arguments = {"x": torch.ones(2, 3, 4, 4), "gate": torch.ones(2, 3), "in_act": "relu"} | changes
+    with pytest.raises(error, match=message):
+        channel_scale(**arguments)
+
+
+@harness.needs_memory(24)
+@dense_layouts
+def test_more_than_2_to_the_31_elements(device, kernels, layout):
+    properties.assert_last_image_is_as_alone(
+        lambda x: channel_scale(x, torch.full(x.shape[:2], 0.7, dtype=x.dtype, device=device), in_act="silu"),
+        device,
+        layout,
+    )
