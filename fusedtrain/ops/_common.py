@@ -101,6 +101,11 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def triton_slower(x: Tensor, *_) -> str | None:
+    """The interpreter is for tests: it runs where it is forced, and is never chosen."""
+    return "Triton's interpreter is slower than any other backend" if x.device.type == "cpu" else None
+
+
 def never_why_not(*_) -> None:
     """The reference runs anywhere."""
     return None

@@ -38,7 +38,7 @@ IMPLS = register(
     {
         "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
         "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu),
-        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
