@@ -1,0 +1,127 @@
+"""Activation layers by their names in timm, and the way back: from a layer to the ops' name for what it computes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Layer = str | Callable[..., nn.Module]  # an activation: its name, its class, or whatever makes one
+
+
+class HalfTanh(nn.Module):
+    r"""The gate :math:`(\tanh(x) + 1) / 2`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x) + 1) * 0.5
+
+
+class HardMish(nn.Module):
+    r""":math:`x \min(\max(x + 2, 0), 2) / 2`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (x + 2).clamp(min=0, max=2)
+
+
+class QuickGELU(nn.Module):
+    r""":math:`x\, \sigma(1.702\, x)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class GELUTanh(nn.GELU):
+    """GELU by its tanh approximation."""
+
+    def __init__(self):
+        super().__init__(approximate="tanh")
+
+
+_LAYERS: dict[str, type[nn.Module]] = {
+    "celu": nn.CELU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "gelu_tanh": GELUTanh,
+    "half_tanh": HalfTanh,
+    "hard_mish": HardMish,
+    "hard_sigmoid": nn.Hardsigmoid,
+    "hard_swish": nn.Hardswish,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardswish": nn.Hardswish,
+    "identity": nn.Identity,
+    "leaky_relu": nn.LeakyReLU,
+    "mish": nn.Mish,
+    "prelu": nn.PReLU,
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+_OP_NAMES: dict[type[nn.Module], str] = {
+    HalfTanh: "half_tanh",
+    nn.GELU: "gelu",
+    nn.Hardsigmoid: "hard_sigmoid",
+    nn.Hardswish: "hard_swish",
+    nn.Identity: "identity",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+}
+
+# timm's own layers that compute what a torch layer does; known by name, so that timm need not be there.
+_TIMM_OP_NAMES = {
+    "GELU": "gelu",
+    "HardSigmoid": "hard_sigmoid",
+    "HardSwish": "hard_swish",
+    "Sigmoid": "sigmoid",
+    "Swish": "silu",
+    "Tanh": "tanh",
+}
+
+
+def create(layer: Layer, inplace: bool | None = None) -> nn.Module:
+    """Returns a new activation layer.
+
+    Args:
+        layer: a name ("relu", "silu", "hard_sigmoid", ...), a module class, or a callable that makes a module.
+        inplace: passed on where the layer has such an argument.
+    """
+    if isinstance(layer, str):
+        if layer.lower() not in _LAYERS:
+            raise ValueError(f"an activation must be a module class or one of {', '.join(_LAYERS)}; got {layer!r}")
+        layer = _LAYERS[layer.lower()]
+    elif not callable(layer):
+        raise TypeError(f"an activation must be a name or a module class, got {layer!r}")
+    if inplace is None:
+        return layer()
+    try:
+        return layer(inplace=inplace)
+    except TypeError:  # it has no such argument
+        return layer()
+
+
+def op_name(layer: nn.Module) -> str | None:
+    """Returns the ops' name for what ``layer`` computes; None where they have none, or its calls must be seen."""
+    if observed(layer):
+        return None
+    kind = type(layer)
+    name = _OP_NAMES.get(kind)
+    if name is None and kind.__module__ == "timm.layers.activations":
+        name = _TIMM_OP_NAMES.get(kind.__name__)
+    return None if name == "gelu" and getattr(layer, "approximate", "none") != "none" else name
+
+
+def observed(module: nn.Module) -> bool:
+    """True when a hook or a patched forward must see the calls of ``module``, so that they cannot be left out."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
