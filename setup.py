@@ -1,9 +1,9 @@
-"""Builds the compiled half: the operators (fusedtrain._kernels, torch stable ABI) and the host module (fusedtrain._host).
+"""Builds the compiled half: the operators (fusedtrain._kernels, stable ABI) and the host module (fusedtrain._host).
 
 Kernel files see no torch headers: CPU kernels are compiled once per instruction set, CUDA kernels by plain nvcc. The
 bindings go through torch.utils.cpp_extension. Environment:
 
-  FUSEDTRAIN_CUDA         1: build the CUDA half (nvcc needed, a CUDA torch is not), 0: leave it out; default: both found
+  FUSEDTRAIN_CUDA         1: build the CUDA half (needs nvcc, not a CUDA torch), 0: leave it out; default: both there
   FUSEDTRAIN_REQUIRE_EXT  1: fail where there is no C++ compiler, instead of installing without the compiled half
   TORCH_CUDA_ARCH_LIST    GPU architectures as for torch extensions, e.g. "8.0;9.0+PTX"
   MAX_JOBS                parallel compilations; default: as many as cores and memory allow
@@ -33,12 +33,30 @@ ON_X86 = platform.machine() in ("x86_64", "AMD64")
 TORCH_TARGET_VERSION = "0x020a000000000000"  # any torch from 2.10 on
 
 # CI adds -Werror through CXXFLAGS. GCC 12 warns falsely of std::optional and of its own AVX-512 header.
-CXX_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-psabi -Wno-unused-function".split()
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-unused-function",
+]
 CXX_FLAGS += ["-Wno-maybe-uninitialized", *os.environ.get("CXXFLAGS", "").split()]
 ISA_FLAGS = {
     "kPortable": [],
     "kAvx2": ["-mavx2", "-mfma", "-mf16c"],
-    "kAvx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512 -Wno-uninitialized".split(),
+    "kAvx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+        "-Wno-uninitialized",
+    ],
 }
 ISAS = list(ISA_FLAGS) if ON_X86 else ["kPortable"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
@@ -115,8 +133,8 @@ def compile_kernels(folder: Path, cuda: Path | None) -> list[str]:
     ]
     if cuda:
         rules.append(
-            f"rule nvcc\n  command = {cuda}/bin/nvcc -MD -MF $out.d {' '.join(NVCC_FLAGS + gencode_flags(cuda_archs()))}"
-            f" -ccbin {CXX} -I{CSRC} -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
+            f"rule nvcc\n  command = {cuda}/bin/nvcc -MD -MF $out.d {' '.join(NVCC_FLAGS)}"
+            f" {' '.join(gencode_flags(cuda_archs()))} -ccbin {CXX} -I{CSRC} -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
         )
     objects, builds = [], []
 

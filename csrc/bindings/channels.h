@@ -11,12 +11,14 @@ namespace fusedtrain::bindings {
 inline int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : reduce_chunks(m); }
 inline int64_t map_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : m.hw; }
 
-// How many samples to take through all passes before the next ones: as many as stay in cache between two passes that
-// read `tensors` tensors of images.
+// How many samples to take through all passes before the next ones, so that what one pass reads is still in cache for
+// the next; `tensors` tensors of images are read. The groups are of about equal size.
 inline int64_t group_samples(const Images& m, int64_t tensors) {
-  constexpr int64_t kCacheBytes = 4 << 20;
+  constexpr int64_t kCacheBytes = 8 << 20;
   const int64_t element = m.dtype == DType::kFloat64 ? 8 : m.dtype == DType::kFloat32 ? 4 : 2;
-  return std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, tensors * m.c * m.hw * element));
+  const int64_t groups =
+      std::clamp<int64_t>(m.n * m.c * m.hw * element * tensors / kCacheBytes, 1, std::max<int64_t>(1, m.n));
+  return std::max<int64_t>(1, (m.n + groups - 1) / groups);
 }
 
 template <class F>

@@ -8,26 +8,46 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// Writes out = f(i, values..., lanes) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
+// Results of at least this many bytes leave the caches before anyone can read them.
+constexpr int64_t kStreamBytes = 16 << 20;
+
+// out = f(i, lanes, values...) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
 // Each of `vectors` is acc [n, c] or null, and reaches f as a vector: its c values along a row, or one value repeated.
-template <class V, class T, class F, class... Lanes>
-void map_items(const Images& m, T* out, const F& f, int64_t begin, int64_t end, const Lanes*... vectors) {
+template <bool kStream, class V, class T, class F, class... Lanes>
+void map_range(const Images& m, T* out, const F& f, int64_t begin, int64_t end, const Lanes*... vectors) {
+  const auto write = [out](int64_t i, V value, auto lanes) {
+    if constexpr (kStream) {
+      stream(out + i, value);
+    } else {
+      store(out + i, value, lanes);
+    }
+  };
   for (int64_t item = begin; item < end; ++item) {
     if (m.layout == Layout::kContiguous) {
       const int64_t first = item * m.hw;
       const auto repeated = [&](const auto* vector) { return vector ? V(vector[item]) : V(0); };
       [&](auto... values) {
-        for_each_vector<V>(
-            m.hw, [&](int64_t i, auto lanes) { store(out + first + i, f(first + i, lanes, values...), lanes); });
+        for_each_vector<V>(m.hw,
+                           [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
       }(repeated(vectors)...);
     } else {
       const int64_t first = item * m.c, n_c = item / m.hw * m.c;
       for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
         const auto at = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
-        store(out + first + ch, f(first + ch, lanes, at(vectors)...), lanes);
+        write(first + ch, f(first + ch, lanes, at(vectors)...), lanes);
       });
     }
   }
+  if constexpr (kStream) stream_fence();
+}
+
+// map_range with the kind of store that suits the result. Streaming needs rows of whole vectors on aligned addresses.
+template <class V, class T, class F, class... Lanes>
+void map_items(const Images& m, T* out, const F& f, int64_t begin, int64_t end, const Lanes*... vectors) {
+  const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
+  const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
+  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
+             [&]<bool kStream>() { map_range<kStream, V>(m, out, f, begin, end, vectors...); });
 }
 
 }  // namespace

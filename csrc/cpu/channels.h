@@ -22,27 +22,58 @@ void visit_in_act(Activation act, F&& f) {
 
 constexpr int kGroup = 8;
 
+template <class V, class Term, class At>
+inline V sum_group(const Term& term, int64_t first, int64_t c, int64_t ch, At lanes) {
+  V t[kGroup];
+  for (int k = 0; k < kGroup; ++k) t[k] = term(first + k * c + ch, ch, lanes);
+  return ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
+}
+
+// Few channels: the sums of all kVectors vectors of a row stay in registers. c <= kVectors * kLanes.
+template <int kVectors, class V, class Term>
+void sum_narrow_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
+  V sums[kVectors];
+  std::fill_n(sums, kVectors, V(0));
+  const FirstLanes last{int(c - (kVectors - 1) * V::kLanes)};
+  const auto each = [&](auto add) {
+    for (int v = 0; v + 1 < kVectors; ++v) add(v, AllLanes{});
+    last.count == V::kLanes ? add(kVectors - 1, AllLanes{}) : add(kVectors - 1, last);
+  };
+  int64_t hw = begin;
+  for (; hw + kGroup <= end; hw += kGroup) {
+    each([&](int v, auto lanes) { sums[v] += sum_group<V>(term, offset + hw * c, c, v * V::kLanes, lanes); });
+  }
+  for (; hw < end; ++hw) {
+    each([&](int v, auto lanes) { sums[v] += term(offset + hw * c + v * V::kLanes, v * V::kLanes, lanes); });
+  }
+  each([&](int v, auto lanes) { store(out + v * V::kLanes, sums[v], lanes); });
+}
+
+// Many channels: whole groups of rows are read in order, and the sums live in `out`.
+template <class V, class Term>
+void sum_wide_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
+  std::fill_n(out, c, typename V::Lane(0));
+  int64_t hw = begin;
+  for (; hw + kGroup <= end; hw += kGroup) {
+    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
+      store(out + ch, load<V>(out + ch, lanes) + sum_group<V>(term, offset + hw * c, c, ch, lanes), lanes);
+    });
+  }
+  for (; hw < end; ++hw) {
+    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
+      store(out + ch, load<V>(out + ch, lanes) + term(offset + hw * c + ch, ch, lanes), lanes);
+    });
+  }
+}
+
 // out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
 // elements.
 template <class V, class Term>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
-  std::fill_n(out, c, typename V::Lane(0));
-  int64_t hw = begin;
-  for (; hw + kGroup <= end; hw += kGroup) {
-    const int64_t first = offset + hw * c;
-    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-      V t[kGroup];
-      for (int k = 0; k < kGroup; ++k) t[k] = term(first + k * c + ch, ch, lanes);
-      const V sum = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
-      store(out + ch, load<V>(out + ch, lanes) + sum, lanes);
-    });
-  }
-  for (; hw < end; ++hw) {
-    const int64_t first = offset + hw * c;
-    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-      store(out + ch, load<V>(out + ch, lanes) + term(first + ch, ch, lanes), lanes);
-    });
-  }
+  const bool narrow = visit<1, 2, 3, 4>((c + V::kLanes - 1) / V::kLanes, [&]<int kVectors>() {
+    sum_narrow_rows<kVectors, V>(term, offset, begin, end, c, out);
+  });
+  if (!narrow) sum_wide_rows<V>(term, offset, begin, end, c, out);
 }
 
 // The sum of term(i, ch) over the hw elements from `first`. Terms of absent lanes must be zero.

@@ -61,22 +61,19 @@ void dot_tile(const Lane* a, const Lane* b, const Lane* bias, int64_t k, Lane* o
   }
 }
 
-// out[m, j] = bias[j] + a[m, :] . b[j, :] for rows x cols outputs.
+// out[m, j] = bias[j] + a[m, :] . b[j, :] for rows x cols outputs. Four rows of b stay in cache for all of a.
 template <class Lane>
 void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t rows, int64_t cols, int64_t k,
                        Lane* out) {
-  const auto strip = [&]<int kRows>(int64_t m) {
-    int64_t j = 0;
-    for (; j + 4 <= cols; j += 4) {
-      dot_tile<kRows, 4>(a + m * k, b + j * k, bias ? bias + j : nullptr, k, out + m * cols + j, cols);
-    }
-    for (; j < cols; ++j) {
-      dot_tile<kRows, 1>(a + m * k, b + j * k, bias ? bias + j : nullptr, k, out + m * cols + j, cols);
-    }
+  const auto strip = [&]<int kCols>(int64_t j) {
+    const Lane *right = b + j * k, *offset = bias ? bias + j : nullptr;
+    int64_t m = 0;
+    for (; m + 4 <= rows; m += 4) dot_tile<4, kCols>(a + m * k, right, offset, k, out + m * cols + j, cols);
+    for (; m < rows; ++m) dot_tile<1, kCols>(a + m * k, right, offset, k, out + m * cols + j, cols);
   };
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) strip.template operator()<4>(m);
-  for (; m < rows; ++m) strip.template operator()<1>(m);
+  int64_t j = 0;
+  for (; j + 4 <= cols; j += 4) strip.template operator()<4>(j);
+  for (; j < cols; ++j) strip.template operator()<1>(j);
 }
 
 // out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors from column j on.
@@ -99,29 +96,25 @@ void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, 
   }
 }
 
-// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols].
+// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols]. A panel
+// of two vectors of b's columns stays in cache for all rows.
 template <class Lane>
 void matmul(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t rows, int64_t cols, int64_t k,
             Lane* out) {
   constexpr int kLanes = Vec<Lane>::kLanes;
-  constexpr int kWide = kVecBytes == 64 ? 4 : 2;  // vectors per row such that four rows fit the register file
-  const auto strip = [&]<int kRows>(int64_t m) {
-    const Lane* left = a + m * row_step;
-    Lane* row = out + m * cols;
-    int64_t j = 0;
-    for (; j + kWide * kLanes <= cols; j += kWide * kLanes) {
-      outer_tile<kRows, kWide>(left, row_step, k_step, b + j, k, cols, row + j, AllLanes{});
-    }
-    for (; j + kLanes <= cols; j += kLanes) {
-      outer_tile<kRows, 1>(left, row_step, k_step, b + j, k, cols, row + j, AllLanes{});
-    }
-    if (j < cols) {
-      outer_tile<kRows, 1>(left, row_step, k_step, b + j, k, cols, row + j, FirstLanes{int(cols - j)});
-    }
+  constexpr int kTall = kVecBytes == 64 ? 8 : 4;  // rows such that kTall x 2 sums fit the register file
+  const auto panel = [&]<int kCols>(int64_t j, auto lanes) {
+    const auto tile = [&]<int kRows>(int64_t m) {
+      outer_tile<kRows, kCols>(a + m * row_step, row_step, k_step, b + j, k, cols, out + m * cols + j, lanes);
+    };
+    int64_t m = 0;
+    for (; m + kTall <= rows; m += kTall) tile.template operator()<kTall>(m);
+    for (; m < rows; ++m) tile.template operator()<1>(m);
   };
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) strip.template operator()<4>(m);
-  for (; m < rows; ++m) strip.template operator()<1>(m);
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= cols; j += 2 * kLanes) panel.template operator()<2>(j, AllLanes{});
+  for (; j + kLanes <= cols; j += kLanes) panel.template operator()<1>(j, AllLanes{});
+  if (j < cols) panel.template operator()<1>(j, FirstLanes{int(cols - j)});
 }
 
 // logits[n, :] = act(hidden[n, :]) w2^T + b2 for up to kLanes samples, one sample per lane: the inner products are
