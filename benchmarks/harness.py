@@ -1,0 +1,258 @@
+"""What every benchmark shares: cases, the candidates that race on them, the gate before a number, and the rows after.
+
+All candidates of one case, in both layouts, take turns call by call in random order, so that clock drift and noisy
+neighbours hit all alike; every ratio is the median of the ratios within one such round. A copy of a tensor as large as
+``x`` takes part as one more candidate: the machine's own bandwidth at that size, under the same conditions.
+"""
+
+import gc
+import importlib
+import random
+import statistics
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from gate import Gate
+from timing import peak_bytes, timer
+from torch import Tensor
+
+from fusedtrain.backend import BACKENDS, select, use_backend
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+MIN_ROUNDS, MAX_ROUNDS, WARM_UP = 5, 200, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's call, as a model makes it.
+
+    Args:
+        label: the layer's own name, e.g. "efficientnet_b0.blocks.3.0.se".
+        family: the class over which geometric means are taken, e.g. the model or the kernel size.
+        inputs: takes a device, returns the op's tensors, contiguous and random; ``x`` stands first.
+        bytes_moved: mode -> bytes when every tensor is read or written once.
+        flops: mode -> floating-point operations.
+        options: the op's keyword arguments.
+    """
+
+    label: str
+    family: str
+    inputs: Callable[[torch.device], tuple[Tensor, ...]]
+    bytes_moved: dict[str, int]
+    flops: dict[str, int]
+    options: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """An op and what it races against.
+
+    Args:
+        op: the op's name.
+        cases: takes a dtype, returns the cases.
+        ours: the public function, called with a case's inputs and options.
+        stock: name -> the same in plain PyTorch, called alike; the first is the truth in float64 and goes through
+            ``torch.compile`` too.
+        backwards: mode -> the inputs that receive gradients, None for all. Modes beside "bwd" add rows of their own.
+        peers: packages that do the same -> why no number of theirs stands here.
+    """
+
+    op: str
+    cases: Callable[[torch.dtype], list[Case]]
+    ours: Callable[..., Tensor]
+    stock: dict[str, Callable[..., Tensor]]
+    backwards: dict[str, tuple[int, ...] | None] = field(default_factory=lambda: {"bwd": None})
+    peers: dict[str, str] = field(default_factory=dict)
+
+    def selected(self, dtype: torch.dtype, quick: bool, only: str) -> list[Case]:
+        """The cases whose label contains ``only``; with ``quick`` the first of each family."""
+        cases = [case for case in self.cases(dtype) if only in case.label]
+        return list({case.family: case for case in reversed(cases)}.values())[::-1] if quick else cases
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One way to run a case: a backend (or stock path) in one layout."""
+
+    backend: str
+    layout: str
+    call: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    stock: bool = False
+    forced: str | None = None
+    note: str = ""
+    times: dict[str, list[float]] = field(default_factory=dict)  # mode -> seconds of each round
+
+
+def in_layout(tensor: Tensor, layout: str) -> Tensor:
+    """A 4-d tensor in that memory format; others as they are."""
+    return tensor.contiguous(memory_format=LAYOUTS[layout]) if tensor.dim() == 4 else tensor
+
+
+def _own_code(call: Callable, options: dict) -> Callable:
+    """``call`` with ``options`` bound and a code object of its own, as torch.compile caches graphs per code object."""
+
+    def bound(*inputs):
+        return call(*inputs, **options)
+
+    return types.FunctionType(bound.__code__.replace(), bound.__globals__, "bound", None, bound.__closure__)
+
+
+def _compiled(call: Callable, options: dict, device: torch.device) -> Callable:
+    # On a GPU the harness replays every candidate from a CUDA graph, so the compiled code brings none of its own.
+    mode = "max-autotune-no-cudagraphs" if device.type == "cuda" else None
+    return torch.compile(_own_code(call, options), dynamic=False, mode=mode)
+
+
+def _ours(benchmark: Benchmark, case: Case, layout: str, inputs: tuple[Tensor, ...]) -> Iterator[Candidate]:
+    impls = importlib.import_module(f"fusedtrain.ops.{benchmark.op}").IMPLS
+    call = _own_code(benchmark.ours, case.options)
+    for name in BACKENDS:
+        if impls[name].why_not(*inputs) is None:
+            yield Candidate(name, layout, call, inputs, forced=name)
+    with use_backend(None):
+        chosen = select(benchmark.op, impls, *inputs)
+    picked = next(name for name, impl in impls.items() if impl is chosen)
+    yield Candidate("auto", layout, call, inputs, note=f"runs {picked}")
+
+
+def candidates(benchmark: Benchmark, case: Case, device: torch.device) -> list[Candidate]:
+    """Every backend that can run, the automatic choice, and the stock paths, in both layouts, on the same values."""
+    torch.manual_seed(0)
+    x, *others = case.inputs(device)
+    others = [t.requires_grad_(t.is_floating_point()) for t in others]
+    found = []
+    for layout in LAYOUTS:
+        inputs = (in_layout(x, layout).detach().requires_grad_(), *others)
+        found += _ours(benchmark, case, layout, inputs)
+        for name, call in benchmark.stock.items():
+            found.append(Candidate(name, layout, _own_code(call, case.options), inputs, stock=True))
+        first = next(iter(benchmark.stock.values()))
+        found.append(Candidate("compile", layout, _compiled(first, case.options, device), inputs, stock=True))
+    return found
+
+
+def _copy(x: Tensor) -> Candidate:
+    target = torch.empty_like(x)
+    return Candidate("copy", "contiguous", target.copy_, (x.detach(),))
+
+
+def _race(racers: list[tuple[Candidate, Callable]], mode: str, budget: float, rng: random.Random) -> int:
+    """Times every candidate once per round, in random order; returns the number of rounds."""
+
+    def one_round() -> float:
+        spent = 0.0
+        for candidate, step in rng.sample(racers, len(racers)):
+            with use_backend(candidate.forced):
+                forward, backward = step()
+            for name, seconds in (("fwd", forward), (mode, backward), (f"fwd+{mode}", forward + backward)):
+                candidate.times.setdefault(name, []).append(seconds)
+            spent += forward + backward
+        return spent
+
+    for _ in range(WARM_UP):
+        estimate = one_round()
+    for candidate, _ in racers:
+        candidate.times.clear()
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, round(budget / max(estimate, 1e-6))))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            one_round()
+    finally:
+        gc.enable()
+    return rounds
+
+
+def measure(
+    benchmark: Benchmark, case: Case, dtype: torch.dtype, device: torch.device, budget: float, peak_gflops: float
+) -> Iterator[dict]:
+    """Gates and times one case; yields its rows, candidates that failed the gate with the reason and no number.
+
+    Args:
+        budget: seconds of timed calls per case and backward mode; at least ``MIN_ROUNDS`` rounds are run.
+        peak_gflops: the machine's arithmetic peak, for the floor.
+    """
+    torch._dynamo.reset()
+    everyone = candidates(benchmark, case, device)
+    gate = Gate(next(iter(benchmark.stock.values())), case.options, everyone[0].inputs)
+    for mode, wanted in benchmark.backwards.items():
+        wrt = range(len(everyone[0].inputs)) if wanted is None else wanted
+        gate.prepare(wrt, [c for c in everyone if c.stock and c.backend != "compile"])
+        copy, racers, peaks = _copy(everyone[0].inputs[0]), [], {}
+        for candidate in everyone:
+            candidate.times = {}
+            with use_backend(candidate.forced):
+                fault = gate.fault(candidate)
+                if fault is None:
+                    dy = in_layout(gate.dy, candidate.layout)
+                    footprint = case.bytes_moved["fwd"] + case.bytes_moved[mode]
+                    racers.append((candidate, timer(candidate.call, candidate.inputs, wrt, dy, footprint)))
+                    peaks[candidate] = peak_bytes(candidate.call, candidate.inputs, wrt, dy, mode)
+            candidate.note = f"no number: {fault}" if fault is not None else candidate.note
+        racers.append((copy, timer(copy.call, copy.inputs, (), None, 2 * copy.inputs[0].nbytes)))
+        rounds = _race(racers, mode, budget, random.Random(0))
+        modes = ("fwd", "bwd", "fwd+bwd") if mode == "bwd" else (mode,)
+        yield from _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops)
+
+
+def _ratio(numerator: list[float], denominator: list[float]) -> float:
+    """The median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops) -> Iterator[dict]:
+    x = everyone[0].inputs[0]
+    common = {
+        "op": benchmark.op,
+        "family": case.family,
+        "case": case.label,
+        "shape": "x".join(map(str, x.shape)),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    copy_times, copy_bytes = copy.times["fwd"], 2 * x.nbytes
+    for mode in modes:
+        ran = [c for c in everyone if mode in c.times]
+        stock = {}  # layout -> the fastest stock candidate; "" over both
+        for layout in ("", *LAYOUTS):
+            of_layout = [c for c in ran if c.stock and c.layout.startswith(layout)]
+            stock[layout] = min(of_layout, key=lambda c: statistics.median(c.times[mode]), default=None)
+        moved, flops = case.bytes_moved[mode], case.flops[mode]
+        for candidate in everyone:
+            row = {**common, "layout": candidate.layout, "mode": mode, "backend": candidate.backend}
+            row["note"] = candidate.note
+            if candidate in ran:
+                times = candidate.times[mode]
+                p20, p50, p80 = quantiles(times)
+                floor = [max(moved * t / copy_bytes, flops / (peak_gflops * 1e9)) for t in copy_times]
+                row |= {
+                    "us_p50": p50,
+                    "us_p20": p20,
+                    "us_p80": p80,
+                    "speedup": _ratio(stock[""].times[mode], times) if stock[""] else None,
+                    "speedup_same_layout": (
+                        _ratio(stock[candidate.layout].times[mode], times) if stock[candidate.layout] else None
+                    ),
+                    "gb_per_s": moved / p50 / 1e3,
+                    "pct_copy": 100 * _ratio([moved * t / copy_bytes for t in copy_times], times),
+                    "pct_floor": 100 * _ratio(floor, times),
+                    "peak_mib": peaks[candidate][mode] / 2**20,
+                    "rounds": rounds,
+                }
+            yield row
+        p20, p50, p80 = quantiles(copy_times)
+        yield {**common, "layout": "contiguous", "mode": mode, "backend": "copy", "us_p50": p50, "us_p20": p20} | {
+            "us_p80": p80,
+            "gb_per_s": copy_bytes / p50 / 1e3,
+            "rounds": rounds,
+        }
+
+
+def quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    """p20, p50 and p80 in microseconds."""
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    return deciles[1] * 1e6, deciles[4] * 1e6, deciles[7] * 1e6

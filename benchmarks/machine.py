@@ -1,0 +1,89 @@
+"""What stands beside every number: the machine, the versions, the settings."""
+
+import os
+import platform
+import re
+import statistics
+import subprocess
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+# glibc otherwise maps and unmaps every block over 32 MB, and pays for its page faults, at each call.
+TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
+ALLOCATORS = ("tuned", "default")
+
+
+def environment(allocator: str) -> dict[str, str]:
+    """The environment variables of a process with that glibc allocator setting, "tuned" or "default"."""
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    return env | {"GLIBC_TUNABLES": TUNABLES} if allocator == "tuned" else env
+
+
+def _allocator(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "caching"
+    tunables = os.environ.get("GLIBC_TUNABLES")
+    return "default" if tunables is None else "tuned" if tunables == TUNABLES else tunables
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
+    return f"{fields.get('model name', platform.machine())} (family {fields.get('cpu family', '?')})"
+
+
+def _cache_mib(device: torch.device) -> float:
+    """The last-level cache: tensors beyond it come from memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size / 2**20
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(s[:-1]) / {"K": 1024, "M": 1}[s[-1]] for s in sizes if s[-1] in "KM"), default=32.0)
+
+
+def _commit() -> str:
+    root = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False).stdout
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/csrc", ":/fusedtrain", ":/kernels")
+    return (git("rev-parse", "--short=10", "HEAD").strip() or "unknown") + ("-dirty" if changed else "")
+
+
+def _peak_gflops(device: torch.device) -> float:
+    """float32 matrix product of size 1024 without tensor cores: the arithmetic peak that vector kernels share."""
+    a = torch.randn(1024, 1024, device=device)
+
+    def seconds() -> float:
+        start = perf_counter()
+        torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter() - start
+
+    return 2 * 1024**3 / statistics.median(seconds() for _ in range(20)) / 1e9
+
+
+def describe(device: torch.device) -> dict[str, str | int | float]:
+    """The columns that every row of a run shares."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "allocator": _allocator(device),
+        "commit": _commit(),
+        "cache_mib": round(_cache_mib(device), 1),
+        "peak_gflops": round(_peak_gflops(device), 1),
+    }
+
+
+def slug(device_name: str) -> str:
+    """A folder's name for a device."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")

@@ -1,0 +1,81 @@
+"""The plots of one op on one device, from its CSV rows."""
+
+from pathlib import Path
+
+import matplotlib
+import results
+from matplotlib import pyplot
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+from results import Row
+
+matplotlib.use("Agg")
+MARKERS = {"contiguous": "o", "channels_last": "s"}
+OURS, STOCK, ROOF = "#1769aa", "#d9822b", "#444444"
+
+
+def _panels(rows: list[Row], width: float, height: float):
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(dtypes), figsize=(width * len(dtypes), height), sharey=True, squeeze=False, layout="constrained"
+    )
+    return figure, zip(dtypes, axes[0], strict=True)
+
+
+def _bytes(row: Row) -> float:
+    return row["gb_per_s"] * row["us_p50"] * 1e3
+
+
+def roofline(rows: list[Row], path: Path) -> Path:
+    """Achieved GB/s over counted bytes, forward and backward together, under the roof of each case."""
+    rows = [row for row in rows if row["mode"] == "fwd+bwd" and row["us_p50"] is not None]
+    stock = results.best_stock(rows)
+    figure, panels = _panels(rows, 5.5, 4.5)
+    for dtype, axis in panels:
+        ours = [row for row in rows if row["backend"] == "auto" and row["dtype"] == dtype]
+        roof = sorted((_bytes(row) / 2**20, row["gb_per_s"] * 100 / row["pct_floor"]) for row in ours)
+        axis.plot(*zip(*roof), linestyle="", marker="_", color=ROOF, label="roof: a copy of that size, or arithmetic")
+        best = [row for key, row in stock.items() if key[2] == dtype]
+        for layout, marker in MARKERS.items():
+            for name, color, points in (("fusedtrain", OURS, ours), ("best stock", STOCK, best)):
+                points = [row for row in points if row["layout"] == layout]
+                x, y = [_bytes(row) / 2**20 for row in points], [row["gb_per_s"] for row in points]
+                axis.plot(x, y, linestyle="", marker=marker, color=color, alpha=0.75, label=f"{name}, {layout}")
+        axis.axvline(rows[0]["cache_mib"], color=ROOF, linewidth=0.8, linestyle=":", label="last-level cache")
+        axis.set(xscale="log", yscale="log", title=dtype, xlabel="MiB counted, forward and backward", ylabel="GB/s")
+        axis.grid(alpha=0.25, which="both", linewidth=0.5)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter(ScalarFormatter())
+            scale.set_minor_formatter(NullFormatter())
+        axis.label_outer()
+    axis.legend(fontsize=7, loc="best")
+    figure.suptitle(f"{rows[0]['op']}, {rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=10)
+    return _saved(figure, path)
+
+
+def speedups(rows: list[Row], path: Path) -> Path:
+    """Every case's speedup over the best stock path, wins and losses on one axis."""
+    rows = [row for row in rows if row["mode"] == "fwd+bwd" and row["backend"] == "auto" and row["speedup"] is not None]
+    names = list(dict.fromkeys((row["case"], row["shape"]) for row in rows))
+    figure, panels = _panels(rows, 4.5, 1.6 + 0.16 * len(names))
+    for dtype, axis in panels:
+        for layout, marker in MARKERS.items():
+            of = [row for row in rows if row["dtype"] == dtype and row["layout"] == layout]
+            y = [names.index((row["case"], row["shape"])) for row in of]
+            axis.plot([r["speedup"] for r in of], y, linestyle="", marker=marker, alpha=0.8, markersize=5, label=layout)
+        axis.axvline(1.0, color="#b00020", linewidth=1.0)
+        axis.set(xscale="log", title=dtype, xlabel="speedup over the best stock path, fwd+bwd")
+        axis.set_yticks(range(len(names)), [f"{case}  {shape}" for case, shape in names], fontsize=6)
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(ScalarFormatter())
+        axis.tick_params(axis="x", which="both", labelsize=7)
+        axis.grid(alpha=0.25, which="both", linewidth=0.5)
+    axis.invert_yaxis()  # shared: the first case on top
+    axis.legend(fontsize=7)
+    figure.suptitle(f"{rows[0]['op']}, {rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=10)
+    return _saved(figure, path)
+
+
+def _saved(figure, path: Path) -> Path:
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return path

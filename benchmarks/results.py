@@ -1,0 +1,88 @@
+"""The CSV files: one per device and op, one row per case, dtype, layout, mode, backend and setting."""
+
+import csv
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "results"
+COLUMNS = (
+    *("op", "family", "case", "shape", "dtype", "layout", "mode", "backend"),
+    *("us_p50", "us_p20", "us_p80", "speedup", "speedup_same_layout", "gb_per_s", "pct_copy", "pct_floor", "peak_mib"),
+    *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops"),
+)
+# Rows that agree in these were measured together, so a new measurement replaces all of them.
+GROUP = ("case", "shape", "dtype", "threads", "allocator")
+Row = dict[str, str | float | None]
+
+
+def _text(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def _value(column: str, text: str):
+    if column in COLUMNS[8:18] or column in ("cache_mib", "peak_gflops"):
+        return float(text) if text else None
+    return text
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file, numbers as floats, missing ones as None."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{column: _value(column, row.get(column) or "") for column in COLUMNS} for row in csv.DictReader(file)]
+
+
+def _group(row: Row) -> tuple[str, ...]:
+    return tuple(_text(row[column]) for column in GROUP)
+
+
+def merge(path: Path, rows: Iterable[Row]) -> None:
+    """Writes rows into a file in place of those of the same group, sorted."""
+    rows = list(rows)
+    replaced = {_group(row) for row in rows}
+    rows = [row for row in read(path) if _group(row) not in replaced] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        # Stable: within a group the order of measurement stays.
+        writer.writerows([_text(row.get(c)) for c in COLUMNS] for row in sorted(rows, key=_group))
+    partial.replace(path)
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """None of no values."""
+    logs = [math.log(v) for v in values if v]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def case_key(row: Row) -> tuple:
+    """What the candidates of one race share."""
+    return tuple(row[column] for column in ("case", "shape", "dtype", "mode", "threads", "allocator"))
+
+
+def is_stock(row: Row) -> bool:
+    """True for eager and compiled PyTorch."""
+    return str(row["backend"]).startswith(("eager", "compile"))
+
+
+def best_stock(rows: Iterable[Row]) -> dict[tuple, Row]:
+    """:func:`case_key` -> the fastest stock row of either layout."""
+    best: dict[tuple, Row] = {}
+    for row in rows:
+        if is_stock(row) and row["us_p50"] is not None:
+            known = best.setdefault(case_key(row), row)
+            if row["us_p50"] < known["us_p50"]:
+                best[case_key(row)] = row
+    return best
+
+
+def primary_allocator(rows: Iterable[Row]) -> str:
+    """The setting that tables and plots show first: the one in which the allocator decides least."""
+    present = {row["allocator"] for row in rows}
+    return next((name for name in ("tuned", "caching") if name in present), min(present, default=""))

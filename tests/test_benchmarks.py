@@ -1,0 +1,164 @@
+"""The benchmarks run for real, on tiny cases, in processes of their own: their modules are scripts, not a package."""
+
+import csv
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import environment
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(*arguments: object) -> str:
+    """Runs Python in the benchmarks' folder and returns what it printed."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=FOLDER, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# A one-layer benchmark whose candidate returns channel_scale times a factor.
+TINY = """
+import torch, harness
+from fusedtrain import ops
+
+def inputs(device):
+    return torch.randn(2, 8, 5, 5, device=device), torch.rand(2, 8, device=device)
+
+sizes = {"fwd": 3200, "bwd": 4800, "fwd+bwd": 8000}
+case = harness.Case("tiny", "tiny", inputs, sizes, sizes)
+for factor in (1.0, 1.001, float("nan")):
+    benchmark = harness.Benchmark(
+        op="channel_scale",
+        cases=lambda dtype: [case],
+        ours=lambda x, gate: ops.channel_scale(x, gate) * factor,
+        stock={"eager": lambda x, gate: x * gate[:, :, None, None]},
+    )
+    for row in harness.measure(benchmark, case, torch.float32, torch.device("cpu"), 0.0, 100.0):
+        if row["mode"] == "fwd+bwd":
+            print(factor, row["backend"], row.get("us_p50") is not None, row.get("note", ""), sep="|")
+"""
+
+
+def test_a_wrong_candidate_gets_no_number():
+    rows = [line.split("|") for line in run("-c", TINY).splitlines()]
+    for factor, passes in (("1.0", True), ("1.001", False), ("nan", False)):
+        numbers = {(backend, number == "True") for of, backend, number, _ in rows if of == factor}
+        assert {("eager", True), ("compile", True), ("copy", True)} <= numbers
+        for backend in ("reference", "auto"):
+            assert (backend, passes) in numbers and (backend, not passes) not in numbers
+        assert any("no number: y is off by" in note for of, *_, note in rows if of == factor) is not passes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What a real run of one small layer leaves behind."""
+    folder = tmp_path_factory.mktemp("results")
+    options = ("--op", "channel_pool", "dispatch", "--case", "seresnet50.layer4", "--quick", "--dtype", "float32")
+    run("run.py", *options, "--device", "cpu", "--allocator", "tuned", "--budget", 0, "--output", folder)
+    return folder
+
+
+def rows_of(results: Path, op: str) -> list[dict[str, str]]:
+    (file,) = results.glob(f"*/{op}.csv")
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_every_row_says_what_was_measured_and_where(results):
+    rows = rows_of(results, "channel_pool")
+    assert {row["mode"] for row in rows} == {"fwd", "bwd", "fwd+bwd"}
+    assert {row["layout"] for row in rows} == {"contiguous", "channels_last"}
+    assert {"auto", "reference", "eager", "compile", "copy"} <= {row["backend"] for row in rows}
+    for row in rows:
+        assert row["case"] == "seresnet50.layer4.0.se" and row["shape"] == "16x2048x7x7"
+        assert 0 < float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])
+        assert row["allocator"] == "tuned" and row["threads"] == "1" and row["torch"] == torch.__version__
+        assert row["device"] and row["commit"] and float(row["gb_per_s"]) > 0 and float(row["cache_mib"]) > 0
+
+
+def test_the_best_stock_path_has_speedup_one(results):
+    for mode in ("fwd", "bwd", "fwd+bwd"):
+        rows = [row for row in rows_of(results, "channel_pool") if row["mode"] == mode and row["backend"] != "copy"]
+        stock = [row for row in rows if row["backend"].startswith(("eager", "compile"))]
+        best = min(stock, key=lambda row: float(row["us_p50"]))
+        assert float(best["speedup"]) == 1.0
+        assert all(float(row["speedup"]) > 0 and float(row["pct_floor"]) > 0 for row in rows)
+
+
+def test_peak_memory_counts_the_gradient(results):
+    backward = [r for r in rows_of(results, "channel_pool") if r["mode"] == "bwd" and r["backend"] == "auto"]
+    gradient_mib = 16 * 2048 * 7 * 7 * 4 / 2**20
+    assert backward and all(float(row["peak_mib"]) >= 0.999 * gradient_mib for row in backward)
+
+
+def test_dispatch_is_measured_for_every_op(results):
+    rows = rows_of(results, "dispatch")
+    assert {row["case"] for row in rows} == {"channel_pool", "channel_scale", "squeeze_excite"}
+    assert {"select", "checks", "checks+grad", "auto", "eager"} <= {row["mode"] for row in rows}
+    assert all(0 < float(row["us_p50"]) < 1000 for row in rows)
+
+
+def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")
+    (file,) = results.glob("*/channel_pool.csv")
+    text = file.read_text()
+    changed = tmp_path / "results" / file.parent.name / file.name
+    changed.parent.mkdir(parents=True)
+    changed.write_text(text.replace("seresnet50.layer4.0.se", "another.network"))
+    run("report.py", "--results", tmp_path / "results", "--readme", readme)
+    report = (tmp_path / "results" / "REPORT.md").read_text()
+    assert "another.network" in report and "seresnet50.layer4" not in report
+    for picture in ("channel_pool_roofline.png", "channel_pool_speedups.png"):
+        assert picture in report and changed.with_name(picture).read_bytes().startswith(b"\x89PNG")
+    filled = readme.read_text()
+    assert filled.startswith("before\n<!-- benchmarks:begin -->\n") and filled.endswith(
+        "<!-- benchmarks:end -->\nafter\n"
+    )
+    assert "old" not in filled and "| channel_pool | float32 | channels_last |" in filled
+
+
+def test_a_new_measurement_replaces_its_own_rows_only(results, tmp_path):
+    (file,) = results.glob("*/channel_pool.csv")
+    copy = tmp_path / file.name
+    copy.write_text(file.read_text())
+    code = """
+import sys; from pathlib import Path; import results
+path = Path(sys.argv[1])
+before = results.read(path)
+results.merge(path, [{**before[0], "case": "added"}])
+assert len(results.read(path)) == len(before) + 1
+results.merge(path, [{**before[0], "commit": "new"}])
+after = results.read(path)
+assert [row["commit"] for row in after if row["case"] != "added"] == ["new"]
+assert [row["case"] for row in after].count("added") == 1
+"""
+    run("-c", code, copy)
+
+
+def test_layers_are_those_of_the_networks(zoo):
+    layers = run("-c", "import layers\nfor l in layers.SE_LAYERS: print(l.label, l.c, l.r, l.h, l.act, l.gate)")
+    listed = {tuple(line.split()) for line in layers.splitlines()}
+    found = set()
+    names = {"SiLU": "silu", "ReLU": "relu", "Sigmoid": "sigmoid", "Hardsigmoid": "hard_sigmoid"}
+    for model in ("efficientnet_b0", "mobilenetv3_large_100", "regnety_008", "seresnet50"):
+        with torch.device("meta"):
+            network = zoo.timm.create_model(model)
+
+            def record(name, module, inputs, _output):
+                kinds = [names[type(child).__name__] for child in module.children() if type(child).__name__ in names]
+                squeezed = next(module.parameters()).shape[0]
+                _, c, h, _ = inputs[0].shape
+                found.add((name, str(c), str(squeezed), str(h), *kinds))
+
+            for name, module in network.named_modules():
+                if name.endswith(".se") and list(module.children()):
+                    module.register_forward_hook(functools.partial(record, f"{model}.{name}"))
+            network(torch.empty(1, 3, 224, 224))
+    assert listed <= found
+    assert {layer[1:] for layer in listed} == {layer[1:] for layer in found}
