@@ -13,6 +13,7 @@ bindings go through torch.utils.cpp_extension. Environment:
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,30 +33,18 @@ CXX = os.environ.get("CXX") or "c++"
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 TORCH_TARGET_VERSION = "0x020a000000000000"  # any torch from 2.10 on
 
-# CI adds -Werror through CXXFLAGS. GCC 12 warns falsely of std::optional and of its own AVX-512 header.
+# CI adds -Werror through CXXFLAGS. GCC 12 warns falsely of std::optional and of its own AVX-512 header (-Wno-*uninit*).
 CXX_FLAGS = [
-    "-std=c++20",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-psabi",
-    "-Wno-unused-function",
+    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
+    *os.environ.get("CXXFLAGS", "").split(),
 ]
-CXX_FLAGS += ["-Wno-maybe-uninitialized", *os.environ.get("CXXFLAGS", "").split()]
 ISA_FLAGS = {
     "kPortable": [],
     "kAvx2": ["-mavx2", "-mfma", "-mf16c"],
     "kAvx512": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mfma",
-        "-mf16c",
-        "-mprefer-vector-width=512",
-        "-Wno-uninitialized",
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+        *("-mprefer-vector-width=512", "-Wno-uninitialized"),
     ],
 }
 ISAS = list(ISA_FLAGS) if ON_X86 else ["kPortable"]
@@ -107,6 +96,10 @@ def find_cuda() -> Path | None:
     return Path(re.search(r"^#\$ TOP=(.*)$", steps, re.MULTILINE).group(1)).resolve()
 
 
+def cuda_version(cuda: Path) -> str:
+    return re.search(r"release ([\d.]+)", output_of(f"{cuda}/bin/nvcc", "--version")).group(1)
+
+
 def cuda_archs() -> list[str]:
     """TORCH_CUDA_ARCH_LIST as a list, e.g. ["8.0", "9.0+PTX"]."""
     archs = (os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS).replace(" ", ";").split(";")
@@ -127,20 +120,23 @@ def gencode_flags(archs: list[str]) -> list[str]:
 
 def compile_kernels(folder: Path, cuda: Path | None) -> list[str]:
     """Compiles csrc/cpu once per instruction set and csrc/cuda with nvcc, through ninja; returns the object files."""
-    rules = [
-        f"rule cxx\n  command = {CXX} -MMD -MF $out.d {' '.join(CXX_FLAGS)} -I{CSRC} $flags -c $in -o $out"
-        "\n  depfile = $out.d\n  deps = gcc",
-    ]
-    if cuda:
-        rules.append(
-            f"rule nvcc\n  command = {cuda}/bin/nvcc -MD -MF $out.d {' '.join(NVCC_FLAGS)}"
-            f" {' '.join(gencode_flags(cuda_archs()))} -ccbin {CXX} -I{CSRC} -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
-        )
-    objects, builds = [], []
 
-    def build(rule: str, source: Path, variant: str, flags: str = "") -> None:
-        objects.append(str(folder / f"{source.stem}.{variant}.o"))
-        builds.append(f"build {objects[-1]}: {rule} {source}\n  flags = {flags}")
+    def escaped(path: Path) -> str:
+        return re.sub(r"([$ :])", r"$\1", str(path))
+
+    def rule(name: str, *command) -> str:
+        words = " ".join(shlex.quote(str(word)).replace("$", "$$") for word in command)
+        return f"rule {name}\n  command = {words} $flags -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
+
+    lines = [rule("cxx", CXX, "-MMD", "-MF", "OUT.d", *CXX_FLAGS, f"-I{CSRC}").replace("OUT.d", "$out.d")]
+    if cuda:
+        flags = [*NVCC_FLAGS, *gencode_flags(cuda_archs()), "-ccbin", CXX, f"-I{CSRC}"]
+        lines.append(rule("nvcc", cuda / "bin/nvcc", "-MD", "-MF", "OUT.d", *flags).replace("OUT.d", "$out.d"))
+    objects = []
+
+    def build(name: str, source: Path, variant: str, flags: str = "") -> None:
+        objects.append(folder / f"{source.stem}.{variant}.o")
+        lines.append(f"build {escaped(objects[-1])}: {name} {escaped(source)}\n  flags = {flags}")
 
     for source in sorted(CSRC.glob("cpu/*.cpp")):
         for isa in ISAS:
@@ -150,9 +146,9 @@ def compile_kernels(folder: Path, cuda: Path | None) -> list[str]:
         for source in sorted(CSRC.glob("cuda/*.cu")):
             build("nvcc", source, "cuda")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text("\n".join([*rules, *builds, ""]))
+    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
     subprocess.run(["ninja", "-C", str(folder), "-j", str(max_jobs())], check=True)
-    return objects
+    return [str(path) for path in objects]
 
 
 def extensions() -> dict:
@@ -169,7 +165,7 @@ def extensions() -> dict:
         "COMPILER": output_of(CXX, "--version").splitlines()[0],
         "ISA_VARIANTS": " ".join(isa.removeprefix("k").lower() for isa in ISAS),
         "CUDA_ARCHS": " ".join(archs),
-        "CUDA_VERSION": re.search(r"release ([\d.]+)", output_of(f"{cuda}/bin/nvcc", "--version")).group(1)
+        "CUDA_VERSION": cuda_version(cuda) if cuda else "",
         if cuda
         else "",
         "TORCH_VERSION": torch.__version__,

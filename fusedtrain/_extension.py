@@ -13,6 +13,8 @@ def _load() -> tuple[bool, dict, str | None]:
     """Returns (loaded, build_info, reason why not)."""
     folder = os.path.dirname(__file__)
     libraries = glob.glob(os.path.join(folder, "_kernels*.so"))
+    if not libraries and os.path.exists(os.path.join(folder, "..", "build_backend.py")):
+        return False, {}, "this is the source tree: install it (pip install -e .) or leave its folder"
     if not libraries:
         return False, {}, "the compiled kernels are not installed (no C++ compiler when the package was built)"
     try:
