@@ -166,8 +166,6 @@ def extensions() -> dict:
         "ISA_VARIANTS": " ".join(isa.removeprefix("k").lower() for isa in ISAS),
         "CUDA_ARCHS": " ".join(archs),
         "CUDA_VERSION": cuda_version(cuda) if cuda else "",
-        if cuda
-        else "",
         "TORCH_VERSION": torch.__version__,
     }
 
