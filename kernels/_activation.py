@@ -1,0 +1,113 @@
+"""The activations of csrc/core/activation.h and their derivatives, on float32 values.
+
+Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1.
+libdevice is not available in Triton's interpreter: only what triton.language has itself is used.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedtrain.ops import _codes
+
+IDENTITY = tl.constexpr(_codes.ACTIVATIONS.index("identity"))
+RELU = tl.constexpr(_codes.ACTIVATIONS.index("relu"))
+SILU = tl.constexpr(_codes.ACTIVATIONS.index("silu"))
+GELU = tl.constexpr(_codes.ACTIVATIONS.index("gelu"))
+HARD_SWISH = tl.constexpr(_codes.ACTIVATIONS.index("hard_swish"))
+SIGMOID = tl.constexpr(_codes.ACTIVATIONS.index("sigmoid"))
+HARD_SIGMOID = tl.constexpr(_codes.ACTIVATIONS.index("hard_sigmoid"))
+TANH = tl.constexpr(_codes.ACTIVATIONS.index("tanh"))
+HALF_TANH = tl.constexpr(_codes.ACTIVATIONS.index("half_tanh"))
+
+SQRT_HALF = tl.constexpr(0.70710678118654752440)  # sqrt(1/2)
+INV_SQRT_TWO_PI = tl.constexpr(0.39894228040143267794)  # 1 / sqrt(2 pi)
+ONE_SIXTH = tl.constexpr(1.0 / 6.0)
+ONE_THIRD = tl.constexpr(1.0 / 3.0)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _sigmoid_slope(x):
+    # s (1 - s) loses its digits to cancellation at large |x|, e / (1 + e)^2 to rounding at small |x|.
+    e = tl.exp(-tl.abs(x))
+    s = 1.0 / (1.0 + e)
+    return tl.where(e > 0.25, s * (1.0 - s), e * s * s)
+
+
+@triton.jit
+def _hard_sigmoid(x):
+    y = x + 3.0  # clamped by comparisons, which keep NaN
+    y = tl.where(y < 0.0, 0.0, y)
+    return tl.where(y > 6.0, 6.0, y) * ONE_SIXTH
+
+
+@triton.jit
+def _normal_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
+
+
+@triton.jit
+def _tanh(x):
+    # 1 - 2 / (exp(2x) + 1) cancels near 0; there the minimax polynomial of Cephes' tanhf (S. Moshier), |x| < 0.625.
+    z = x * x
+    p = -5.70498872745e-3 * z + 2.06390887954e-2
+    p = p * z - 5.37397155531e-2
+    p = p * z + 1.33314422036e-1
+    p = p * z - 3.33332819422e-1
+    return tl.where(tl.abs(x) < 0.625, p * z * x + x, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def value(x, ACT: tl.constexpr):
+    """a(x)."""
+    if ACT == IDENTITY:
+        y = x
+    elif ACT == RELU:
+        y = tl.where(x < 0.0, 0.0, x)
+    elif ACT == SILU:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == GELU:
+        y = x * _normal_cdf(x)
+    elif ACT == HARD_SWISH:
+        y = x * _hard_sigmoid(x)
+    elif ACT == SIGMOID:
+        y = _sigmoid(x)
+    elif ACT == HARD_SIGMOID:
+        y = _hard_sigmoid(x)
+    elif ACT == TANH:
+        y = _tanh(x)
+    else:
+        tl.static_assert(ACT == HALF_TANH)
+        y = _sigmoid(x + x)
+    return y
+
+
+@triton.jit
+def gradient(da, x, ACT: tl.constexpr):
+    """da * a'(x). Where an activation is flat, torch selects 0 and lets no NaN or infinity of ``da`` through."""
+    if ACT == IDENTITY:
+        dx = da
+    elif ACT == RELU:
+        dx = tl.where(x <= 0.0, 0.0, da)
+    elif ACT == SILU:
+        s = _sigmoid(x)
+        dx = da * (s * (1.0 + x * (1.0 - s)))
+    elif ACT == GELU:
+        dx = da * (_normal_cdf(x) + x * INV_SQRT_TWO_PI * tl.exp(-0.5 * x * x))
+    elif ACT == HARD_SWISH:
+        dx = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, da, da * (x * ONE_THIRD + 0.5)))
+    elif ACT == SIGMOID:
+        dx = da * _sigmoid_slope(x)
+    elif ACT == HARD_SIGMOID:
+        dx = tl.where((x > -3.0) & (x < 3.0), da * ONE_SIXTH, 0.0)
+    elif ACT == TANH:
+        t = _tanh(x)
+        dx = da * (1.0 - t * t)
+    else:
+        tl.static_assert(ACT == HALF_TANH)
+        dx = da * (2.0 * _sigmoid_slope(x + x))
+    return dx
