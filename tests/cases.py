@@ -71,10 +71,10 @@ def strided(draw) -> dict:
     }
 
 
-def strided_images(case: dict, dtype, device):
+def strided_images(case: dict, dtype, device, seed: int = 0):
     """The images that :func:`strided` describes."""
     shape, order = case["shape"], case["order"]
     stored = [1 if i in case["expanded"] else shape[i] * case["steps"][i] for i in order]
-    x = harness.normal(*stored, dtype=dtype, device=device).permute([order.index(i) for i in range(4)])
+    x = harness.normal(*stored, dtype=dtype, device=device, seed=seed).permute([order.index(i) for i in range(4)])
     x = x[tuple(slice(None, None, 1 if i in case["expanded"] else step) for i, step in enumerate(case["steps"]))]
     return x.expand(shape)

@@ -95,7 +95,7 @@ def assert_second_derivative_is_refused(function: Callable, inputs: dict) -> Non
     y = function(*leaves)
     gradients = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(gradients[0].square().sum(), wanted)
+        gradients[0].square().sum().backward()
 
 
 def assert_gradients_are_derivatives(function: Callable, inputs: dict) -> None:
@@ -136,3 +136,27 @@ def assert_images_do_not_mix(function: Callable, inputs: dict, per_image: tuple[
         alone = harness.evaluate(function, one, dy=dy[i : i + 1])
         for name in ("y", *(f"d{name}" for name in per_image)):
             assert torch.equal(alone[name], batch[name][i : i + 1]), f"{name} of image {i} depends on the batch"
+
+
+def assert_not_finite_stays_in_place(
+    function: Callable, reference: Callable, inputs: dict, value: float, index: tuple, region: tuple
+) -> None:
+    """NaN or infinity in ``x[index]`` is never hidden and never leaves ``region``.
+
+    Beyond ``x[region]`` nothing changes by a bit. In it, where torch is not finite ours is not, and what is finite is
+    as good as torch. Ours may be NaN where torch has 0 (a slope of 0 times NaN); an infinity need only reach y.
+    """
+    clean = harness.evaluate(function, inputs)
+    touched = inputs | {"x": inputs["x"].clone()}
+    touched["x"][index] = value
+    ours, stock = harness.evaluate(function, touched), harness.evaluate(reference, touched)
+    truth = harness.evaluate(reference, harness.cast(touched, torch.float64), dy_dtype=ours["y"].dtype)
+    for name in ours:
+        finite = ours[name].isfinite()
+        if name == "y" or value != value:
+            kept = (torch.where(finite, t, torch.zeros_like(t)) for t in (ours[name], stock[name], truth[name]))
+            harness.assert_as_good_as_torch(*kept, f"{value} in x, {name}")
+        if ours[name].shape[:2] == inputs["x"].shape[:2]:
+            outside = torch.ones_like(finite)
+            outside[region[: outside.dim()]] = False
+            assert torch.equal(ours[name][outside], clean[name][outside]), f"{value} in x changes {name} elsewhere"

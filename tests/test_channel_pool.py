@@ -26,8 +26,8 @@ pools = pytest.mark.parametrize("pool", _codes.POOLS)
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 
 
-def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32) -> dict:
-    return {"x": harness.images(shape, layout, dtype, device)}
+def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, seed=0) -> dict:
+    return {"x": harness.images(shape, layout, dtype, device, seed)}
 
 
 def function(pool="avg", in_act="silu"):
@@ -42,8 +42,9 @@ def reference_of(pool="avg", in_act="silu"):
 def test_output_and_gradient_are_as_good_as_torch(device, backend, case):
     harness.skip_unless_runs(backend, device, "channel_pool", case["dtype"])
     options = {"pool": case["pool"], "in_act": case["in_act"]}
-    inputs = make(device, cases.SHAPES[case["shape"]], case["layout"], case["dtype"])
-    harness.assert_op_as_good_as_torch(function(**options), reference_of(**options), inputs, "channel_pool")
+    shape = cases.SHAPES[case["shape"]]
+    draws = harness.draws(lambda seed: make(device, shape, case["layout"], case["dtype"], seed), device, backend)
+    harness.assert_op_as_good_as_torch(function(**options), reference_of(**options), draws, "channel_pool")
 
 
 @given(
@@ -54,8 +55,8 @@ def test_output_and_gradient_are_as_good_as_torch(device, backend, case):
 )
 def test_any_shape_and_strides(device, backend, case, dtype, pool, in_act):
     assume(pool == "avg" or 0 not in case["shape"][2:])
-    inputs = {"x": cases.strided_images(case, dtype, device)}
-    harness.assert_op_as_good_as_torch(function(pool, in_act), reference_of(pool, in_act), inputs, "channel_pool")
+    draws = harness.draws(lambda seed: {"x": cases.strided_images(case, dtype, device, seed)}, device, backend)
+    harness.assert_op_as_good_as_torch(function(pool, in_act), reference_of(pool, in_act), draws, "channel_pool")
 
 
 @dense_layouts
@@ -141,12 +142,11 @@ def test_second_derivative_is_refused(device, kernels):
 @pools
 @pytest.mark.parametrize("in_act", _codes.INPUT_ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_infinity_spread_as_in_torch(device, backend, pool, in_act, value):
+def test_nan_and_infinity_stay_in_place(device, backend, pool, in_act, value):
     for layout in harness.DENSE_LAYOUTS:
-        inputs = make(device, layout=layout)
-        inputs["x"][1, 2, 3, 4] = value
-        results = harness.assert_op_as_good_as_torch(function(pool, in_act), reference_of(pool, in_act), inputs, layout)
-        assert results["y"][0].isfinite().all() and results["dx"][0].isfinite().all()
+        properties.assert_not_finite_stays_in_place(
+            function(pool, in_act), reference_of(pool, in_act), make(device, layout=layout), value, (1, 2, 3, 4), (1, 2)
+        )
 
 
 def test_sums_do_not_overflow_in_half_precision(device, kernels):

@@ -21,10 +21,10 @@ CASES = cases.pairwise(
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 
 
-def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, gate_dtype="as x") -> dict:
+def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, gate_dtype="as x", seed=0) -> dict:
     gate_dtype = dtype if gate_dtype == "as x" else gate_dtype
-    gate = harness.normal(*shape[:2], dtype=gate_dtype, device=device, seed=1).sigmoid()
-    return {"x": harness.images(shape, layout, dtype, device), "gate": gate}
+    gate = harness.normal(*shape[:2], dtype=gate_dtype, device=device, seed=seed + 100).sigmoid()
+    return {"x": harness.images(shape, layout, dtype, device, seed), "gate": gate}
 
 
 def function(in_act="silu"):
@@ -38,17 +38,25 @@ def reference_of(in_act="silu"):
 @pytest.mark.parametrize("case", CASES, ids=cases.label)
 def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
     harness.skip_unless_runs(backend, device, "channel_scale", case["dtype"])
-    in_act = case["in_act"]
-    inputs = make(device, cases.SHAPES[case["shape"]], case["layout"], case["dtype"], case["gate_dtype"])
-    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, "channel_scale")
+    shape, in_act = cases.SHAPES[case["shape"]], case["in_act"]
+
+    def draw(seed):
+        return make(device, shape, case["layout"], case["dtype"], case["gate_dtype"], seed)
+
+    draws = harness.draws(draw, device, backend)
+    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), draws, "channel_scale")
 
 
 @given(
     case=cases.strided(), dtype=st.sampled_from(harness.DTYPES[:3]), in_act=st.sampled_from(_codes.INPUT_ACTIVATIONS)
 )
 def test_any_shape_and_strides(device, backend, case, dtype, in_act):
-    inputs = make(device, case["shape"], dtype=dtype) | {"x": cases.strided_images(case, dtype, device)}
-    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, "channel_scale")
+    def draw(seed):
+        x = cases.strided_images(case, dtype, device, seed)
+        return make(device, case["shape"], dtype=dtype, seed=seed) | {"x": x}
+
+    draws = harness.draws(draw, device, backend)
+    harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), draws, "channel_scale")
 
 
 @dense_layouts
@@ -115,12 +123,11 @@ def test_second_derivative_is_refused(device, kernels):
 
 @pytest.mark.parametrize("in_act", _codes.INPUT_ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_infinity_spread_as_in_torch(device, backend, in_act, value):
+def test_nan_and_infinity_stay_in_place(device, backend, in_act, value):
     for layout in harness.DENSE_LAYOUTS:
-        inputs = make(device, layout=layout)
-        inputs["x"][1, 2, 3, 4] = value
-        results = harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), inputs, layout)
-        assert results["y"][0].isfinite().all() and results["dx"][0].isfinite().all()
+        properties.assert_not_finite_stays_in_place(
+            function(in_act), reference_of(in_act), make(device, layout=layout), value, (1, 2, 3, 4), (1, 2, 3, 4)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -80,11 +80,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
   const Tensor gate = empty_acc(x, {m.n, m.c}), activated = empty_acc(x, {m.n, r});
   const Tensor dlogits = empty_acc(x, {m.n, m.c}), dhidden = empty_acc(x, {m.n, r}), dpooled = empty_acc(x, {m.n, m.c});
   const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  const auto gradient = [&](const Tensor& like, int64_t rows) {
-    if (!need_dw) return empty_acc(x, {0});
-    return rows == 0 ? torch::stable::new_empty(like, like.sizes(), acc_type(x)) : empty_acc(x, {rows});
+  const auto weight_gradient = [&](const Tensor& w) {
+    return need_dw ? torch::stable::new_empty(w, w.sizes(), acc_type(x)) : empty_acc(x, {0});
   };
-  const Tensor dw1 = gradient(w1, 0), db1 = gradient(w1, r), dw2 = gradient(w2, 0), db2 = gradient(w2, m.c);
+  const auto bias_gradient = [&](int64_t size) { return empty_acc(x, {need_dw ? size : 0}); };
+  const Tensor dw1 = weight_gradient(w1), db1 = bias_gradient(r), dw2 = weight_gradient(w2), db2 = bias_gradient(m.c);
   const ChannelScaleDot dot{.images = m,
                             .dy = dy.const_data_ptr(),
                             .x = x.const_data_ptr(),

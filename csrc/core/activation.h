@@ -4,7 +4,8 @@
 //   Act<A>::value(x) = a(x)        Act<A>::slope(x) = da/dx
 //
 // V is float, double or cpu::Vec. Vectors bring their own v* functions, found by argument-dependent lookup.
-// Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1.
+// Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1;
+// of NaN: relu' = 1, hard_sigmoid' = 0, NaN for the others.
 #include <cmath>
 
 #include "core/types.h"
@@ -26,6 +27,11 @@ FUSEDTRAIN_HD double verf(double x) { return ::erf(x); }
 template <class T>
 FUSEDTRAIN_HD T vselect(bool condition, T yes, T no) {
   return condition ? yes : no;
+}
+
+template <class V>
+FUSEDTRAIN_HD V magnitude(V x) {
+  return vselect(x < V(0), -x, x);
 }
 
 // max(x, low) and min(x, high) that keep NaN, as torch.clamp does.
@@ -61,7 +67,7 @@ struct Act<Activation::kRelu> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x > V(0), V(1), V(0));
+    return vselect(x <= V(0), V(0), V(1));
   }
 };
 
@@ -73,8 +79,9 @@ struct Act<Activation::kSigmoid> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    const V s = value(x);
-    return s * (V(1) - s);
+    const V e = vexp(-magnitude(x));  // e / (1 + e)^2 = s (1 - s), without the cancellation of 1 - s
+    const V s = V(1) / (V(1) + e);
+    return e * s * s;
   }
 };
 
@@ -129,7 +136,7 @@ struct Act<Activation::kHardSwish> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x > V(-3), vselect(x < V(3), x * V(1.0 / 3.0) + V(0.5), V(1)), V(0));
+    return vselect(x <= V(-3), V(0), vselect(x >= V(3), V(1), x * V(1.0 / 3.0) + V(0.5)));
   }
 };
 
@@ -141,8 +148,7 @@ struct Act<Activation::kTanh> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    const V t = vtanh(x);
-    return V(1) - t * t;
+    return V(4) * Act<Activation::kSigmoid>::slope(x + x);  // = 1 - tanh(x)^2
   }
 };
 

@@ -94,6 +94,8 @@ struct Vec {
   }
   friend Mask operator<(Vec a, Vec b) { return {a.v < b.v}; }
   friend Mask operator>(Vec a, Vec b) { return {a.v > b.v}; }
+  friend Mask operator<=(Vec a, Vec b) { return {a.v <= b.v}; }
+  friend Mask operator>=(Vec a, Vec b) { return {a.v >= b.v}; }
   friend Mask operator==(Vec a, Vec b) { return {a.v == b.v}; }
   friend Mask operator!=(Vec a, Vec b) { return {a.v != b.v}; }
   friend Vec vselect(Mask m, Vec yes, Vec no) { return Vec(m.v ? yes.v : no.v); }
