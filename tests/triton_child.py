@@ -1,0 +1,175 @@
+"""What test_triton.py runs in a process of its own, one case per call.
+
+``compile TARGET CASE...`` compiles, without a GPU, every kernel that the launches of the cases would run on "cuda:80",
+"cuda:90" or "hip:gfx942", and prints one JSON line of facts per kernel. ``guard CASE`` runs a case in Triton's
+interpreter on tensors that end where readable memory ends, so that an access behind the end is a segmentation fault.
+"""
+
+import ctypes
+import functools
+import json
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from fusedtrain.kernels import channel_pool, channel_scale, squeeze_excite
+from fusedtrain.ops import _codes
+
+GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
+CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+
+# --- cases: the launchers on given tensors, in the modes that need the most registers ---------------------------------
+
+
+def block(x, weight_dtype=torch.float32):
+    n, c, r = *x.shape[:2], 8
+    w1, b1, w2, b2 = (x.new_ones(shape, dtype=weight_dtype) for shape in ((r, c), (r,), (c, r, 1, 1), (c,)))
+    codes = (GELU, SIGMOID, channel_pool.AVG_MAX, GELU)
+    y, *saved = squeeze_excite.squeeze_excite(x, w1, b1, w2, b2, *codes)
+    squeeze_excite.squeeze_excite_backward(y, x, w1, w2, *saved, *codes, True, True)
+    return y, saved
+
+
+# Every block shape of _images.blocks, sums in one chunk and in several, 16-byte vectors and none.
+SHAPES = (
+    ((2, 48, 7, 7), torch.contiguous_format, torch.bfloat16),
+    ((2, 32, 14, 14), torch.contiguous_format, torch.float32),
+    ((2, 16, 72, 72), torch.contiguous_format, torch.bfloat16),
+    ((2, 16, 18, 18), torch.channels_last, torch.float32),
+    ((2, 32, 9, 9), torch.channels_last, torch.bfloat16),
+    ((2, 80, 7, 7), torch.channels_last, torch.float16),
+)
+
+
+def squeeze_excites(device):
+    for shape, memory_format, dtype in SHAPES:
+        x = torch.ones(shape, device=device, dtype=dtype).to(memory_format=memory_format)
+        y, saved = block(x)
+    block(x, x.dtype)
+    channel_scale.channel_scale_backward(y, x, saved[0], GELU, True, True)
+    channel_pool.channel_pool_backward(saved[0], x, *saved[3:], channel_pool.AVG_MAX, GELU)
+
+
+@triton.jit
+def _off_by_one_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 1.0, mask=at <= n)
+
+
+def off_by_one(device):
+    x = torch.ones(1000, device=device)
+    _off_by_one_kernel[(1,)](x, x.numel(), BLOCK=1024)
+
+
+CASES = {"squeeze_excite": squeeze_excites, "off_by_one": off_by_one}
+
+
+# --- compile ----------------------------------------------------------------------------------------------------------
+
+
+class _Driver:
+    """The driver of a GPU that is not there: enough for Triton to compile for it."""
+
+    def __init__(self, target: GPUTarget):
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
+def compiled_kernels(launches, target: GPUTarget) -> list:
+    """The kernels that ``launches()`` would run on ``target``, with their constants and the bytes per element."""
+    triton.runtime.driver.set_active(_Driver(target))
+    kernels, run = {}, JITFunction.run
+
+    @functools.wraps(run)
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        constants = {name: value for name, value in kwargs.items() if name.isupper()}
+        kernels[kernel.hash] = kernel, constants, args[0].element_size()
+        return kernel
+
+    JITFunction.run = compile_only
+    launches()
+    JITFunction.run = run
+    return list(kernels.values())
+
+
+def facts(kernel, target: GPUTarget) -> dict:
+    """Shared memory, stack, spills and, for NVIDIA, registers and the widths of the loads of a compiled kernel."""
+    if target.backend == "hip":
+        counts = {
+            "stack": r"\.private_segment_fixed_size:\s*(\d+)",
+            "spills": r"\.[sv]gpr_spill_count:\s*(\d+)",
+        }
+        text = kernel.asm["amdgcn"]
+        return {name: sum(map(int, re.findall(pattern, text))) for name, pattern in counts.items()}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        dump = [CUOBJDUMP, "--dump-resource-usage", "-sass", cubin.name]
+        text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+    loads = re.findall(r"\bLDG(?:STS)?\.[.\w]*", text)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", text)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", text)),
+        "loads_of_16_bytes": sum(".128" in load for load in loads),
+    }
+
+
+def compile_cases(target_name: str, *cases: str) -> None:
+    backend, arch = target_name.split(":")
+    target = GPUTarget("hip", arch, 64) if backend == "hip" else GPUTarget("cuda", int(arch), 32)
+    for case in cases:
+        for kernel, constants, itemsize in compiled_kernels(lambda run=CASES[case]: run("meta"), target):
+            record = {"kernel": kernel.name, "constants": constants, "itemsize": itemsize}
+            print(json.dumps(record | {"shared": kernel.metadata.shared} | facts(kernel, target)), flush=True)
+
+
+# --- guard ------------------------------------------------------------------------------------------------------------
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def guarded(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape, strides and dtype of the dense ``like`` whose last byte is the last readable one."""
+    size = like.numel() * like.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _LIBC.mprotect(address + pages, mmap.PAGESIZE, 0) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+    flat = torch.frombuffer(memory, dtype=torch.uint8)[pages - size : pages].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
+
+class GuardedMemory(TorchDispatchMode):
+    """Puts every new tensor, the kernels' outputs and workspaces included, in front of a protected page."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._schema.name.startswith(("aten::empty", "aten::new_", "aten::ones", "aten::_to_copy")):
+            return guarded(result).copy_(result) if result.numel() else result
+        return result
+
+
+def guard_case(case: str) -> None:
+    with GuardedMemory():
+        CASES[case]("cpu")
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    {"compile": compile_cases, "guard": guard_case}[command](*arguments)
