@@ -43,12 +43,10 @@ std::tuple<Tensor, Tensor> channel_scale_backward(const Tensor& dy, const Tensor
                                   .ties = nullptr,
                                   .dx = dx.mutable_data_ptr()};
   if (!x.is_cuda()) {
-    const int64_t group = group_samples(m, 2);
-    for (int64_t n = 0; n < m.n; n += group) {
-      const int64_t end = std::min(n + group, m.n);
+    for_sample_groups(m, 2, [&](int64_t n, int64_t end) {
       if (need_dgate) dot_samples(dot, n, end);
       if (need_dx) backward_samples(back, n, end);
-    }
+    });
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("channel_scale_backward", x);
     if (need_dgate) launch(cuda::channel_scale_dot(dot, launch.stream));

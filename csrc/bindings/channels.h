@@ -11,14 +11,27 @@ namespace fusedtrain::bindings {
 inline int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : reduce_chunks(m); }
 inline int64_t map_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : m.hw; }
 
-// How many samples to take through all passes before the next ones, so that what one pass reads is still in cache for
-// the next; `tensors` tensors of images are read. The groups are of about equal size.
-inline int64_t group_samples(const Images& m, int64_t tensors) {
+// Takes groups of samples through `passes(begin, end)`, all passes of one group before the next group, so that the
+// `tensors` tensors of images that one pass reads are still in the last cache for the next. Threads take whole groups
+// where there are enough samples, else they share the work inside a pass. No result depends on the grouping.
+template <class F>
+void for_sample_groups(const Images& m, int64_t tensors, F&& passes) {
   constexpr int64_t kCacheBytes = 8 << 20;
   const int64_t element = m.dtype == DType::kFloat64 ? 8 : m.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t groups =
-      std::clamp<int64_t>(m.n * m.c * m.hw * element * tensors / kCacheBytes, 1, std::max<int64_t>(1, m.n));
-  return std::max<int64_t>(1, (m.n + groups - 1) / groups);
+  const int64_t sample = std::max<int64_t>(1, m.c * m.hw);
+  const int64_t most = std::max<int64_t>(1, kCacheBytes / (sample * tensors * element));
+  const auto in_groups = [&](int64_t begin, int64_t end) {
+    const int64_t groups = (end - begin + most - 1) / most;
+    for (int64_t g = 0; g < groups; ++g) {
+      passes(begin + (end - begin) * g / groups, begin + (end - begin) * (g + 1) / groups);
+    }
+  };
+  const int64_t threads = torch::stable::get_num_threads();
+  if (threads > 1 && m.n >= threads) {
+    torch::stable::parallel_for(0, m.n, std::max<int64_t>(1, kGrain / sample), in_groups);
+  } else {
+    in_groups(0, m.n);
+  }
 }
 
 template <class F>

@@ -79,11 +79,14 @@ inline Tensor empty_acc(const Tensor& x, std::initializer_list<int64_t> shape) {
 // Null for the [0] tensor that stands for "not needed".
 inline void* data_or_null(const Tensor& t) { return t.numel() == 0 ? nullptr : t.mutable_data_ptr(); }
 
+// A thread gets at least this many elements of the large tensors.
+constexpr int64_t kGrain = 32768;
+
 // f.template operator()<I>(begin, end) over parts of the items [begin, end) on torch's threads, for the active
-// instruction set. `work` is how many elements one item touches; a thread gets at least 32768 of them.
+// instruction set. `work` is how many elements one item touches.
 template <class F>
 void parallel_items(int64_t begin, int64_t end, int64_t work, F&& f) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, work));
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work));
   visit_isa([&]<Isa I>() {
     if (end - begin <= grain) {
       if (begin < end) f.template operator()<I>(begin, end);

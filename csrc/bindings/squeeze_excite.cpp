@@ -53,13 +53,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite(
   const ChannelScale scale{
       .images = m, .x = x.const_data_ptr(), .gate = gate.const_data_ptr(), .y = y.mutable_data_ptr()};
   if (!x.is_cuda()) {
-    const int64_t group = group_samples(m, 1);
-    for (int64_t n = 0; n < m.n; n += group) {
-      const int64_t end = std::min(n + group, m.n);
+    for_sample_groups(m, 1, [&](int64_t n, int64_t end) {
       pool_samples(squeeze, n, end);
       parallel_items(n, end, m.c * r, [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite<I>(excite, b, e); });
       scale_samples(scale, n, end);
-    }
+    });
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("squeeze_excite", x);
     launch(cuda::channel_pool(squeeze, launch.stream));
@@ -121,14 +119,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
                                   .ties = data_or_null(ties),
                                   .dx = dx.mutable_data_ptr()};
   if (!x.is_cuda()) {
-    const int64_t group = group_samples(m, 2);
-    for (int64_t n = 0; n < m.n; n += group) {
-      const int64_t end = std::min(n + group, m.n);
+    for_sample_groups(m, 2, [&](int64_t n, int64_t end) {
       dot_samples(dot, n, end);
       parallel_items(n, end, m.c * r,
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_backward<I>(excite, b, e); });
       if (need_dx) backward_samples(back, n, end);
-    }
+    });
     if (need_dw) {
       parallel_items(0, r + m.c, m.n * std::max(r, m.c),
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_weight_backward<I>(excite, b, e); });
