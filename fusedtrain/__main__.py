@@ -1,0 +1,5 @@
+import sys
+
+from fusedtrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,35 @@
+"""Peak memory of a training run."""
+
+from pathlib import Path
+
+import torch
+
+
+class PeakMemory:
+    """Measures the memory that is needed beyond what is held now: of torch's GPU allocator, or resident on Linux.
+
+    For the CPU it speaks of one run only when that run has the process to itself.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far, that of the imports
+            self._start = _status("VmRSS")
+        except OSError:
+            self._start = None
+
+    def bytes(self) -> int | None:
+        """Returns the peak since the object was made, in bytes; None on a CPU whose system does not tell it."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._start
+        return None if self._start is None else _status("VmHWM") - self._start
+
+
+def _status(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,198 @@
+"""The command line: runs in processes of their own, away from the source tree; refusals in this one."""
+
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+
+import fusedtrain
+from fusedtrain.cli import main
+from fusedtrain.train import SmallNet
+
+
+def command(*arguments: str, cwd, **env) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "fusedtrain", *arguments],
+        cwd=cwd,
+        env=harness.environment(COLUMNS="200", **env),
+        capture_output=True,
+        text=True,
+        timeout=600,  # hangs only
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def main_run(tmp_path_factory):
+    """``fusedtrain train`` with no arguments: its folder and its output."""
+    folder = tmp_path_factory.mktemp("run")
+    done = command("train", cwd=folder, GLIBC_TUNABLES=None)
+    assert done.returncode == 0, done.stderr
+    (output,) = (folder / "runs").iterdir()
+    return output, done.stdout
+
+
+def test_the_digits_are_learnt_to_97_percent_with_fused_and_with_stock_layers(main_run):
+    output, _ = main_run
+    results = json.loads((output / "results.json").read_text())["results"]
+    assert list(results) == ["fused", "stock"]
+    for layers, result in results.items():
+        assert result["accuracy"] >= 0.97, f"{layers}: {result['accuracy']}"
+        assert result["images_per_second"] > 0
+        assert len(result["history"]["epochs"]) == 10 and len(result["history"]["step_losses"]) == 10 * 23
+
+
+def test_the_output_ends_in_a_table_of_both_variants(main_run):
+    output, text = main_run
+    for word in ("layers", "val accuracy", "val loss", "train loss", "images/s", "peak memory"):
+        assert word in text
+    results = json.loads((output / "results.json").read_text())
+    for layers, result in results["results"].items():
+        rows = [line for line in text.splitlines() if line.startswith("│") and layers in line]
+        assert len(rows) == 1 and f"{result['accuracy']:.2%}" in rows[0] and f"{result['valid_loss']:.4f}" in rows[0]
+    assert f"{results['largest_loss_difference']['all_steps']:.1e} in all 230" in text
+    assert text.count("val accuracy") == 2 * 10 + 1, "one line per epoch and variant, and the table's head"
+
+
+def test_the_weights_of_both_variants_load_into_the_stock_model(main_run):
+    output, _ = main_run
+    for layers in ("fused", "stock"):
+        SmallNet(10, layers="stock").load_state_dict(torch.load(output / f"{layers}.pt", weights_only=True))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_losses_are_drawn(main_run):
+    output, _ = main_run
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the run is on the GPU")
+def test_training_processes_keep_their_memory(main_run):
+    output, _ = main_run
+    for result in json.loads((output / "results.json").read_text())["results"].values():
+        assert result["info"]["allocator"]["page_faults"].startswith("no")
+        assert "mmap_threshold" in result["info"]["environment"]["GLIBC_TUNABLES"]
+
+
+def test_options_reach_the_run_and_the_users_allocator_settings_are_left_alone(tmp_path):
+    options = {"epochs": 1, "batch_size": 256, "lr": 0.001, "precision": "bf16", "device": "cpu", "seed": 7}
+    options |= {"layers": "stock", "output": "here"}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = command("train", *arguments, cwd=tmp_path, GLIBC_TUNABLES="")
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "here" / "results.json").read_text())
+    assert content["options"] == options
+    assert list(content["results"]) == ["stock"] and content["largest_loss_difference"] is None
+    assert len(content["results"]["stock"]["history"]["step_losses"]) == 6
+    assert content["results"]["stock"]["info"]["environment"]["GLIBC_TUNABLES"] == ""
+    again = command("train", "--output", "here", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == "fusedtrain train: here holds the results of an earlier run; choose another --output\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["--batch-size", "0"], "batch size must be at least 1, got 0"),
+        (["--lr", "-1"], "lr must be positive, got -1.0"),
+        (["--seed", "-1"], "seed must lie between 0 and 2**32 - 1, got -1"),
+        (["--device", "tpu9"], "device must be auto, cpu or cuda, got 'tpu9'"),
+        (["--output", "file/folder"], "the output folder cannot be made: "),
+    ],
+)
+def test_bad_values_get_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["train", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("arguments", [["--precision", "fp8"], ["--layers", "none"], ["--epoch", "3"], ["extra"]])
+def test_options_that_do_not_exist_are_refused(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *arguments])
+    assert stop.value.code == 2 and arguments[-1] in capsys.readouterr().err.replace(arguments[0], arguments[-1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_every_option_with_meaning_and_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert not stop.value.code
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for option, default in {
+        "--epochs": "10",
+        "--batch-size": "64",
+        "--lr": "0.003",
+        "--precision": "fp32",
+        "--device": "auto",
+        "--seed": "0",
+        "--layers": "both",
+        "--output": "runs/digits-<time>",
+    }.items():
+        _, found, rest = text.partition(option + " ")
+        assert found, f"{option} is missing"
+        meaning, found, rest = rest.partition("(default: ")
+        assert found and len(meaning.split()) > 3 and "--" not in meaning, f"{option}: {meaning}"
+        assert rest.startswith(default + ")"), f"{option}: {rest[:30]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--help"], 0, "\n  train "),
+        (["--help"], 0, "\n  info "),
+        (["--version"], 0, f"fusedtrain {fusedtrain.__version__}\n"),
+        ([], 2, "usage: fusedtrain"),
+        (["fly"], 2, "usage: fusedtrain"),
+    ],
+)
+def test_commands_are_listed_and_required(capsys, arguments, status, text):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == status and text in "".join(capsys.readouterr())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_command_takes_its_training_process_along(tmp_path):
+    arguments = [sys.executable, "-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu"]
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=harness.environment(), stdout=subprocess.PIPE, text=True)
+    assert "epoch    1/1000" in process.stdout.readline()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    process.kill()
+    try:
+        process.communicate(timeout=60)  # returns when nobody holds the other end of its output any more
+    except subprocess.TimeoutExpired:
+        os.kill(int(trainer), signal.SIGKILL)
+        raise AssertionError("the training process goes on without the command") from None
+
+
+@pytest.mark.parametrize("package", ["tyro", "rich", "sklearn"])
+def test_train_without_its_extra_says_what_to_install(tmp_path, package):
+    program = f"import sys; sys.modules[{package!r}] = None; from fusedtrain.cli import main; sys.exit(main(['train']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        f"fusedtrain train: needs the package {package}, which is not installed: pip install 'fusedtrain[train]'\n"
+    )

@@ -1,0 +1,323 @@
+"""The training loop and its parts; the whole run from the command line stands in test_cli.py."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import harness
+import pytest
+import torch
+from torch import nn
+
+from fusedtrain.train import Batches, InputError, SmallNet, TrainConfig, Trainer, load_digits
+from fusedtrain.train.checkpoint import write_atomic
+from fusedtrain.train.memory import PeakMemory
+from fusedtrain.train.model import LAYERS
+from fusedtrain.train.schedule import warmup_cosine
+
+
+def small_net(layers: str = "fused", seed: int = 0, **options) -> SmallNet:
+    torch.manual_seed(seed)
+    return SmallNet(10, layers=layers, **options)
+
+
+def batches(count: int, batch_size: int, dtype=torch.float32, **options) -> Batches:
+    digits = load_digits(size=16)
+    images, targets = digits.train_images[:count].to(dtype), digits.train_targets[:count]
+    return Batches(images, targets, batch_size, **{"shuffle": True, **options})
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name].cpu(), b[name].cpu())] == []
+
+
+def trainer(model: nn.Module, loss=None, lr: float = 1e-3, **config) -> Trainer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return Trainer(model, loss or nn.CrossEntropyLoss(), optimizer, TrainConfig(**{"epochs": 1, **config}))
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_fused_and_stock_start_from_the_same_weights():
+    fused, stock = (small_net(layers).state_dict() for layers in LAYERS)
+    assert_same(fused, stock)
+    other = small_net("stock", seed=1).state_dict()
+    assert not torch.equal(stock["conv_stem.weight"], other["conv_stem.weight"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_first_losses_of_fused_layers_are_as_good_as_those_of_stock_layers(device, precision, seed):
+    def losses(layers, dtype, precision):
+        run = trainer(small_net(layers, seed).to(dtype), precision=precision, device=device, warmup_epochs=0)
+        data = batches(5 * 64, 64, dtype, seed=seed)
+        return torch.tensor(run.fit(data, data).step_losses, dtype=dtype)
+
+    ours, stock = (losses(layers, torch.float32, precision) for layers in ("fused", "stock"))
+    truth = losses("stock", torch.float64, "fp32")
+    harness.assert_as_good_as_torch(ours, stock, truth, "losses of the first steps")
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_losses_and_accuracy_are_means_over_samples_with_a_short_last_batch():
+    # Batches of 4, 4 and 2 and a loss that is the mean label: every sum below is exact in float32.
+    data = batches(10, 4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
+    run = trainer(model, lambda logits, targets: targets.float().mean() + 0 * logits.sum())
+    epoch = run.fit(data, data).epochs[0]
+    assert epoch.train_loss == epoch.valid_loss == data.targets.sum().item() / 10
+    with torch.no_grad():
+        correct = (model(data.images).argmax(1) == data.targets).sum().item()
+    assert epoch.valid_accuracy == correct / 10
+
+
+def test_a_run_repeats_bitwise_and_another_seed_changes_it(device):
+    def run(seed):
+        model = small_net(seed=seed)
+        history = trainer(model, seed=seed, device=device, epochs=2).fit(batches(100, 32, seed=seed), batches(50, 50))
+        return history.step_losses, model.state_dict()
+
+    (losses, weights), (again, weights_again), (other, _) = run(0), run(0), run(1)
+    assert losses == again and losses != other
+    assert_same(weights, weights_again)
+
+
+def test_bf16_runs_the_layers_in_bf16_and_keeps_weights_and_loss_in_float32(device):
+    model = small_net()
+    seen = []
+    model.blocks[0].conv_pw.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+
+    def loss(logits, targets):
+        seen.append(logits.dtype)
+        return nn.functional.cross_entropy(logits, targets)
+
+    data = batches(32, 32)
+    trainer(model, loss, precision="bf16", device=device).fit(data, data)
+    assert set(seen) == {torch.bfloat16, torch.float32}
+    assert seen.index(torch.bfloat16) < seen.index(torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_evaluation_changes_nothing():
+    model = small_net()
+    run = trainer(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    first = run.evaluate(batches(100, 32, shuffle=False))
+    assert first == run.evaluate(batches(100, 32, shuffle=False))
+    assert_same(before, model.state_dict())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
+    data = batches(64, 16)
+    data.images[40] = float("nan")
+    run = trainer(small_net(), checkpoint=tmp_path / "weights.pt")
+    with pytest.raises(RuntimeError, match=r"the loss became nan in step \d of epoch 1"):
+        run.fit(data, batches(16, 16))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU runs behind the CPU")
+def test_a_step_does_not_wait_for_the_gpu():
+    data = batches(64, 32)
+    run = trainer(small_net(), device="cuda")
+    run.fit(data, data)
+    images, targets = run._to_device(next(iter(data)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.step(images, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = warmup_cosine(optimizer, steps=12, warmup_steps=4)
+    rates = []
+    for _ in range(13):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[8] == 0.5 and rates[12] == 0.0
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16, got 'fp8'"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"warmup_epochs": 2.0}, r"warmup_epochs must lie between 0 and epochs \(1\), got 2.0"),
+        ({"checkpoint": "no/such/folder/weights.pt"}, "the checkpoint's folder does not exist: no/such/folder"),
+        ({"device": "tpu9"}, "device must be auto, cpu or cuda, got 'tpu9'"),
+        ({"device": "meta"}, "device must be auto, cpu or cuda, got 'meta'"),
+        ({"device": "cuda:99"}, "device 'cuda:99': "),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_in_one_line(config, message):
+    with pytest.raises(InputError, match=message) as error:
+        trainer(small_net(), **config)
+    assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.AdamW(small_net().parameters())
+    with pytest.raises(InputError, match="the optimizer holds none of the model's trainable parameters"):
+        Trainer(small_net(), nn.CrossEntropyLoss(), optimizer, TrainConfig())
+
+
+IMAGES, TARGETS = torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "the training data hold no batch"),
+        ([IMAGES], r"must be a pair of tensors \(images, targets\), got float32\[4, 1, 16, 16\]"),
+        ([(IMAGES, TARGETS, TARGETS)], r"must be a pair .*, got tuple\(float32\[4, 1, 16, 16\], int64\[4\], int64"),
+        ([{"image": IMAGES}], "must be a pair .*, got dict"),
+        ([(IMAGES, TARGETS[:3])], r"int64 class indices \[N\], got tuple\(float32\[4, 1, 16, 16\], int64\[3\]\)"),
+        ([(IMAGES, TARGETS.float())], r"int64 class indices \[N\], got .*float32\[4\]"),
+        ([(IMAGES[0], TARGETS)], r"images \[N, C, H, W\]"),
+        ([(IMAGES, TARGETS + 10)], "the model has 10 classes, but the training labels go from 10 to 10"),
+        ([(IMAGES, TARGETS - 1)], "the model has 10 classes, but the training labels go from -1 to -1"),
+        ([(IMAGES.expand(4, 3, 16, 16), TARGETS)], r"the model cannot take training images of shape \[4, 3, 16, 16\]"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_before_the_first_step(data, message):
+    model = small_net()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(InputError, match=message) as error:
+        trainer(model).fit(data, [(IMAGES, TARGETS)])
+    assert "\n" not in str(error.value)
+    assert_same(before, model.state_dict())
+
+
+def test_a_label_outside_the_classes_is_found_wherever_it_lies():
+    data = batches(64, 16, shuffle=False)
+    data.targets = data.targets.clone()
+    data.targets[-1] = 10
+    with pytest.raises(InputError, match="the model has 10 classes, but the validation labels go from 0 to 10"):
+        trainer(small_net()).fit(batches(64, 16), data)
+
+
+def test_a_model_without_logits_is_refused():
+    data = batches(16, 16)
+    model = nn.Conv2d(1, 10, 3)
+    with pytest.raises(InputError, match=r"the model must return logits \[N, classes\], got \[16, 10, 14, 14\]"):
+        trainer(model).fit(data, data)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_holds_every_sample_once_in_an_order_of_its_own():
+    data = Batches(torch.arange(10.0).view(10, 1, 1, 1), torch.arange(10), 4, shuffle=True, seed=3)
+
+    def order(epoch):
+        data.set_epoch(epoch)
+        images, targets = zip(*data)
+        assert [len(batch) for batch in targets] == [4, 4, 2] and len(data) == 3
+        assert torch.equal(torch.cat(images).flatten().long(), torch.cat(targets))
+        return torch.cat(targets).tolist()
+
+    first, second = order(0), order(1)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second and order(0) == first
+
+
+def test_unshuffled_batches_keep_the_order():
+    data = batches(10, 4, shuffle=False)
+    assert torch.equal(torch.cat([targets for _, targets in data]), data.targets)
+
+
+@pytest.mark.parametrize(
+    ("images", "targets", "batch_size", "message"),
+    [
+        (IMAGES, TARGETS, 0, "batch_size must be at least 1, got 0"),
+        (IMAGES, TARGETS[:3], 2, "images and targets must be equally many, got 4 and 3"),
+    ],
+)
+def test_batches_refuse_what_does_not_fit(images, targets, batch_size, message):
+    with pytest.raises(ValueError, match=message):
+        Batches(images, targets, batch_size, shuffle=True)
+
+
+def test_the_digits_are_split_alike_every_time_and_share_no_image():
+    one, two = load_digits(), load_digits()
+    assert one.train_images.shape == (1437, 1, 32, 32) and one.valid_images.shape == (360, 1, 32, 32)
+    assert torch.equal(one.train_images, two.train_images) and torch.equal(one.valid_targets, two.valid_targets)
+    assert set(one.train_targets.tolist()) == set(one.valid_targets.tolist()) == set(range(one.CLASSES))
+    raw = load_digits(size=8)
+    train, valid = ({image.numpy().tobytes() for image in images} for images in (raw.train_images, raw.valid_images))
+    assert len(train) == 1437 and not train & valid
+
+
+# --- checkpoint and memory --------------------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_loads_into_the_stock_model(tmp_path, device):
+    model = small_net("fused")
+    data = batches(64, 32)
+    run = trainer(model, checkpoint=tmp_path / "weights.pt", device=device)
+    run.fit(data, data)
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    stock = small_net("stock", seed=1)
+    stock.load_state_dict(state, strict=True)
+    assert_same(model.state_dict(), stock.state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write(file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, write)
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
+def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    program = """
+import os, signal, sys
+from pathlib import Path
+from fusedtrain.train.checkpoint import write_atomic
+
+def write(file):
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_atomic(Path(sys.argv[1]), write)
+"""
+    done = subprocess.run([sys.executable, "-c", program, path], cwd=tmp_path, env=harness.environment(), check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+def test_peak_memory_counts_what_was_freed_again(device):
+    memory = PeakMemory(torch.device(device))
+    if memory.bytes() is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    size = 256 * 2**20
+    torch.ones(size // 4, device=device)
+    # Linux counts resident pages per CPU and adds them up now and then: some hundred KiB are missing at times.
+    assert size / 2 < memory.bytes() < 2 * size
+    assert PeakMemory(torch.device(device)).bytes() < size / 2
