@@ -25,7 +25,7 @@ BENCHMARK = Benchmark(
     cases=lambda dtype: [_case(layer, n, dtype) for n in BATCHES for layer in IMAGE_LAYERS],
     ours=ops.channel_pool,
     stock={
-        "eager": lambda x: x.mean((2, 3)),
-        "eager adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+        "": lambda x: x.mean((2, 3)),
+        "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
     },
 )

@@ -54,7 +54,7 @@ BENCHMARK = Benchmark(
     op="squeeze_excite",
     cases=lambda dtype: [_case(layer, n, dtype) for n in BATCHES for layer in SE_LAYERS],
     ours=ops.squeeze_excite,
-    stock={"eager linear": linear, "eager timm": convolution},
+    stock={"": convolution, "linear": linear},
     peers={
         "lc0, tract": "fuse squeeze-and-excitation for inference only, inside their own engines",
         "timm, torchvision": "are the stock path itself: their modules are these three lines",

@@ -8,7 +8,18 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "results"
 COLUMNS = (
     *("op", "family", "case", "shape", "dtype", "layout", "mode", "backend"),
-    *("us_p50", "us_p20", "us_p80", "speedup", "speedup_same_layout", "gb_per_s", "pct_copy", "pct_floor", "peak_mib"),
+    *(
+        "us_p50",
+        "us_p20",
+        "us_p80",
+        "speedup",
+        "speedup_same_layout",
+        "speedup_usual",
+        "gb_per_s",
+        "pct_copy",
+        "pct_floor",
+        "peak_mib",
+    ),
     *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops"),
 )
 # Rows that agree in these were measured together, so a new measurement replaces all of them.
@@ -23,7 +34,7 @@ def _text(value) -> str:
 
 
 def _value(column: str, text: str):
-    if column in COLUMNS[8:18] or column in ("cache_mib", "peak_gflops"):
+    if column in COLUMNS[8:19] or column in ("cache_mib", "peak_gflops"):
         return float(text) if text else None
     return text
 

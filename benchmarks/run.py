@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--op", nargs="+", choices=ops, default=ops, metavar="OP", help=f"of {', '.join(ops)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one shape of each model or class")
-    parser.add_argument("--case", default="", metavar="TEXT", help="only layers whose name contains this")
+    parser.add_argument("--case", nargs="+", default=[""], metavar="TEXT", help="only layers with this in their name")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES["cuda"], help="default: all that the device is good at")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per case")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -88,11 +88,7 @@ def show(console: Console, rows: list[dict]) -> None:
             report.number(row["pct_floor"]),
         )
     console.print(table)
-    for row in rows:
-        if row["note"].startswith("no number"):
-            console.print(
-                f"{row['case']} {row['shape']} {row['dtype']} {row['layout']} {row['backend']}: {row['note']}"
-            )
+    console.print(report.refused(rows))
 
 
 def main() -> None:
