@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fusedtrain.kernels import channel_pool, channel_scale, squeeze_excite
+from fusedtrain.kernels import channel_pool, channel_scale, depthwise_conv2d, squeeze_excite
 from fusedtrain.ops import _codes
 
 GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
@@ -33,7 +33,7 @@ CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia",
 
 
 def block(x, weight_dtype=torch.float32):
-    n, c, r = *x.shape[:2], 8
+    c, r = x.shape[1], 8
     w1, b1, w2, b2 = (x.new_ones(shape, dtype=weight_dtype) for shape in ((r, c), (r,), (c, r, 1, 1), (c,)))
     codes = (GELU, SIGMOID, channel_pool.AVG_MAX, GELU)
     y, *saved = squeeze_excite.squeeze_excite(x, w1, b1, w2, b2, *codes)
@@ -61,6 +61,26 @@ def squeeze_excites(device):
     channel_pool.channel_pool_backward(saved[0], x, *saved[3:], channel_pool.AVG_MAX, GELU)
 
 
+# Shape of x, multiplier, kernel, stride, padding (left, right, top, bottom), dilation, memory format, dtype.
+CONVOLUTIONS = (
+    ((2, 16, 10, 10), 1, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1), torch.channels_last, torch.bfloat16),
+    ((2, 32, 9, 9), 1, (5, 5), (2, 2), (1, 2, 1, 2), (1, 1), torch.channels_last, torch.bfloat16),
+    ((1, 80, 5, 5), 1, (7, 7), (1, 1), (3, 3, 3, 3), (1, 1), torch.channels_last, torch.float32),
+    ((1, 8, 2, 16), 1, (2, 31), (1, 1), (15, 15, 0, 1), (1, 1), torch.channels_last, torch.float16),
+    ((2, 17, 7, 7), 1, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1), torch.contiguous_format, torch.bfloat16),
+    ((1, 3, 20, 20), 2, (4, 7), (2, 1), (0, 1, 2, 0), (1, 2), torch.contiguous_format, torch.float32),
+)
+
+
+def depthwise_conv2ds(device):
+    for shape, m, kernel, stride, padding, dilation, memory_format, dtype in CONVOLUTIONS:
+        x = torch.ones(shape, device=device, dtype=dtype).to(memory_format=memory_format)
+        weight, bias = x.new_ones(shape[1] * m, 1, *kernel), x.new_ones(shape[1] * m)
+        geometry = stride, padding, dilation
+        y = depthwise_conv2d.depthwise_conv2d(x, weight, bias, *geometry, GELU)
+        depthwise_conv2d.depthwise_conv2d_backward(y, x, weight, *geometry, True, True, True)
+
+
 @triton.jit
 def _off_by_one_kernel(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -72,7 +92,7 @@ def off_by_one(device):
     _off_by_one_kernel[(1,)](x, x.numel(), BLOCK=1024)
 
 
-CASES = {"squeeze_excite": squeeze_excites, "off_by_one": off_by_one}
+CASES = {"squeeze_excite": squeeze_excites, "depthwise_conv2d": depthwise_conv2ds, "off_by_one": off_by_one}
 
 
 # --- compile ----------------------------------------------------------------------------------------------------------
@@ -106,7 +126,7 @@ def compiled_kernels(launches, target: GPUTarget) -> list:
 
 
 def facts(kernel, target: GPUTarget) -> dict:
-    """Shared memory, stack, spills and, for NVIDIA, registers and the widths of the loads of a compiled kernel."""
+    """Stack and spills of a compiled kernel, for NVIDIA its registers and 16-byte loads too."""
     if target.backend == "hip":
         counts = {
             "stack": r"\.private_segment_fixed_size:\s*(\d+)",
@@ -117,15 +137,12 @@ def facts(kernel, target: GPUTarget) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        dump = [CUOBJDUMP, "--dump-resource-usage", "-sass", cubin.name]
-        text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
-    loads = re.findall(r"\bLDG(?:STS)?\.[.\w]*", text)
-    return {
-        "registers": int(re.search(r"REG:(\d+)", text)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", text)),
-        "loads_of_16_bytes": sum(".128" in load for load in loads),
-    }
+        dump = [CUOBJDUMP, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    # ptxas keeps the width of a vector; spilled registers live in the stack frame. So no slow disassembly is needed.
+    wide = re.findall(r"\bld\.global\S*\.(?:v4\.b32|v2\.b64)\b|\bcp\.async\S*.*, 0x10,", kernel.asm["ptx"])
+    return {"registers": registers, "stack": stack, "spills": local, "loads_of_16_bytes": len(wide)}
 
 
 def compile_cases(target_name: str, *cases: str) -> None:
