@@ -1,0 +1,423 @@
+"""The layers against the originals of timm and torchvision: names, weights, initial values, outputs, gradients, use."""
+
+import copy
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+
+import harness
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+from torch.func import functional_call
+
+import fusedtrain
+
+C = 24
+GROUP_NORM = functools.partial(nn.GroupNorm, 2)
+
+
+class HandWrittenSE(nn.Module):
+    """The form found in most repositories, see https://github.com/moskomule/senet.pytorch."""
+
+    def __init__(self, channels, reduction=16, bias=False, act_layer=nn.ReLU, gate_layer=nn.Sigmoid):
+        super().__init__()
+        self.avg_pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Sequential(
+            nn.Linear(channels, channels // reduction, bias=bias),
+            act_layer(),
+            nn.Linear(channels // reduction, channels, bias=bias),
+            gate_layer(),
+        )
+
+    def forward(self, x):
+        n, c = x.shape[:2]
+        return x * self.fc(self.avg_pool(x).view(n, c)).view(n, c, 1, 1)
+
+
+# The class -> where the original stands.
+ORIGINALS = {
+    "SqueezeExcite": "timm.models._efficientnet_blocks.SqueezeExcite",
+    "SEModule": "timm.layers.squeeze_excite.SEModule",
+    "SENetModule": "timm.models.senet.SEModule",
+    "SqueezeExcitation": "torchvision.ops.misc.SqueezeExcitation",
+    "SEBlock": None,
+    "EffectiveSEModule": "timm.layers.squeeze_excite.EffectiveSEModule",
+    "EcaModule": "timm.layers.eca.EcaModule",
+    "CecaModule": "timm.layers.eca.CecaModule",
+}
+
+# label -> class, arguments, whether the whole layer is one op
+CASES = {
+    "SqueezeExcite": ("SqueezeExcite", {"in_chs": C}, True),
+    "SqueezeExcite silu": ("SqueezeExcite", {"in_chs": C, "act_layer": nn.SiLU, "rd_channels": 5}, True),
+    "SqueezeExcite hard": ("SqueezeExcite", {"in_chs": C, "gate_layer": "hard_sigmoid", "rd_ratio": 0.1}, True),
+    "SqueezeExcite forced": ("SqueezeExcite", {"in_chs": C, "force_act_layer": nn.Hardswish, "rd_round_fn": int}, True),
+    "SqueezeExcite mish": ("SqueezeExcite", {"in_chs": C, "act_layer": "mish"}, False),
+    "SEModule": ("SEModule", {"channels": C}, True),
+    "SEModule max": ("SEModule", {"channels": C, "add_maxpool": True, "rd_divisor": 1, "rd_ratio": 0.3}, True),
+    "SEModule plain": ("SEModule", {"channels": C, "bias": False, "act_layer": nn.GELU, "gate_layer": "tanh"}, True),
+    "SEModule norm": ("SEModule", {"channels": C, "act_layer": "silu", "norm_layer": GROUP_NORM}, False),
+    "SEModule norm max": (
+        "SEModule",
+        {"channels": C, "act_layer": "gelu", "norm_layer": GROUP_NORM, "add_maxpool": True},
+        False,
+    ),
+    "SEModule leaky": ("SEModule", {"channels": C, "act_layer": functools.partial(nn.LeakyReLU, 0.1)}, False),
+    "SENetModule": ("SENetModule", {"channels": C, "reduction": 3}, True),
+    "SqueezeExcitation": ("SqueezeExcitation", {"input_channels": C, "squeeze_channels": 7}, True),
+    "SqueezeExcitation hard": (
+        "SqueezeExcitation",
+        {
+            "input_channels": C,
+            "squeeze_channels": 8,
+            "activation": functools.partial(nn.SiLU, inplace=True),
+            "scale_activation": nn.Hardsigmoid,
+        },
+        True,
+    ),
+    "SqueezeExcitation elu": (
+        "SqueezeExcitation",
+        {"input_channels": C, "squeeze_channels": 8, "activation": nn.ELU},
+        False,
+    ),
+    "SEBlock": ("SEBlock", {"channels": C}, True),
+    "SEBlock bias": ("SEBlock", {"channels": C, "reduction": 4, "bias": True, "act_layer": nn.SiLU}, True),
+    "SEBlock softplus": ("SEBlock", {"channels": C, "gate_layer": nn.Softplus}, False),
+    "EffectiveSEModule": ("EffectiveSEModule", {"channels": C, "rd_ratio": 0.5}, False),
+    "EffectiveSEModule max": (
+        "EffectiveSEModule",
+        {"channels": C, "add_maxpool": True, "gate_layer": "sigmoid"},
+        False,
+    ),
+    "EcaModule": ("EcaModule", {"channels": C}, False),
+    "EcaModule k5": ("EcaModule", {"kernel_size": 5, "gate_layer": nn.Tanh}, False),
+    "EcaModule mlp": ("EcaModule", {"channels": C, "use_mlp": True, "act_layer": nn.SiLU}, False),
+    "CecaModule": ("CecaModule", {"channels": C}, False),
+    "CecaModule k7": ("CecaModule", {"kernel_size": 7, "act_layer": nn.ReLU}, False),
+}
+ONE_EACH = [label for label in CASES if label in ORIGINALS] + ["SEModule norm"]
+case = pytest.mark.parametrize("label", CASES)
+one_each = pytest.mark.parametrize("label", ONE_EACH)
+
+
+def original(name, zoo):
+    path = ORIGINALS[name]
+    if path is None:
+        return HandWrittenSE
+    module, _, attribute = path.rpartition(".")
+    return getattr(sys.modules[module], attribute)
+
+
+def make(label, zoo=None, dtype=torch.float32, device="cpu"):
+    """Returns our layer and the original with the same weights (without ``zoo`` ours alone)."""
+    name, arguments, _ = CASES[label]
+    torch.manual_seed(0)
+    ours = getattr(fusedtrain.nn, name)(**arguments)
+    if zoo is None:
+        return ours.to(device, dtype)
+    stock = original(name, zoo)(**arguments)
+    ours.load_state_dict(stock.state_dict())
+    return ours.to(device, dtype), stock.to(device, dtype)
+
+
+RUNS = 8
+
+
+def runs_of(module):
+    """Returns a function of the images of RUNS runs and the weights of RUNS layers like ``module``, and the weights.
+
+    A layer's smaller gradients have too few numbers for a rule about the largest error; those of RUNS layers have more.
+    """
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(x, *weights):
+        layer = copy.deepcopy(module).to(weights[0].dtype)
+        runs = enumerate(x.chunk(RUNS))
+        return torch.cat([functional_call(layer, {k: w[i] for k, w in zip(names, weights)}, (run,)) for i, run in runs])
+
+    weights = {
+        name: p.detach() * (1 + 0.5 * harness.normal(RUNS, *p.shape, seed=i).to(p))
+        for i, (name, p) in enumerate(module.named_parameters())
+    }
+    return function, weights
+
+
+def assert_as_good_as_the_original(
+    ours, stock, what, layout="contiguous", dtype=torch.float32, device="cpu", frozen=()
+):
+    function, weights = runs_of(ours)
+    x = harness.images((2 * RUNS, C, 5, 3), layout, dtype, device)
+    assert list(weights) == [name for name, _ in stock.named_parameters()]
+    harness.assert_op_as_good_as_torch(function, runs_of(stock)[0], {"x": x, **weights}, what, frozen=frozen)
+
+
+@pytest.mark.parametrize("name", [name for name, path in ORIGINALS.items() if path is not None])
+def test_constructor_arguments_and_defaults_are_the_originals(name, zoo):
+    ours = inspect.signature(getattr(fusedtrain.nn, name)).parameters.values()
+    theirs = inspect.signature(original(name, zoo)).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
+
+
+@case
+def test_attributes_weights_and_initial_values_are_the_originals(label, zoo):
+    name, arguments, _ = CASES[label]
+    torch.manual_seed(0)
+    stock = original(name, zoo)(**arguments)
+    torch.manual_seed(0)
+    ours = getattr(fusedtrain.nn, name)(**arguments)
+    assert vars(ours).keys() == vars(stock).keys()
+    assert [key for key, _ in ours.named_children()] == [key for key, _ in stock.named_children()]
+    mine, theirs = ours.state_dict(), stock.state_dict()
+    assert list(mine) == list(theirs)
+    for key, value in theirs.items():
+        assert mine[key].dtype == value.dtype and torch.equal(mine[key], value), key
+
+
+@case
+def test_weights_load_both_ways(label, zoo):
+    ours, stock = make(label, zoo)
+    nn.init.uniform_(next(ours.parameters()))
+    stock.load_state_dict(ours.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), stock.state_dict().values()))
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@case
+def test_output_and_gradients_are_as_good_as_the_originals(label, dtype, layout, device, backend, zoo):
+    ours, stock = make(label, zoo, dtype, device)
+    for mode in ("train", "eval"):
+        getattr(ours, mode)(), getattr(stock, mode)()
+        assert_as_good_as_the_original(ours, stock, f"{label} {mode}", layout, dtype, device)
+
+
+def test_a_batch_norm_between_the_layers_keeps_its_statistics(zoo):
+    ours, stock = (
+        cls(C, rd_channels=12, norm_layer=nn.BatchNorm2d) for cls in (fusedtrain.nn.SEModule, original("SEModule", zoo))
+    )
+    ours.load_state_dict(stock.state_dict())
+
+    def function(module, x):
+        module = copy.deepcopy(module).to(x.dtype)
+        return module(x), module.eval()(x), module.bn.running_mean, module.bn.running_var
+
+    inputs = {"x": harness.images((16, C, 5, 3))}
+    ours, stock = functools.partial(function, ours), functools.partial(function, stock)
+    harness.assert_op_as_good_as_torch(ours, stock, inputs, "batch norm", frozen=("x",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@case
+def test_autocast_gives_the_originals_dtype_and_values(label, dtype, device, backend, zoo):
+    def autocast(function):
+        def run(*args):
+            with torch.autocast(device, torch.bfloat16):
+                return function(*args)
+
+        return run
+
+    ours, stock = make(label, zoo, device=device)
+    ours, weights = runs_of(ours)
+    exact = runs_of(stock)[0]
+    inputs = {"x": harness.images((2 * RUNS, C, 5, 3), dtype=dtype, device=device), **weights}
+    # A layer that is not one op has torch's own layers in bfloat16 between its two ops: the errors of their gradients
+    # are luck in ours and in the original alike, so only the dtypes are compared.
+    frozen = () if CASES[label][2] else tuple(weights)
+    harness.assert_op_as_good_as_torch(autocast(ours), exact, inputs, label, stock=autocast(exact), frozen=frozen)
+    mine, theirs = (harness.evaluate(autocast(function), inputs) for function in (ours, exact))
+    assert {name: t.dtype for name, t in mine.items()} == {name: t.dtype for name, t in theirs.items()}
+
+
+@case
+def test_one_op_where_the_op_can_express_the_layer_else_its_two_halves(label):
+    graph = torch.fx.symbolic_trace(make(label)).graph
+    calls = [
+        node.target.__name__
+        for node in graph.nodes
+        if node.op == "call_function" and "fusedtrain" in node.target.__module__
+    ]
+    assert calls == (["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"])
+
+
+ACTIVATIONS = [
+    "GELU",
+    "HardSigmoid",
+    "HardSwish",
+    "Sigmoid",
+    "Swish",
+    "Tanh",
+    "GELUTanh",
+    "QuickGELU",
+    "HardMish",
+    "PReLU",
+]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_timms_activation_classes_are_known_or_run_as_they_are(name, zoo):
+    kind = getattr(zoo.timm.layers.activations, name)
+    for arguments in ({"act_layer": kind}, {"gate_layer": kind}):
+        ours = fusedtrain.nn.SqueezeExcite(C, **arguments)
+        stock = original("SqueezeExcite", zoo)(C, **arguments)
+        stock.load_state_dict(ours.state_dict())
+        assert_as_good_as_the_original(ours, stock, f"{arguments}")
+
+
+def test_every_activation_name_of_timm_gives_its_layer(zoo):
+    for name in {**zoo.timm.layers.create_act._ACT_LAYER_DEFAULT}:
+        ours = fusedtrain.nn.SqueezeExcite(C, act_layer=name, gate_layer=name)
+        stock = original("SqueezeExcite", zoo)(C, act_layer=name, gate_layer=name)
+        stock.load_state_dict(ours.state_dict())
+        assert_as_good_as_the_original(ours, stock, name)
+
+
+def test_half_tanh_gate_is_half_of_one_plus_tanh():
+    layer = fusedtrain.nn.SEBlock(C, gate_layer="half_tanh")
+    x = harness.images((3, C, 4, 5), dtype=torch.float64)
+    gate = 0.5 + 0.5 * torch.tanh(layer.double().fc[:3](x.mean((2, 3))))
+    torch.testing.assert_close(layer(x), x * gate[:, :, None, None])
+
+
+def test_unknown_activations_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"one of .*relu.*; got 'rleu'"):
+        fusedtrain.nn.SEModule(C, act_layer="rleu")
+    with pytest.raises(TypeError, match="a name or a module class, got 3"):
+        fusedtrain.nn.EcaModule(C, gate_layer=3)
+    with pytest.raises(TypeError, match="got None"):
+        fusedtrain.nn.SqueezeExcite(C, gate_layer=None)
+
+
+def test_eca_refuses_what_has_no_centre_or_no_channels():
+    with pytest.raises(ValueError, match="kernel_size must be odd, got 4"):
+        fusedtrain.nn.EcaModule(kernel_size=4)
+    with pytest.raises(ValueError, match="use_mlp needs channels"):
+        fusedtrain.nn.EcaModule(use_mlp=True)
+
+
+INNER = {"SqueezeExcite": "conv_expand", "SEModule": "bn", "SENetModule": "relu", "SqueezeExcitation": "avgpool"}
+INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EcaModule": "conv", "CecaModule": "gate"}
+
+
+@pytest.mark.parametrize("label", INNER)
+def test_hooks_on_inner_modules_run_and_change_the_result(label, zoo):
+    ours, stock = make(label, zoo)
+    for module in (ours, stock):
+        module.get_submodule(INNER[label]).register_forward_hook(lambda module, inputs, output: output * 2 - 1)
+    assert_as_good_as_the_original(ours, stock, label)
+    assert not torch.equal(ours(harness.images((3, C, 4, 5))), make(label)(harness.images((3, C, 4, 5))))
+
+
+class PowerMean(nn.Module):
+    def forward(self, x):
+        return x.abs().pow(3).mean((2, 3), keepdim=True).pow(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("label", "inner", "replacement"),
+    [
+        ("SqueezeExcite", "act1", nn.Softsign()),
+        ("SqueezeExcite", "conv_reduce", nn.Sequential(nn.Conv2d(C, 6, 1), nn.Dropout(0.0))),
+        ("SqueezeExcite", "gate", nn.GELU(approximate="tanh")),
+        ("SEModule", "bn", nn.GroupNorm(1, 8)),
+        ("SqueezeExcitation", "avgpool", PowerMean()),
+        ("SqueezeExcitation", "avgpool", nn.AdaptiveMaxPool2d(1)),
+        ("SEBlock", "avg_pool", PowerMean()),
+        ("SEBlock", "fc", nn.Sequential(nn.Linear(C, C), nn.Sigmoid())),
+    ],
+)
+def test_replaced_inner_modules_take_effect(label, inner, replacement, zoo):
+    ours, stock = make(label, zoo)
+    setattr(ours, inner, replacement)
+    setattr(stock, inner, replacement)
+    assert_as_good_as_the_original(ours, stock, label)
+
+
+def test_parametrized_and_normalised_weights_take_effect(zoo):
+    ours, stock = make("SqueezeExcite", zoo)
+    for module in (ours, stock):
+        torch.manual_seed(0)
+        nn.utils.parametrizations.spectral_norm(module.conv_reduce)
+        nn.utils.parametrizations.weight_norm(module.conv_expand)
+        module.eval()  # spectral_norm's power iteration moves with every call in training
+    x = harness.images((3, C, 4, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), stock(x))
+
+
+def test_a_gate_wider_than_the_images_promotes_as_torch_does(zoo):
+    class Float64Sigmoid(nn.Module):
+        def forward(self, x):
+            return x.double().sigmoid()
+
+    ours, stock = (module for module in make("EcaModule", zoo))
+    ours.gate = stock.gate = Float64Sigmoid()
+    x = harness.images((3, C, 4, 5))
+    assert ours(x).dtype == stock(x).dtype == torch.float64
+
+
+@one_each
+def test_deepcopy_and_pickle_keep_the_layer(label, device, backend):
+    layer = make(label, device=device)
+    x = harness.images((2, C, 3, 5), device=device)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer) and torch.equal(other(x), layer(x))
+
+
+@one_each
+def test_compiles_without_graph_break_and_once(label, device, backend):
+    layer = make(label, device=device)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seed in (0, 1):
+        x = harness.images((2, C, 3, 5), device=device, seed=seed)
+        results = []
+        for module in (compiled, layer):
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = module(leaf)
+            y.backward(torch.ones_like(y))
+            results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+@one_each
+def test_export_and_graph_tracing_give_the_same_layer(label, device, backend):
+    layer = make(label, device=device).eval()
+    x, other = (harness.images((2, C, 3, 5), device=device, seed=seed) for seed in (0, 1))
+    exported = torch.export.export(layer, (x,)).module()
+    assert torch.equal(exported(other), layer(other))
+    with torch.no_grad():
+        assert torch.equal(torch.fx.symbolic_trace(layer)(other), layer(other))
+
+
+@one_each
+def test_torchscript_traces_the_layer(label, device, backend):
+    if backend == "triton":
+        pytest.skip("TorchScript tells overloads apart by their arguments alone, so it cannot call the .triton ones")
+    layer = make(label, device=device).eval()
+    x, other = (harness.images((2, C, 3, 5), device=device, seed=seed) for seed in (0, 1))
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(layer, x)(other), layer(other))
+
+
+@pytest.mark.parametrize("label", [label for label in ONE_EACH if label not in ("SEBlock", "SqueezeExcitation")])
+def test_device_and_dtype_reach_every_parameter(label):
+    name, arguments, _ = CASES[label]
+    layer = getattr(fusedtrain.nn, name)(**arguments, device="meta", dtype=torch.bfloat16)
+    tensors = [t for t in layer.state_dict().values() if t.is_floating_point()]
+    assert tensors and all(t.device.type == "meta" and t.dtype == torch.bfloat16 for t in tensors)
+
+
+def test_neither_timm_nor_torchvision_is_imported():
+    code = (
+        "import sys, torch, fusedtrain.nn as nn; [nn.SEModule(8), nn.EcaModule(8), nn.SqueezeExcitation(8, 2)];"
+        "print(sorted({'timm', 'torchvision', 'triton'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=harness.environment(), capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
