@@ -1,0 +1,243 @@
+"""fuse() and unfuse(): whole models from stock layers to fused ones and back.
+
+A layer is swapped by giving the module object another class, as ``torch.nn.utils.parametrize`` and FSDP do. The object
+itself stays, and with it all that refers to it: parameters and buffers, their names and order, optimizers, hooks,
+modules that several parents share, references held outside the model. That is possible because a fused layer has the
+very attributes of its stock layer.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fusedtrain.nn import eca, squeeze_excite
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one stock class becomes.
+
+    Args:
+        stock: ``module.Class``, compared with the path of a module's class; never imported by :func:`fuse`.
+        fused: the class with the same attributes; None where there is none yet.
+        parts: the names of the inner modules and parameters that ``fused`` relies on.
+        applies: whether a module of that class is a candidate at all.
+        why_not: why a candidate stays, or None.
+    """
+
+    stock: str
+    fused: type[nn.Module] | None = None
+    parts: tuple[str, ...] = ()
+    applies: Callable[[nn.Module], bool] = lambda module: True
+    why_not: Callable[[nn.Module], str | None] = lambda module: None
+
+
+# The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
+RULES = (
+    Rule(
+        "timm.models._efficientnet_blocks.SqueezeExcite",
+        squeeze_excite.SqueezeExcite,
+        ("conv_reduce", "act1", "conv_expand", "gate"),
+    ),
+    Rule("timm.layers.squeeze_excite.SEModule", squeeze_excite.SEModule, ("fc1", "bn", "act", "fc2", "gate")),
+    Rule("timm.models.senet.SEModule", squeeze_excite.SENetModule, ("fc1", "relu", "fc2", "sigmoid")),
+    Rule("timm.layers.squeeze_excite.EffectiveSEModule", squeeze_excite.EffectiveSEModule, ("fc", "gate")),
+    Rule("timm.layers.eca.EcaModule", eca.EcaModule, ("conv", "gate")),
+    Rule("timm.layers.eca.CecaModule", eca.CecaModule, ("conv", "gate")),
+    Rule(
+        "torchvision.ops.misc.SqueezeExcitation",
+        squeeze_excite.SqueezeExcitation,
+        ("avgpool", "fc1", "fc2", "activation", "scale_activation"),
+    ),
+    Rule("timm.layers.cbam.CbamModule"),
+    Rule("timm.layers.cbam.LightCbamModule"),
+    Rule("timm.layers.gather_excite.GatherExcite"),
+    Rule("timm.layers.global_context.GlobalContext"),
+    Rule("timm.layers.split_attn.SplitAttn"),
+    Rule("timm.layers.squeeze_excite.SqueezeExciteCl"),
+    Rule("timm.models.hgnet.EseModule"),
+)
+_BY_STOCK = {rule.stock: rule for rule in RULES}
+_STOCK_OF = {rule.fused: rule.stock for rule in reversed(RULES) if rule.fused is not None}
+
+# A model inside one of these has been sharded, replicated or compiled with the classes that it has.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+    "torch.distributed.fsdp.FSDPModule",
+    "torch._dynamo.eval_frame.OptimizedModule",
+    "torch.jit._script.ScriptModule",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One line of a :class:`Report`: a module, its class, and either the class it becomes or why it stays."""
+
+    name: str
+    before: str
+    after: str | None = None
+    reason: str | None = None
+
+
+class Report(tuple[Candidate, ...]):
+    """What :func:`fuse` or :func:`unfuse` did, one :class:`Candidate` per module; as a string, a table."""
+
+    @property
+    def swapped(self) -> "Report":
+        """The modules that have, or with ``dry_run`` would have, another class now."""
+        return Report(c for c in self if c.after is not None)
+
+    @property
+    def kept(self) -> "Report":
+        """The modules that stay as they are, each with its reason."""
+        return Report(c for c in self if c.after is None)
+
+    def __str__(self) -> str:
+        width = max((len(c.name) for c in self), default=0)
+        lines = [f"{c.name or '(the model)':<{width}}  {c.before} -> {c.after}" for c in self.swapped]
+        lines += [f"{c.name or '(the model)':<{width}}  {c.before} stays: {c.reason}" for c in self.kept]
+        return "\n".join([*lines, f"{len(self.swapped)} of {len(self)} candidates"])
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    """Returns what ``module`` is wrapped in or compiled to, or None."""
+    if module._compiled_call_impl is not None:
+        return "compiled module"
+    return next((cls.__name__ for cls in type(module).__mro__ if _path(cls) in _WRAPPERS), None)
+
+
+def _refuse_wrapped(function: str, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}() takes a module, got {type(model).__name__}")
+    wrapper = _wrapper(model)
+    if wrapper is not None:
+        raise ValueError(f"{function}() takes a model before it is wrapped or compiled; this is a {wrapper}")
+
+
+def _outer_wrappers(model: nn.Module):
+    """Yields (name, module, wrapper or None) for every module, once, with the wrapper that it stands in or is."""
+    inside: dict[str, str] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        wrapper = _wrapper(module) or inside.get(parent)
+        if wrapper is not None:
+            inside[name] = wrapper
+        yield name, module, wrapper
+
+
+def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
+    """Returns why ``module`` must keep its class, or None."""
+    if rule.fused is None:
+        return "there is no fused layer for it yet"
+    if wrapper is not None:
+        return f"it is, or stands in, a {wrapper}; fuse before wrapping"
+    if _path(type(module)) != rule.stock:
+        if parametrize.is_parametrized(module):
+            return f"it is parametrized ({', '.join(module.parametrizations)})"
+        return f"its class is not {rule.stock} but derived from it, and may compute something else"
+    if "forward" in vars(module):
+        return "its forward has been replaced"
+    if getattr(module, "qconfig", None) is not None:
+        return "it is prepared for quantisation (qconfig)"
+    missing = [part for part in rule.parts if getattr(module, part, None) is None]
+    if missing:
+        return f"it has no {', '.join(missing)}: an unknown version of {rule.stock}"
+    special = next((type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter), None)
+    return f"it holds a {special} instead of a plain parameter" if special else rule.why_not(module)
+
+
+def _rule_of(module: nn.Module) -> Rule | None:
+    """Returns the rule of the module's class or of the nearest class it is derived from, where that applies."""
+    if type(module) in _STOCK_OF:
+        return None
+    rule = next((_BY_STOCK[path] for path in map(_path, type(module).__mro__) if path in _BY_STOCK), None)
+    return rule if rule is not None and rule.applies(module) else None
+
+
+def fuse(model: nn.Module, dry_run: bool = False) -> Report:
+    """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
+
+    Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision. A layer stays, with the reason in
+    the report, when its class is derived from a known one, its forward was replaced, it is parametrized, quantised,
+    sharded, compiled, or inside a wrapped part of the model.
+
+    Args:
+        model: any module; before or after loading weights, before it is wrapped (DistributedDataParallel, FSDP) or
+            compiled.
+        dry_run: only report.
+
+    Returns:
+        A :class:`Report` of every candidate; ``print(fuse(model))`` shows it as a table. Modules, parameters and
+        buffers stay the same objects: state_dict, optimizers, hooks and shared modules are not touched.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is wrapped or compiled already.
+
+    Cost: one walk over the modules.
+    Numerics: those of the fused layers; each as good as the stock layer's own rounding error.
+    """
+    _refuse_wrapped("fuse", model)
+    report = []
+    for name, module, wrapper in list(_outer_wrappers(model)):
+        rule = _rule_of(module)
+        if rule is None:
+            continue
+        reason = _why_not(module, rule, wrapper)
+        report.append(Candidate(name, _path(type(module)), None if reason else _path(rule.fused), reason))
+        if reason is None and not dry_run:
+            module._stock_class = _path(type(module))
+            module.__class__ = rule.fused
+    return Report(report)
+
+
+def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
+    """Gives the fused layers of a model their stock classes back, in place, with the weights they now have.
+
+    TorchScript, ONNX and other tools that look into stock layers then work as before. Layers built as
+    ``fusedtrain.nn`` classes become the timm or torchvision layer of that name.
+
+    Args:
+        model: any module, not wrapped or compiled.
+        dry_run: only report.
+
+    Returns:
+        A :class:`Report` of every fused layer. Modules, parameters and buffers stay the same objects.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is wrapped or compiled.
+
+    Cost: one walk over the modules; imports timm or torchvision where a layer needs them.
+    """
+    _refuse_wrapped("unfuse", model)
+    report = []
+    for name, module, wrapper in list(_outer_wrappers(model)):
+        if type(module) not in _STOCK_OF:
+            continue
+        stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[type(module)]))
+        if wrapper is not None:
+            reason = f"it is, or stands in, a {wrapper}"
+        report.append(Candidate(name, _path(type(module)), None if reason else _path(stock), reason))
+        if reason is None and not dry_run:
+            vars(module).pop("_stock_class", None)
+            module.__class__ = stock
+    return Report(report)
+
+
+def _import(path: str) -> tuple[type[nn.Module] | None, str | None]:
+    """Returns (class, None), or (None, reason)."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name), None
+    except (ImportError, AttributeError, RuntimeError) as error:  # torchvision beside the wrong torch: RuntimeError
+        return None, f"its stock class {path} cannot be imported: {error}"
