@@ -14,8 +14,8 @@ forces.
 
 import contextlib
 import copy
-import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Collection
 
@@ -42,8 +42,6 @@ def backends_for(device: str) -> tuple[str, ...]:
 
 def why_not(backend: str, device: str, op: str = "channel_pool", dtype: torch.dtype = torch.float32) -> str | None:
     """Why ``backend`` cannot run ``op`` on images of this device and dtype, or None."""
-    if backend == "triton" and importlib.util.find_spec(f"fusedtrain.kernels.{op}") is None:
-        return f"{op} has no Triton kernels"
     return fusedtrain_backend._OPS[op][backend].why_not(torch.empty(1, 1, 1, 1, device=device, dtype=dtype))
 
 
@@ -361,6 +359,12 @@ def environment(**changes: str | None) -> dict[str, str]:
     own = ("TRITON_INTERPRET", "FUSEDTRAIN_BACKEND", "FUSEDTRAIN_ISA")
     env = {name: value for name, value in os.environ.items() if name not in own} | changes
     return {name: value for name, value in env.items() if value is not None}
+
+
+def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
+    """Runs Python in a fresh process, in the tests' folder: there the installed package is found, not the sources."""
+    command, folder = [sys.executable, "-W", "ignore", *arguments], os.path.dirname(__file__)
+    return subprocess.run(command, cwd=folder, env=environment(**env), capture_output=True, text=True, check=False)
 
 
 class Zoo:

@@ -1,0 +1,46 @@
+"""Compiles csrc files for tests, with the flags of setup.py."""
+
+import ast
+import os
+import platform
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+CXX = os.environ.get("CXX") or "c++"
+
+
+def _constant_of_setup(name: str):
+    """A constant of setup.py, which cannot be imported without running it."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == name:
+            return eval(compile(ast.Expression(node.value), "setup.py", "eval"), {"os": os})
+    raise LookupError(f"setup.py has no {name}")
+
+
+CXX_FLAGS: list[str] = _constant_of_setup("CXX_FLAGS")
+ISA_FLAGS: dict[str, list[str]] = _constant_of_setup("ISA_FLAGS")
+ISAS = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["kPortable"]
+
+
+def kernel_objects(folder: Path, flags: list[str], isas: list[str] = ISAS) -> dict[str, Path]:
+    """Compiles csrc/cpu/*.cpp, once per variant; returns {"channel_pool.kAvx2": object file, ...}."""
+    jobs = {
+        f"{source.stem}.{isa}": [*flags, *ISA_FLAGS[isa], f"-DFUSEDTRAIN_ISA={isa}", source]
+        for source in sorted(CSRC.glob("cpu/*.cpp"))
+        for isa in isas
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = pool.map(lambda name: compile_object(folder / f"{name}.o", *jobs[name]), jobs)
+        return dict(zip(jobs, objects))
+
+
+def compile_object(target: Path, *arguments) -> Path:
+    """Runs ``c++ arguments -c -o target``; fails with the compiler's words."""
+    done = subprocess.run(
+        [CXX, *arguments, f"-I{CSRC}", "-c", "-o", target], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return target

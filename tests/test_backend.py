@@ -1,0 +1,159 @@
+"""Which backend runs: the automatic choice, forcing one, and what explain() says about it."""
+
+import harness
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedtrain
+from fusedtrain import backend, ops
+from fusedtrain.backend import Impl
+
+X = torch.ones(2, 3, 4, 4)
+CALLS = {
+    "channel_pool": (X,),
+    "channel_scale": (X, torch.ones(2, 3)),
+    "squeeze_excite": (X, torch.ones(2, 3), None, torch.ones(3, 2), None),
+}
+
+
+class OperatorsCalled(TorchDispatchMode):
+    """Records the names of this package's operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fusedtrain":
+            self.names.append(str(function).removeprefix("fusedtrain."))
+        return function(*args, **kwargs or {})
+
+
+def test_the_cases_of_this_file_are_all_ops():
+    assert CALLS.keys() <= backend._OPS.keys()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_forced_backend_never_falls_back(op, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, reason in (
+        ("cuda", "x is on cpu, not on a CUDA device"),
+        ("triton", "x is on cpu; Triton kernels run on"),
+    ):
+        with OperatorsCalled() as called, fusedtrain.use_backend(name):
+            message = rf"backend '{name}' is forced by use_backend\(\) but cannot run {op}: {reason}"
+            with pytest.raises(RuntimeError, match=message):
+                getattr(ops, op)(*CALLS[op])
+        assert called.names == []
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_forced_backend_is_the_one_that_runs(op, device, kernels):
+    arguments = [t.to(device) if isinstance(t, torch.Tensor) else t for t in CALLS[op]]
+    with OperatorsCalled() as called:
+        getattr(ops, op)(*arguments)
+    assert called.names == [f"{op}.triton" if kernels == "triton" else f"{op}.default"]
+    with OperatorsCalled() as called, fusedtrain.use_backend("reference"):
+        getattr(ops, op)(*arguments)
+    assert called.names == []
+
+
+def test_backward_runs_where_forward_ran(device, kernels):
+    x = X.to(device).requires_grad_()
+    y = ops.channel_pool(x)
+    with OperatorsCalled() as called, fusedtrain.use_backend("reference"):
+        y.sum().backward()
+    overload = "triton" if kernels == "triton" else "default"
+    assert called.names == [f"channel_pool_backward.{overload}"]
+
+
+def test_forcing_nests_and_ends():
+    assert backend.current_backend() is None
+    with fusedtrain.use_backend("reference"):
+        with fusedtrain.use_backend("cuda"):
+            assert backend.current_backend() == "cuda"
+            with fusedtrain.use_backend(None):
+                ops.channel_pool(X)
+        assert backend.current_backend() == "reference"
+        with pytest.raises(ZeroDivisionError), fusedtrain.use_backend("cuda"):
+            raise ZeroDivisionError
+        assert backend.current_backend() == "reference"
+    assert backend.current_backend() is None
+    before = fusedtrain.use_backend("reference")  # without a with block: from now on
+    try:
+        assert backend.current_backend() == "reference"
+    finally:
+        before.__exit__()
+
+
+def test_unknown_backend_is_named():
+    with pytest.raises(ValueError, match=r"use_backend\(\) must be one of cuda, cpu, triton, reference, got 'gpu'"):
+        fusedtrain.use_backend("gpu")
+    assert backend.current_backend() is None
+
+
+CALL = "import torch, fusedtrain; fusedtrain.ops.channel_pool(torch.ones(1, 1, 2, 2));"
+
+
+def test_environment_variable_forces_a_backend():
+    done = harness.run_python("-c", CALL, FUSEDTRAIN_BACKEND="cuda")
+    assert "backend 'cuda' is forced by FUSEDTRAIN_BACKEND but cannot run channel_pool: x is on cpu" in done.stderr
+    done = harness.run_python(
+        "-c", "import fusedtrain; fusedtrain.use_backend('reference');" + CALL, FUSEDTRAIN_BACKEND="cuda"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_name_in_the_environment_is_told_at_the_first_call():
+    done = harness.run_python("-c", "import fusedtrain; print('imported')\n" + CALL, FUSEDTRAIN_BACKEND="gpu")
+    assert done.stdout == "imported\n"
+    assert "ValueError: FUSEDTRAIN_BACKEND must be one of cuda, cpu, triton, reference, got 'gpu'" in done.stderr
+
+
+def test_explain_tells_what_runs_and_why(device, kernels, capsys):
+    x = X.to(device)
+    text = fusedtrain.explain("channel_pool", x)
+    assert capsys.readouterr().out == text + "\n"
+    lines = text.splitlines()
+    assert lines[0] == f"channel_pool: {kernels} runs, forced by use_backend()"
+    assert [line.split()[0] for line in lines[1:]] == list(backend.BACKENDS)
+    assert "  reference  can run" in lines
+    if (device, kernels) == ("cpu", "triton"):
+        assert "  triton     Triton's interpreter is slower than any other backend" in lines
+    else:
+        assert f"  {kernels:<10} can run" in lines
+    if device == "cpu":
+        assert "  cuda       x is on cpu, not on a CUDA device" in lines
+
+
+def test_explain_agrees_with_the_automatic_choice(capsys):
+    for op, arguments in CALLS.items():
+        with OperatorsCalled() as called:
+            getattr(ops, op)(*arguments)
+        assert fusedtrain.explain(getattr(ops, op), *arguments) == fusedtrain.explain(op, *arguments)
+        chosen = capsys.readouterr().out.split()[1]
+        assert called.names == {"cpu": [f"{op}.default"], "reference": []}[chosen]
+
+
+def test_explain_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"explain\(\) knows the ops channel_pool, .* got 'softmax'"):
+        fusedtrain.explain(torch.softmax, X)
+    with pytest.raises(ValueError, match=r"explain\('channel_pool', ...\) needs the op's arguments, x first"):
+        fusedtrain.explain("channel_pool")
+
+
+def test_automatic_choice_takes_the_first_that_can_and_is_not_slower():
+    def table(**reasons):
+        return {
+            name: Impl(name, None, lambda x, no=no: no, lambda x, slow=slow: slow)
+            for name, (no, slow) in reasons.items()
+        }
+
+    free = (None, None)
+    impls = table(cuda=("no GPU", None), cpu=(None, "2x slower than stock"), triton=free, reference=free)
+    assert backend.select("op", impls, X).forward == "triton"
+    with fusedtrain.use_backend("cpu"):  # forced: slower or not
+        assert backend.select("op", impls, X).forward == "cpu"
+    with pytest.raises(RuntimeError, match=r"no backend can run op:\n(.|\n)*cpu +2x slower than stock"):
+        backend.select("op", table(cuda=("no GPU", None), cpu=(None, "2x slower than stock")), X)

@@ -1,0 +1,112 @@
+"""The rules of csrc: three kinds of file, no macros with arguments, one list of codes, no leaks between variants."""
+
+import re
+import shutil
+import subprocess
+
+import compiler
+import pytest
+import torch
+
+from fusedtrain import _extension
+from fusedtrain.ops import _codes, _schema
+
+CSRC = compiler.CSRC
+CUDA_CORE = set(CSRC.glob("core/cuda*"))  # what the CUDA kernels share
+CONTRACTS = sorted({*CSRC.glob("*.h"), *CSRC.glob("core/*.h")} - CUDA_CORE)
+KERNELS = sorted([*CSRC.glob("cpu/*"), *CSRC.glob("cuda/*"), *CSRC.glob("core/*.cpp"), *CUDA_CORE])
+BINDINGS = sorted(CSRC.glob("bindings/*"))
+TORCH = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
+CUDA = ("cuda", "cub/", "cooperative_groups", "mma.h")
+needs_compiler = pytest.mark.skipif(shutil.which(compiler.CXX) is None, reason="needs a C++ compiler")
+
+
+def includes(path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def relative(path) -> str:
+    return str(path.relative_to(CSRC))
+
+
+def test_every_file_is_of_one_kind():
+    files = {path for path in CSRC.rglob("*") if path.is_file()}
+    assert files == {*CONTRACTS, *KERNELS, *BINDINGS}
+
+
+@pytest.mark.parametrize("path", CONTRACTS, ids=relative)
+def test_contracts_know_neither_torch_nor_cuda(path):
+    wrong = [name for name in includes(path) if name.startswith((*TORCH, *CUDA, "core/cuda"))]
+    assert not wrong, f"{relative(path)} includes {wrong}"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=relative)
+def test_kernels_know_no_torch(path):
+    foreign = TORCH if path.parent.name == "cuda" or path in CUDA_CORE else (*TORCH, *CUDA, "core/cuda")
+    wrong = [name for name in includes(path) if name.startswith(foreign)]
+    assert not wrong, f"{relative(path)} includes {wrong}"
+
+
+@pytest.mark.parametrize("path", BINDINGS, ids=relative)
+def test_bindings_use_the_stable_abi_only(path):
+    stable = ("torch/csrc/stable/", "torch/csrc/inductor/aoti_torch/c/", "torch/headeronly/")
+    pybind = ("pybind11/",) if path.name == "module.cpp" else ()
+    wrong = [
+        name for name in includes(path) if name.startswith((*TORCH, *CUDA)) and not name.startswith(stable + pybind)
+    ]
+    assert not wrong, f"{relative(path)} includes {wrong}"
+
+
+@pytest.mark.parametrize("path", [*CONTRACTS, *KERNELS, *BINDINGS], ids=relative)
+def test_macros_take_no_arguments(path):
+    text = path.read_text()
+    assert not re.findall(r"^\s*#\s*define\s+\w+\(", text, re.MULTILINE)
+    names = re.findall(r"^\s*#\s*define\s+(\w+)", text, re.MULTILINE)
+    assert all(name.startswith("FUSEDTRAIN_") for name in names), names
+
+
+@needs_compiler
+@pytest.mark.parametrize("path", sorted(CSRC.glob("*.h")), ids=relative)
+def test_contracts_compile_alone(path, tmp_path):
+    source = tmp_path / "contract.cpp"
+    source.write_text(f'#include "{path.name}"\n')
+    compiler.compile_object(tmp_path / "contract.o", "-std=c++20", "-Wall", "-Wextra", "-Werror", source)
+
+
+def test_codes_are_the_same_in_python_and_c():
+    text = (CSRC / "core" / "types.h").read_text()
+    for name, codes in (("Activation", _codes.ACTIVATIONS), ("Pool", _codes.POOLS)):
+        body = re.search(rf"enum class {name} : int32_t {{(.*?)}}", text, re.DOTALL).group(1)
+        enumerators = re.findall(r"^\s*k(\w+),", body, re.MULTILINE)
+        snake = [re.sub(r"(?<!^)([A-Z])", r"_\1", enumerator).lower() for enumerator in enumerators]
+        assert snake == list(codes), name
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("operator", _schema.SCHEMAS)
+def test_the_library_implements_every_schema(operator):
+    for key, wanted in (("CPU", True), ("CUDA", _extension.HAS_CUDA_KERNELS)):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedtrain::{operator}", key) == wanted, key
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_variants_share_no_symbol(tmp_path):
+    """A function that two object files both define weakly is kept once by the linker: were it the one compiled for
+    AVX-512, the portable path would crash on a CPU without it. So nothing but the variants' own names is external.
+    """
+    isa = compiler.ISAS[-1]
+    if isa == "kPortable":
+        pytest.skip("this machine has only the portable variant")
+    wrong = {}
+    for name, path in compiler.kernel_objects(tmp_path, compiler.CXX_FLAGS, [isa]).items():
+        listing = subprocess.run(["nm", "-C", "--defined-only", "--extern-only", path], capture_output=True, text=True)
+        symbols = [line.split(maxsplit=2)[1:] for line in listing.stdout.splitlines()]
+        assert symbols, f"{name} defines nothing"
+        foreign = [
+            symbol
+            for kind, symbol in symbols
+            if kind != "T" or f"<(fusedtrain::Isa){compiler.ISAS.index(isa)}>" not in symbol
+        ]
+        wrong |= {name: foreign} if foreign else {}
+    assert not wrong
