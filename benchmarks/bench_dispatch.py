@@ -9,13 +9,13 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 
 import bench_channel_pool
 import bench_channel_scale
 import bench_squeeze_excite
 import torch
 from harness import Benchmark, quantiles
+from timing import host_clock
 
 from fusedtrain.backend import select
 
@@ -44,10 +44,11 @@ def _without_kernel(impls: dict, name: str, call: Callable):
 
 
 def _seconds(call: Callable) -> float:
-    start = perf_counter()
+    clock = host_clock()
+    start = clock()
     for _ in range(CALLS):
         call()
-    return (perf_counter() - start) / CALLS
+    return (clock() - start) / CALLS
 
 
 def _one(benchmark: Benchmark, options: dict) -> Iterator[dict]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from timing import host_clock
 
 # glibc otherwise maps and unmaps every block over 32 MB, and pays for its page faults, at each call.
 TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
@@ -57,14 +58,14 @@ def _commit() -> str:
 
 def _peak_gflops(device: torch.device) -> float:
     """float32 matrix product of size 1024 without tensor cores: the arithmetic peak that vector kernels share."""
-    a = torch.randn(1024, 1024, device=device)
+    a, clock = torch.randn(1024, 1024, device=device), perf_counter if device.type == "cuda" else host_clock()
 
     def seconds() -> float:
-        start = perf_counter()
+        start = clock()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return perf_counter() - start
+        return clock() - start
 
     return 2 * 1024**3 / statistics.median(seconds() for _ in range(20)) / 1e9
 
@@ -82,6 +83,11 @@ def describe(device: torch.device) -> dict[str, str | int | float]:
         "cache_mib": round(_cache_mib(device), 1),
         "peak_gflops": round(_peak_gflops(device), 1),
     }
+
+
+def load() -> float | None:
+    """The machine's load average over the last minute: above the number of threads, somebody else was at work."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def slug(device_name: str) -> str:

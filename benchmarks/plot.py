@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 import results
 from matplotlib import pyplot
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from results import Row
 
 matplotlib.use("Agg")
@@ -19,6 +19,13 @@ def _panels(rows: list[Row], width: float, height: float):
         1, len(dtypes), figsize=(width * len(dtypes), height), sharey=True, squeeze=False, layout="constrained"
     )
     return figure, zip(dtypes, axes[0], strict=True)
+
+
+def _plain_ticks(*scales) -> None:
+    for scale in scales:
+        scale.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        scale.set_major_formatter(ScalarFormatter())
+        scale.set_minor_formatter(NullFormatter())
 
 
 def _bytes(row: Row) -> float:
@@ -43,12 +50,10 @@ def roofline(rows: list[Row], path: Path) -> Path:
         axis.axvline(rows[0]["cache_mib"], color=ROOF, linewidth=0.8, linestyle=":", label="last-level cache")
         axis.set(xscale="log", yscale="log", title=dtype, xlabel="MiB counted, forward and backward", ylabel="GB/s")
         axis.grid(alpha=0.25, which="both", linewidth=0.5)
-        for scale in (axis.xaxis, axis.yaxis):
-            scale.set_major_formatter(ScalarFormatter())
-            scale.set_minor_formatter(NullFormatter())
+        _plain_ticks(axis.xaxis, axis.yaxis)
         axis.label_outer()
-    axis.legend(fontsize=7, loc="best")
-    figure.suptitle(f"{rows[0]['op']}, {rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=10)
+    figure.legend(*axis.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2)
+    figure.suptitle(f"{rows[0]['op']}\n{rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=9)
     return _saved(figure, path)
 
 
@@ -63,15 +68,15 @@ def speedups(rows: list[Row], path: Path) -> Path:
             y = [names.index((row["case"], row["shape"])) for row in of]
             axis.plot([r["speedup"] for r in of], y, linestyle="", marker=marker, alpha=0.8, markersize=5, label=layout)
         axis.axvline(1.0, color="#b00020", linewidth=1.0)
-        axis.set(xscale="log", title=dtype, xlabel="speedup over the best stock path, fwd+bwd")
+        axis.set(xscale="log", title=dtype)
+        axis.set_xlabel("speedup over the best stock path", fontsize=8)
         axis.set_yticks(range(len(names)), [f"{case}  {shape}" for case, shape in names], fontsize=6)
-        axis.xaxis.set_major_formatter(ScalarFormatter())
-        axis.xaxis.set_minor_formatter(ScalarFormatter())
-        axis.tick_params(axis="x", which="both", labelsize=7)
+        _plain_ticks(axis.xaxis)
+        axis.tick_params(axis="x", labelsize=7)
         axis.grid(alpha=0.25, which="both", linewidth=0.5)
     axis.invert_yaxis()  # shared: the first case on top
-    axis.legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['op']}, {rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=10)
+    figure.legend(*axis.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2)
+    figure.suptitle(f"{rows[0]['op']}, fwd+bwd\n{rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=9)
     return _saved(figure, path)
 
 

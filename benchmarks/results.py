@@ -20,7 +20,7 @@ COLUMNS = (
         "pct_floor",
         "peak_mib",
     ),
-    *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops"),
+    *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops", "load"),
 )
 # Rows that agree in these were measured together, so a new measurement replaces all of them.
 GROUP = ("case", "shape", "dtype", "threads", "allocator")
@@ -34,7 +34,7 @@ def _text(value) -> str:
 
 
 def _value(column: str, text: str):
-    if column in COLUMNS[8:19] or column in ("cache_mib", "peak_gflops"):
+    if column in COLUMNS[8:19] or column in ("cache_mib", "peak_gflops", "load"):
         return float(text) if text else None
     return text
 

@@ -108,7 +108,9 @@ def main() -> None:
         bar = progress.add_task("", total=len(work))
         for op, name, rows in work:
             progress.update(bar, description=f"{shared['allocator']} {name}")
-            measured = [{**dict.fromkeys(results.COLUMNS), "note": "", **row, **shared} for row in rows]
+            measured = [
+                {**dict.fromkeys(results.COLUMNS), "note": "", **row, **shared, "load": machine.load()} for row in rows
+            ]
             results.merge(folder / f"{op}.csv", measured)  # after each case, so that a stopped run keeps its numbers
             everything += measured
             progress.advance(bar)
