@@ -3,7 +3,7 @@
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-from fusedtrain import _extension, backend, nn, ops
+from fusedtrain import _extension, backend, nn, ops, optim
 from fusedtrain._info import info
 from fusedtrain.backend import explain, use_backend
 from fusedtrain.nn.fuse import fuse, unfuse
@@ -16,4 +16,4 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 if not _extension.LOADED:
     warnings.warn(f"fusedtrain runs CPU ops in plain PyTorch: {_extension.WHY_NOT}", stacklevel=2)
 
-__all__ = ["backend", "explain", "fuse", "info", "nn", "ops", "unfuse", "use_backend"]
+__all__ = ["backend", "explain", "fuse", "info", "nn", "ops", "optim", "unfuse", "use_backend"]

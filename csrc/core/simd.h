@@ -367,6 +367,20 @@ inline Vec<float> verf(Vec<float> x) {
   return x * p / q;
 }
 
+#if defined(__AVX512F__)
+inline Vec<float> vsqrt(Vec<float> x) { return Vec<float>(_mm512_sqrt_ps(x.v)); }
+inline Vec<double> vsqrt(Vec<double> x) { return Vec<double>(_mm512_sqrt_pd(x.v)); }
+#elif defined(__AVX2__)
+inline Vec<float> vsqrt(Vec<float> x) { return Vec<float>(_mm256_sqrt_ps(x.v)); }
+inline Vec<double> vsqrt(Vec<double> x) { return Vec<double>(_mm256_sqrt_pd(x.v)); }
+#else
+template <class T>
+inline Vec<T> vsqrt(Vec<T> x) {
+  for (int i = 0; i < Vec<T>::kLanes; ++i) x.v[i] = std::sqrt(x.v[i]);
+  return x;
+}
+#endif
+
 // Double precision serves gradient checks and references, not speed: the C library, lane by lane.
 template <class F>
 inline Vec<double> each_lane(Vec<double> x, F f) {

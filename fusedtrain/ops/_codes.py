@@ -1,4 +1,4 @@
-"""The integer codes of activations and pools in the operator schemas, in the order of csrc/core/types.h."""
+"""The integer codes in the operator schemas, in the order of csrc/core/types.h and csrc/core/update_rule.h."""
 
 ACTIVATIONS = (
     "identity",
@@ -13,8 +13,9 @@ ACTIVATIONS = (
 )
 INPUT_ACTIVATIONS = ACTIVATIONS[:5]
 POOLS = ("avg", "avg_max")
+RULES = ("adam", "amsgrad", "sgd", "momentum", "lion")
 
-_CODES = {name: code for names in (ACTIVATIONS, POOLS) for code, name in enumerate(names)}
+_CODES = {name: code for names in (ACTIVATIONS, POOLS, RULES) for code, name in enumerate(names)}
 
 
 def code(argument: str, name: str, allowed: tuple[str, ...]) -> int:

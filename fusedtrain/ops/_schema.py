@@ -24,6 +24,11 @@ SCHEMAS = {
     "squeeze_excite_backward": "(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor pooled, Tensor hidden,"
     " Tensor logits, Tensor peak, Tensor ties, int act, int gate, int pool, int in_act, bool need_dx, bool need_dw)"
     " -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
+    "grad_norm": "(Tensor[] grads) -> Tensor norm",
+    "optimizer_step_": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
+    " Tensor(e!)[] ema, int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize,"
+    " float ema_decay, bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale,"
+    " Tensor? found_inf) -> ()",
 }
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
@@ -32,7 +37,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 def _triton_launcher(name: str):
     """Calls ``fusedtrain.kernels.<stem>.<name>``; Triton is imported at the first call."""
-    stem = name.removesuffix("_backward")
+    stem = name.removesuffix("_backward").removesuffix("_")
 
     def launch(*args):
         return getattr(importlib.import_module(f"fusedtrain.kernels.{stem}"), name)(*args)

@@ -1,0 +1,65 @@
+#pragma once
+// optimizer_step: one step of an optimizer for a list of parameters, in one pass over memory.
+//
+//   f = min(1, max_norm / (norm / grad_scale + 1e-6)) / grad_scale          norm: of the gradients as they are
+//   p, states = rule(p, +-f g, states)                                      csrc/core/update_rule.h
+//   ema = ema + (1 - ema_decay) (p - ema)
+//   step = step + 1
+//   g = 0                                                                   where zero_grads
+//
+// Where found_inf is set, or the norm is not finite and skip_nonfinite is set, only the last line is done.
+#include "core/isa.h"
+#include "core/types.h"
+#include "core/update_rule.h"
+#include "grad_norm.h"
+
+namespace fusedtrain {
+
+// One parameter and what belongs to it, all in the same order of memory. acc: float, double for kFloat64.
+struct StepTensor {
+  int64_t numel;
+  DType dtype;
+  void* param;               // dtype [numel]
+  void* grad;                // dtype [numel]
+  void* states[kMaxStates];  // dtype [numel], as many as the rule has
+  void* ema;                 // acc [numel] or null
+  float* step;               // [1]: updates done so far; null where the rule does not count
+};
+
+struct OptimizerStep {
+  int64_t count;
+  const StepTensor* tensors;   // [count]
+  const int64_t* first_chunk;  // [count + 1], as in GradNorm
+  Rule rule;
+  Hyper hyper;
+  bool maximize, zero_grads, skip_nonfinite;
+  double ema_decay;
+  double max_norm;
+  const double* norm;       // [1] or null: no clipping
+  const float* grad_scale;  // [1] or null: 1
+  const float* found_inf;   // [1] or null: 0
+};
+
+// The factor f on the gradients, +-1 / grad_scale where there is no norm.
+FUSEDTRAIN_HD double grad_factor(const OptimizerStep& a) {
+  const double scale = a.grad_scale != nullptr ? double(*a.grad_scale) : 1.0;
+  double factor = (a.maximize ? -1.0 : 1.0) / scale;
+  if (a.norm != nullptr) {
+    const double clip = a.max_norm / (*a.norm / scale + 1e-6);
+    factor *= clip > 1.0 ? 1.0 : clip;  // a norm that is NaN makes the gradients NaN, as clip_grad_norm_ does
+  }
+  return factor;
+}
+
+FUSEDTRAIN_HD bool is_skipped(const OptimizerStep& a) {
+  if (a.found_inf != nullptr && *a.found_inf != 0.0f) return true;
+  return a.skip_nonfinite && a.norm != nullptr && !(*a.norm - *a.norm == 0.0);
+}
+
+namespace cpu {
+// Items: chunks. All but the counting of steps.
+template <Isa I>
+void optimizer_step(const OptimizerStep& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace fusedtrain

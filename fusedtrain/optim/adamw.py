@@ -1,0 +1,148 @@
+"""Adam and AdamW with the arguments and the state of torch's."""
+
+import torch
+
+from fusedtrain.optim._fused import FusedStep
+
+
+def _refuse(name: str, **unsupported: bool) -> None:
+    for argument, value in unsupported.items():
+        if value:
+            raise NotImplementedError(
+                f"fusedtrain.optim.{name} does not support {argument}=True; torch.optim.{name} does"
+            )
+
+
+class Adam(FusedStep, torch.optim.Adam):
+    r"""Adam as one pass over memory: unscaling, clipping, update, averaging and zeroing together.
+
+    .. math::
+        m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
+        p \leftarrow p - \frac{\eta}{1 - \beta_1^t} \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    Args:
+        params: parameters, named parameters or groups of them; float32, bfloat16, float16 or float64, any strides.
+        lr: learning rate :math:`\eta`, a number or a tensor.
+        betas: :math:`\beta_1, \beta_2`.
+        eps: :math:`\epsilon`.
+        weight_decay: times the parameter it is added to the gradient, or see ``decoupled_weight_decay``.
+        amsgrad: divides by the largest :math:`v` so far.
+        foreach: chooses among torch's implementations; without effect here.
+        maximize: ascends.
+        capturable: not supported.
+        differentiable: not supported.
+        fused: as ``foreach``.
+        decoupled_weight_decay: the parameter shrinks by ``1 - lr * weight_decay`` instead.
+        max_grad_norm: the largest L2 norm of all gradients together, as in :func:`torch.nn.utils.clip_grad_norm_`; None
+            computes no norm, inf only that. The gradients themselves stay as they are.
+        nonfinite: what a norm that is not finite does: "propagate" into the parameters, as in torch, "skip" the step
+            without waiting for the device, or "error".
+        ema_decay: keeps running averages :math:`e \leftarrow e + (1 - d)(p - e)` in float32, see :meth:`ema_state_dict`
+            and :meth:`swap_ema`; they begin as the parameters before the first step.
+        zero_grads: leaves zeros in the gradients, so that no ``zero_grad(set_to_none=False)`` is needed.
+
+    Raises:
+        ValueError: an argument is out of range.
+        NotImplementedError: ``capturable`` or ``differentiable`` is set.
+
+    Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
+    Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
+    threads. Steps that GradScaler or "skip" leaves out change nothing but the gradients that are zeroed.
+    The state dict is that of :class:`torch.optim.Adam` and is exchanged both ways; "ema" stands beside torch's keys.
+    Source: Kingma, Ba, https://arxiv.org/abs/1412.6980
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        foreach=None,
+        maximize=False,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        decoupled_weight_decay=False,
+        max_grad_norm: float | None = None,
+        nonfinite: str = "propagate",
+        ema_decay: float | None = None,
+        zero_grads: bool = False,
+    ):
+        _refuse(type(self).__name__, capturable=capturable, differentiable=differentiable)
+        self._set_options(max_grad_norm, nonfinite, ema_decay, zero_grads)
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+    def _update(self, group: dict) -> dict:
+        names = ("exp_avg", "exp_avg_sq")
+        return {
+            "rule": "amsgrad" if group["amsgrad"] else "adam",
+            "names": (*names, "max_exp_avg_sq") if group["amsgrad"] else names,
+            "coefficients": (*map(float, group["betas"]), group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "decoupled": group["decoupled_weight_decay"],
+        }
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    r"""AdamW as one pass over memory: :class:`Adam` whose weight decay shrinks the parameters themselves.
+
+    .. math:: p \leftarrow (1 - \eta \lambda) p
+
+    Args and everything else: see :class:`Adam`; the state dict is that of :class:`torch.optim.AdamW`.
+    Source: Loshchilov, Hutter, https://arxiv.org/abs/1711.05101
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        max_grad_norm: float | None = None,
+        nonfinite: str = "propagate",
+        ema_decay: float | None = None,
+        zero_grads: bool = False,
+    ):
+        Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            ema_decay=ema_decay,
+            zero_grads=zero_grads,
+        )

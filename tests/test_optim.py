@@ -1,0 +1,322 @@
+"""Optimizers: torch's arguments and states, torch's results, and what rides along in the same pass."""
+
+import copy
+import pickle
+
+import harness
+import pytest
+import torch
+from torch.testing._internal.common_optimizers import optim_db
+
+from fusedtrain import optim
+
+# ours -> arguments of a run that uses all that the rule has
+OPTIMIZERS = {
+    "Adam": {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    "Lion": {"lr": 0.01, "weight_decay": 0.1},
+}
+IN_TORCH = ("Adam", "AdamW", "SGD")
+EXTRAS = {"max_grad_norm": 1.0, "ema_decay": 0.9, "zero_grads": True}
+OWN = ("capturable", "differentiable")  # arguments of torch that are refused
+INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in IN_TORCH}
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def stock_class(name):
+    if name in IN_TORCH:
+        return getattr(torch.optim, name)
+    import timm.optim
+
+    return getattr(timm.optim, name)
+
+
+def parameters(device="cpu", dtype=torch.float32) -> list[torch.Tensor]:
+    """A channels_last weight, a matrix, a bias, a number, an empty one, and a part of a larger tensor."""
+    shapes = [(8, 5, 3, 3), (17, 40), (33,), (), (0, 4), (6, 6)]
+    made = [harness.normal(*shape, dtype=dtype, device=device, seed=i) for i, shape in enumerate(shapes)]
+    made[0] = made[0].to(memory_format=torch.channels_last)
+    made[-1] = made[-1][:, 1:4]
+    return [p.requires_grad_() for p in made]
+
+
+def set_gradients(params, step: int, scale: float = 1.0) -> None:
+    """The same numbers for all copies of ``params``; gradients come in contiguous memory, whatever the parameter's."""
+    for i, p in enumerate(params):
+        p.grad = (scale * harness.normal(*p.shape, device=p.device, seed=100 * step + i)).to(p.dtype)
+
+
+def train(optimizer, steps, params=None, first=0) -> list[torch.Tensor]:
+    params = params or [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(first, first + steps):
+        set_gradients(params, step)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def assert_as_good(ours, stock, exact, what) -> None:
+    for i, (a, b, c) in enumerate(zip(ours, stock, exact)):
+        harness.assert_as_good_as_torch(a, b, c, f"{what}, parameter {i}")
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+@pytest.mark.parametrize("dtype", harness.DTYPES[:3])
+@every_optimizer
+def test_steps_are_as_good_as_stock(zoo, device, backend, name, dtype, steps):
+    harness.skip_unless_runs(backend, device, "optimizer_step", dtype)
+    arguments, runs = OPTIMIZERS[name], []
+    for cls, of in ((getattr(optim, name), dtype), (stock_class(name), dtype), (stock_class(name), torch.float64)):
+        params = [p.detach().to(of).requires_grad_() for p in parameters(device, dtype)]
+        optimizer = cls(params, **arguments)
+        for step in range(steps):
+            set_gradients(params, step)
+            for p in params:
+                p.grad = p.grad.to(dtype).to(of)  # rounded for the truth too
+            optimizer.step()
+        runs.append([p.detach() for p in params])
+    assert_as_good(*runs, name)
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_torchs_own_inputs(device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    for given in INFOS[name].optim_inputs_func(device=device):
+        if any(given.kwargs.get(argument) for argument in OWN):
+            with pytest.raises(NotImplementedError, match="does not support"):
+                getattr(optim, name)(parameters(device), **given.kwargs)
+            continue
+        runs = []
+        for cls, dtype in (
+            (getattr(optim, name), torch.float32),
+            (getattr(torch.optim, name), torch.float32),
+            (getattr(torch.optim, name), torch.float64),
+        ):
+            params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
+            runs.append(train(cls(params, **given.kwargs), 3))
+        assert_as_good(*runs, f"{name} {given.desc}")
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_torchs_own_errors(device, name):
+    for given in INFOS[name].optim_error_inputs_func(device=device, dtype=torch.float32):
+        inputs = given.optimizer_error_input
+        if any(inputs.kwargs.get(argument) for argument in OWN):
+            continue
+        expected = pytest.warns if issubclass(given.error_type, Warning) else pytest.raises
+        with expected(given.error_type, match=given.error_regex):
+            getattr(optim, name)(inputs.params, **inputs.kwargs)
+
+
+@pytest.mark.parametrize("extras", [{}, {"max_grad_norm": float("inf"), "ema_decay": 0.9}], ids=["plain", "extras"])
+@every_optimizer
+def test_state_dicts_go_both_ways_in_mid_training(zoo, device, backend, name, extras):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    ours_class, arguments = getattr(optim, name), OPTIMIZERS[name]
+
+    def ours(params):
+        return ours_class(params, **arguments, **extras)
+
+    def stock(params):
+        return stock_class(name)(params, **arguments)
+
+    runs = []
+    for first, second, dtype in (
+        (ours, stock, torch.float32),
+        (stock, ours, torch.float32),
+        (stock, stock, torch.float32),
+        (stock, stock, torch.float64),
+    ):
+        params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
+        before = first(params)
+        train(before, 50)
+        after = second(params)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        runs.append(train(after, 50, first=50))
+    assert_as_good(runs[0], *runs[2:], f"{name}: ours, then stock")
+    assert_as_good(runs[1], *runs[2:], f"{name}: stock, then ours")
+
+
+@every_optimizer
+def test_state_dict_has_the_keys_dtypes_and_shapes_of_the_stock_one(zoo, device, name):
+    ours = getattr(optim, name)(parameters(device), **OPTIMIZERS[name])
+    stock = stock_class(name)(parameters(device), **OPTIMIZERS[name])
+    for optimizer in (ours, stock):
+        train(optimizer, 2)
+    ours, stock = ours.state_dict(), stock.state_dict()
+    missing = {key for group in stock["param_groups"] for key in group} - set(ours["param_groups"][0])
+    assert missing <= {"caution", "corrected_weight_decay", "max_lr_snapshot"}  # of timm's Lion, which defaults them
+    assert ours["state"].keys() == stock["state"].keys()
+    for index, state in stock["state"].items():
+        assert ours["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            assert ours["state"][index][key].dtype == value.dtype and ours["state"][index][key].shape == value.shape
+
+
+def tail_of_torch(optimizer, params, averages) -> None:
+    """Clipping, step, averages and zeroing, one after the other."""
+    torch.nn.utils.clip_grad_norm_(params, EXTRAS["max_grad_norm"])
+    optimizer.step()
+    for p, average in zip(params, averages):
+        average.lerp_(p.detach(), 1 - EXTRAS["ema_decay"])
+        p.grad.zero_()
+
+
+@every_optimizer
+def test_clipping_averages_and_zeroing_ride_along(zoo, device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    params = parameters(device)
+    optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **EXTRAS)
+    train(optimizer, 5)
+    assert all(not p.grad.any() for p in params)
+    ours = [*(p.detach() for p in params), *(optimizer.state[p]["ema"] for p in params), optimizer.grad_norm.float()]
+    runs = [ours]
+    for dtype in (torch.float32, torch.float64):
+        params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
+        stock, averages = stock_class(name)(params, **OPTIMIZERS[name]), [p.detach().clone() for p in params]
+        for step in range(5):
+            set_gradients(params, step)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+            tail_of_torch(stock, params, averages)
+        runs.append([*(p.detach() for p in params), *averages, norm])
+    assert_as_good(*runs, name)
+
+
+@every_optimizer
+def test_grad_scaler_hands_over_its_scale_and_skips(device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    results = []
+    for scale in (1.0, 1024.0):
+        params = parameters(device)
+        optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **EXTRAS)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, enabled=scale != 1.0)
+        for step in range(4):
+            set_gradients(params, step, scaler.get_scale() if scale != 1.0 else 1.0)
+            if step == 2 and scale != 1.0:  # an overflow costs one step and changes nothing
+                before = [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
+                params[1].grad[3, 4] = float("inf")
+                scaler.scale(torch.zeros((), device=device))
+                scaler.step(optimizer)
+                scaler.update()
+                after = [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
+                assert all(torch.equal(a, b) for a, b in zip(after, before))
+                assert all(not p.grad.any() for p in params)
+                assert scaler.get_scale() == 512.0
+                set_gradients(params, step, 512.0)
+            scaler.scale(torch.zeros((), device=device))
+            scaler.step(optimizer)
+            scaler.update()
+        results.append({str(i): torch.atleast_1d(p.detach()) for i, p in enumerate(params)})
+        results[-1]["norm"] = torch.atleast_1d(optimizer.grad_norm)
+    harness.assert_bitwise_equal(*results, "scaled by powers of two")
+
+
+def test_nonfinite_norms_propagate_skip_or_raise(device, backend):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    for nonfinite in ("propagate", "skip", "error"):
+        params = parameters(device)
+        before = [p.detach().clone() for p in params]
+        optimizer = optim.AdamW(params, max_grad_norm=1.0, nonfinite=nonfinite)
+        set_gradients(params, 0)
+        params[0].grad[1, 2, 0, 0] = float("nan")
+        if nonfinite == "error":
+            with pytest.raises(RuntimeError, match="AdamW: the norm of the gradients is nan"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        if nonfinite == "propagate":
+            assert params[1].isnan().all()
+        else:
+            assert all(torch.equal(p, b) for p, b in zip(params, before))
+            assert all(not s["step"] for s in optimizer.state.values())
+
+
+def test_averages_are_read_swapped_and_saved(device, backend):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(device, torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, ema_decay=0.999)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    averages = optimizer.ema_state_dict(model)
+    own = {name: t.clone() for name, t in model.state_dict().items()}
+    assert averages.keys() == own.keys() and torch.equal(averages["1.running_var"], own["1.running_var"])
+    assert optimizer.state[model[0].weight]["ema"].dtype == torch.float32  # bfloat16 would not move
+    assert not torch.equal(averages["0.weight"], own["0.weight"])
+    with optimizer.swap_ema():
+        assert all(torch.equal(t, averages[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
+    loaded = optim.AdamW(model.parameters(), lr=0.1, ema_decay=0.999)
+    loaded.load_state_dict(optimizer.state_dict())
+    for p, state in optimizer.state.items():
+        assert torch.equal(loaded.state[p]["ema"], state["ema"]) and loaded.state[p]["ema"].dtype == torch.float32
+    with pytest.raises(RuntimeError, match="AdamW keeps no averages: construct it with ema_decay"):
+        optim.AdamW(model.parameters()).ema_state_dict(model)
+
+
+@every_optimizer
+def test_copies_and_pickles_go_on_alike(device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    optimizer = getattr(optim, name)(parameters(device), **OPTIMIZERS[name], **EXTRAS)
+    train(optimizer, 3)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    expected = train(optimizer, 3, first=3)
+    for other in copies:
+        assert all(torch.equal(a, b) for a, b in zip(train(other, 3, first=3), expected))
+
+
+@every_optimizer
+def test_schedulers_closures_hooks_and_late_groups(device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    params = parameters(device)
+    optimizer = getattr(optim, name)(params[:2], **{**OPTIMIZERS[name], "lr": torch.tensor(0.01)})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item()]
+    scheduler.step()
+    optimizer.add_param_group({"params": params[2:], "weight_decay": 0.0})
+    losses += [optimizer.step(closure).item() for _ in range(5)]
+    assert calls == ["before"] * 6 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("fault", ["sparse", "complex", "meta"])
+@every_optimizer
+def test_what_cannot_be_done_changes_nothing(name, fault):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    bad = torch.ones(2, 2, dtype=torch.complex64 if fault == "complex" else None)
+    bad = bad.to("meta" if fault == "meta" else "cpu").requires_grad_()
+    optimizer = getattr(optim, name)([*params, bad], **OPTIMIZERS[name])
+    set_gradients(params, 0)
+    bad.grad = torch.ones_like(bad).to_sparse() if fault == "sparse" else torch.ones_like(bad)
+    error, message = {
+        "sparse": (RuntimeError, f"{name} does not support sparse gradients"),
+        "complex": (TypeError, f"{name}: parameters must be float32, .* got torch.complex64"),
+        "meta": (RuntimeError, f"{name}: parameters and gradients must be on one device, got meta, meta and cpu"),
+    }[fault]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before)) and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive or None, got 0.0"),
+        ({"nonfinite": "stop", "max_grad_norm": 1.0}, ValueError, "nonfinite must be one of .* got 'stop'"),
+        ({"nonfinite": "skip"}, ValueError, "nonfinite='skip' needs the norm of the gradients"),
+        ({"ema_decay": 1.0}, ValueError, r"ema_decay must lie in \[0, 1\) or be None, got 1.0"),
+    ],
+)
+@every_optimizer
+def test_bad_arguments_are_named(name, arguments, error, message):
+    with pytest.raises(error, match=message):
+        getattr(optim, name)(parameters(), **arguments)
