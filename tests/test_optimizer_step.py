@@ -217,7 +217,7 @@ def test_dense_tensors_of_any_order_are_taken_and_others_refused(device, kernels
         ([p], [p.to(memory_format=torch.channels_last)]),
         ([p], [p.half()]),
     ):
-        with pytest.raises(RuntimeError, match="must be dense|must have the shapes, dtypes, strides"):
+        with pytest.raises(RuntimeError, match=r"must be dense|must have the shapes, dtypes, strides"):
             step(params, grads, [])
         assert torch.equal(p, base)
 

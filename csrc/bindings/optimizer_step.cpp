@@ -7,10 +7,9 @@ namespace fusedtrain::bindings {
 namespace {
 
 void check_like(const char* name, const Tensor& t, const Tensor& param, ScalarType dtype) {
-  bool same = t.dim() == param.dim() && t.scalar_type() == dtype && !t.is_cuda();
-  for (int64_t d = 0; same && d < param.dim(); ++d) {
-    same = t.size(d) == param.size(d) && (t.size(d) == 1 || t.stride(d) == param.stride(d) || t.numel() == 0);
-  }
+  const auto sizes = param.sizes(), strides = param.strides(), own = t.strides();
+  bool same = t.scalar_type() == dtype && !t.is_cuda() && std::ranges::equal(t.sizes(), sizes);
+  for (size_t d = 0; same && d < sizes.size(); ++d) same = own[d] == strides[d] || sizes[d] == 1 || t.numel() == 0;
   STD_TORCH_CHECK(same, "fusedtrain: ", name, " must have the shapes, dtypes, strides and device of params");
 }
 

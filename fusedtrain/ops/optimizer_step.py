@@ -106,17 +106,21 @@ def _fake(*_):
     return None
 
 
-def _no_kernels(*_) -> str:
-    return "optimizer_step has kernels for the CPU only"
+def _why_not_cuda(*_) -> str:
+    return "optimizer_step has no CUDA kernels"
+
+
+def _why_not_triton(*_) -> str:
+    return "optimizer_step has no Triton kernels"
 
 
 _OP = torch.ops.fusedtrain.optimizer_step_
 IMPLS = register(
     "optimizer_step",
     {
-        "cuda": Impl(_OP.default, None, _no_kernels),
+        "cuda": Impl(_OP.default, None, _why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
-        "triton": Impl(_OP.triton, None, _no_kernels),
+        "triton": Impl(_OP.triton, None, _why_not_triton),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
@@ -192,7 +196,7 @@ def optimizer_step_(
         )
     if not params:
         return
-    impl = select("optimizer_step", IMPLS, params[0])
+    impl = select("optimizer_step", IMPLS, *params)
     with torch.no_grad():
         impl.forward(
             params,

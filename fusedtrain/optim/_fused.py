@@ -1,7 +1,6 @@
 """What every optimizer shares: gathering lists, states, and one call of the op per parameter group."""
 
 import contextlib
-import math
 from itertools import chain
 
 import torch
@@ -92,20 +91,20 @@ class FusedStep(torch.optim.Optimizer):
         return loss
 
     def _check(self, lists) -> None:
-        name, device = type(self).__name__, None
+        name, kinds = type(self).__name__, set()
         for p in chain.from_iterable(lists):
             g = p.grad
-            if g.layout != torch.strided:
+            kinds.add((p.dtype, g.dtype, g.layout, p.device, g.device))
+        for dtype, grad_dtype, layout, _, _ in kinds:
+            if layout != torch.strided:
                 raise RuntimeError(f"{name} does not support sparse gradients")
-            if p.dtype not in _common.DTYPES:
-                raise TypeError(f"{name}: parameters must be float32, bfloat16, float16 or float64, got {p.dtype}")
-            if g.dtype != p.dtype:
-                raise TypeError(f"{name}: a gradient of {g.dtype} belongs to a parameter of {p.dtype}")
-            device = device or p.device
-            if p.device != device or g.device != device:
-                raise RuntimeError(
-                    f"{name}: parameters and gradients must be on one device, got {p.device}, {g.device} and {device}"
-                )
+            if dtype not in _common.DTYPES:
+                raise TypeError(f"{name}: parameters must be float32, bfloat16, float16 or float64, got {dtype}")
+            if grad_dtype != dtype:
+                raise TypeError(f"{name}: a gradient of {grad_dtype} belongs to a parameter of {dtype}")
+        devices = sorted({str(device) for kind in kinds for device in kind[3:]})
+        if len(devices) > 1:
+            raise RuntimeError(f"{name}: parameters and gradients must be on one device, got {', '.join(devices)}")
 
     def _step(self, groups: list[tuple[dict, list[Tensor]]]) -> None:
         options, copies = self._options, _Copies()
@@ -118,9 +117,8 @@ class FusedStep(torch.optim.Optimizer):
         shared = {"zero_grads": options["zero_grads"], "grad_scale": scale, "found_inf": found_inf}
         if options["max_grad_norm"] is not None:
             self._norm, self._norm_scale = grad_norm(list(chain.from_iterable(grads))), scale
-            if options["nonfinite"] == "error" and not (found_inf is not None and found_inf.item()):
-                if not math.isfinite(self._norm.item()):
-                    raise RuntimeError(f"{type(self).__name__}: the norm of the gradients is {self._norm.item()}")
+            if options["nonfinite"] == "error" and not self._norm.isfinite() and not found_inf:
+                raise RuntimeError(f"{type(self).__name__}: the norm of the gradients is {self._norm.item()}")
             skip = options["nonfinite"] == "skip"
             shared |= {"norm": self._norm, "max_norm": options["max_grad_norm"], "skip_nonfinite": skip}
         for (group, params), own in zip(groups, grads):
@@ -141,8 +139,9 @@ class FusedStep(torch.optim.Optimizer):
         columns, steps, ema = [[] for _ in names], [], []
         if not (names or counts or with_ema):
             return [], [], []  # and self.state stays empty, as in torch
+        states = self.state
         for p in params:
-            state = self.state[p]
+            state, strides = states[p], p.stride()
             if counts:
                 if "step" not in state:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -151,12 +150,12 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     value = state[name] = torch.zeros_like(p)
-                elif value.stride() != p.stride():
+                elif value.stride() != strides:
                     value = state[name] = _like(p, value)
                 column.append(value)
             if with_ema:
                 value = state.get("ema")
-                if value is None or value.stride() != p.stride():
+                if value is None or value.stride() != strides:
                     dtype = _common.acc_dtype(p)
                     value = state["ema"] = _like(p, p if value is None else value, dtype)
                 ema.append(value)

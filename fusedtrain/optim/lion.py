@@ -42,12 +42,12 @@ class Lion(FusedStep):
         ema_decay: float | None = None,
         zero_grads: bool = False,
     ):
-        if not 0.0 <= lr:
+        if not lr >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         for i, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not 0.0 <= weight_decay:
+        if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         self._set_options(max_grad_norm, nonfinite, ema_decay, zero_grads)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
