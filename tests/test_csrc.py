@@ -74,10 +74,10 @@ def test_contracts_compile_alone(path, tmp_path):
 
 
 def test_codes_are_the_same_in_python_and_c():
-    text = (CSRC / "core" / "types.h").read_text()
-    for name, codes in (("Activation", _codes.ACTIVATIONS), ("Pool", _codes.POOLS)):
+    text = (CSRC / "core" / "types.h").read_text() + (CSRC / "core" / "update_rule.h").read_text()
+    for name, codes in (("Activation", _codes.ACTIVATIONS), ("Pool", _codes.POOLS), ("Rule", _codes.RULES)):
         body = re.search(rf"enum class {name} : int32_t {{(.*?)}}", text, re.DOTALL).group(1)
-        enumerators = re.findall(r"^\s*k(\w+),", body, re.MULTILINE)
+        enumerators = re.findall(r"\bk(\w+)(?:,|$|\s)", re.sub(r"//.*", "", body))
         snake = [re.sub(r"(?<!^)([A-Z])", r"_\1", enumerator).lower() for enumerator in enumerators]
         assert snake == list(codes), name
 
