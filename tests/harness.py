@@ -340,12 +340,16 @@ def poisoned_memory():
         deterministic.fill_uninitialized_memory = filled
 
 
+def _bits(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # contiguous() keeps odd strides of size 1
+
+
 def assert_bitwise_equal(a: dict, b: dict, what: str) -> None:
     """Asserts that two results of :func:`evaluate` hold the same bits."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape, f"{what} {name}"
-        equal = torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+        equal = torch.equal(_bits(a[name]), _bits(b[name]))
         assert equal, f"{what}: {name} differs between runs"
 
 

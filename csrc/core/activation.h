@@ -24,6 +24,13 @@ FUSEDTRAIN_HD float vtanh(float x) { return ::tanhf(x); }
 FUSEDTRAIN_HD double vtanh(double x) { return ::tanh(x); }
 FUSEDTRAIN_HD float verf(float x) { return ::erff(x); }
 FUSEDTRAIN_HD double verf(double x) { return ::erf(x); }
+template <class V>
+FUSEDTRAIN_HD V vdivide(V a, V b) {
+  return a / b;
+}
+#ifdef __CUDA_ARCH__
+FUSEDTRAIN_HD float vdivide(float a, float b) { return __fdividef(a, b); }  // 2 ulp, 0 for b > 2^126: no slow path
+#endif
 template <class T>
 FUSEDTRAIN_HD T vselect(bool condition, T yes, T no) {
   return condition ? yes : no;
@@ -75,7 +82,7 @@ template <>
 struct Act<Activation::kSigmoid> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return V(1) / (V(1) + vexp(-x));
+    return vdivide(V(1), V(1) + vexp(-x));
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
@@ -89,7 +96,7 @@ template <>
 struct Act<Activation::kSilu> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return x / (V(1) + vexp(-x));
+    return vdivide(x, V(1) + vexp(-x));
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {

@@ -1,0 +1,65 @@
+// channel_pool on CUDA: x is read once, in the walks of core/cuda_images.h.
+//
+//   kAvg     pooled = sum a(x) / hw
+//   kAvgMax  pooled = 0.5 sum a(x) / hw + 0.5 max a(x)
+#include "channel_pool.h"
+
+#include "core/cuda_images.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+template <class T, Activation In, template <class> class S>
+struct PoolTerm {
+  using A = Acc<T>;
+  using Stat = S<A>;
+  template <int N>
+  using Raw = Pack<T, N>;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>;
+
+  const T* x;  // [n, c, hw] or [n, hw, c]
+  A* pooled;   // [n, c]
+  A* peak;     // [n, c], unused by kAvg
+  A* ties;     // [n, c], unused by kAvg
+  A hw;
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    return cuda::load<N>(x + offset);
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, Stat (&stats)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) stats[j].add(Act<In>::value(to_acc(raw.v[j])));
+  }
+
+  __device__ void finish(int64_t nc, const Stat& stat) const {
+    const A mean = stat.part[0] / hw;
+    if constexpr (Stat::kParts == 1) {
+      pooled[nc] = mean;
+    } else {
+      pooled[nc] = A(0.5) * mean + A(0.5) * stat.part[1];
+      peak[nc] = stat.part[1];
+      ties[nc] = stat.part[2];
+    }
+  }
+};
+
+template <class T, Activation In, template <class> class S>
+int pool(const ChannelPool& a, void* stream) {
+  const PoolTerm<T, In, S> term{static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.pooled),
+                                static_cast<Acc<T>*>(a.peak), static_cast<Acc<T>*>(a.ties),
+                                static_cast<Acc<T>>(a.images.hw)};
+  return reduce(a.images, term, is_aligned(a.x), kReduceChunk, a.partial, stream);
+}
+
+}  // namespace
+
+int channel_pool(const ChannelPool& a, void* stream) {
+  return visit_images(a.images, [&]<class T, Activation In>() {
+    return a.pool == Pool::kAvg ? pool<T, In, Sum>(a, stream) : pool<T, In, SumPeak>(a, stream);
+  });
+}
+
+}  // namespace fusedtrain::cuda

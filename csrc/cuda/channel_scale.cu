@@ -1,0 +1,187 @@
+// channel_scale on CUDA: every tensor is read or written once, in the walks of core/cuda_images.h.
+#include "channel_scale.h"
+
+#include "core/cuda_images.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+// K factors of acc [n, c] for N elements; an absent one is 0.
+template <class A, int K, int N>
+struct FactorPack {
+  Pack<A, N> f[K];
+
+  __device__ void copy(int from, int to) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) f[k].v[to] = f[k].v[from];
+  }
+};
+
+template <class A, int K>
+struct FactorSource {
+  template <int N>
+  using Factors = FactorPack<A, K, N>;
+  const A* p[K];  // [n, c] or null
+
+  template <int N>
+  __device__ void factors(int64_t nc, Factors<N>& out) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) out.f[k] = p[k] != nullptr ? load<N>(p[k] + nc) : Pack<A, N>{};
+  }
+  template <int N>
+  __device__ void factor(int64_t nc, int j, FactorPack<A, K, N>& out) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) out.f[k].v[j] = p[k] != nullptr ? p[k][nc] : A(0);
+  }
+};
+
+// y = a(x) * gate
+template <class T, Activation In>
+struct ScaleTerm : FactorSource<Acc<T>, 1> {
+  template <int N>
+  using Factors = FactorPack<Acc<T>, 1, N>;
+  template <int N>
+  using Raw = Pack<T, N>;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>;
+
+  const T* x;  // [n, c, hw] or [n, hw, c]
+  T* y;        // as x
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    return cuda::load<N>(x + offset);
+  }
+
+  template <int N>
+  __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& factors) const {
+    Pack<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) from_acc(Act<In>::value(to_acc(raw.v[j])) * factors.f[0].v[j], out.v[j]);
+    store(y + offset, out);
+  }
+};
+
+template <class T, int N>
+struct RawPair {
+  Pack<T, N> x, dy;
+};
+
+// dgate = sum_hw dy * a(x)
+template <class T, Activation In>
+struct DotTerm {
+  using A = Acc<T>;
+  using Stat = Sum<A>;
+  template <int N>
+  using Raw = RawPair<T, N>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+
+  const T* dy;  // as x
+  const T* x;   // [n, c, hw] or [n, hw, c]
+  A* dgate;     // [n, c]
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    return {cuda::load<N>(x + offset), cuda::load<N>(dy + offset)};
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, Stat (&stats)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * Act<In>::value(to_acc(raw.x.v[j])));
+  }
+
+  __device__ void finish(int64_t nc, const Stat& stat) const { dgate[nc] = stat.part[0]; }
+};
+
+// dx = a'(x) * (dy * gate + dpool), dpool = average * dpooled, and where Peak + [a(x) = peak] 0.5 dpooled / ties.
+// Factors gate, dpooled and, where Peak, peak and ties. dy is read where present, x where the result depends on it.
+template <class T, Activation In, bool Peak>
+struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
+  using A = Acc<T>;
+  template <int N>
+  using Factors = FactorPack<A, Peak ? 4 : 2, N>;
+  template <int N>
+  using Raw = RawPair<T, N>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+  static constexpr bool kReadsX = In != Activation::kIdentity || Peak;
+
+  const T* dy;  // as x, or null
+  const T* x;   // [n, c, hw] or [n, hw, c]
+  T* dx;        // as x
+  A average;    // 1 / hw, or 0.5 / hw
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    Raw<N> raw;
+    if (kReadsX) raw.x = cuda::load<N>(x + offset);
+    if (dy != nullptr) raw.dy = cuda::load<N>(dy + offset);
+    return raw;
+  }
+
+  template <int N>
+  __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& factors) const {
+    Pack<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A dpooled = factors.f[1].v[j];
+      A slope = average * dpooled;
+      if (dy != nullptr) slope += to_acc(raw.dy.v[j]) * factors.f[0].v[j];
+      if constexpr (Peak) {
+        const bool at_peak = Act<In>::value(to_acc(raw.x.v[j])) == factors.f[2].v[j];
+        if (at_peak) slope += vdivide(A(0.5) * dpooled, factors.f[3].v[j]);
+      }
+      if constexpr (In != Activation::kIdentity) slope *= Act<In>::slope(to_acc(raw.x.v[j]));
+      from_acc(slope, out.v[j]);
+    }
+    store(dx + offset, out);
+  }
+};
+
+template <class T, Activation In>
+int scale(const ChannelScale& a, void* stream) {
+  const auto* gate = static_cast<const Acc<T>*>(a.gate);
+  const ScaleTerm<T, In> term{{{gate}}, static_cast<const T*>(a.x), static_cast<T*>(a.y)};
+  return map(a.images, term, is_aligned(a.x, a.y, a.gate), stream);
+}
+
+template <class T, Activation In>
+int scale_dot(const ChannelScaleDot& a, void* stream) {
+  const DotTerm<T, In> term{static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate)};
+  return reduce(a.images, term, is_aligned(a.dy, a.x), kReduceChunk, a.partial, stream);
+}
+
+template <class T, Activation In, bool Peak>
+int scale_backward(const ChannelScaleBackward& a, void* stream) {
+  using Term = ScaleBackwardTerm<T, In, Peak>;
+  using A = Acc<T>;
+  Term term;
+  term.p[0] = static_cast<const A*>(a.gate);
+  term.p[1] = static_cast<const A*>(a.dpooled);
+  if constexpr (Peak) {
+    term.p[2] = static_cast<const A*>(a.peak);
+    term.p[3] = static_cast<const A*>(a.ties);
+  }
+  term.dy = static_cast<const T*>(a.dy);
+  term.x = static_cast<const T*>(a.x);
+  term.dx = static_cast<T*>(a.dx);
+  term.average = A(Peak ? 0.5 : 1) / static_cast<A>(a.images.hw);
+  return map(a.images, term, is_aligned(a.dy, a.x, a.dx, a.gate, a.dpooled, a.peak, a.ties), stream);
+}
+
+}  // namespace
+
+int channel_scale(const ChannelScale& a, void* stream) {
+  return visit_images(a.images, [&]<class T, Activation In>() { return scale<T, In>(a, stream); });
+}
+
+int channel_scale_dot(const ChannelScaleDot& a, void* stream) {
+  return visit_images(a.images, [&]<class T, Activation In>() { return scale_dot<T, In>(a, stream); });
+}
+
+int channel_scale_backward(const ChannelScaleBackward& a, void* stream) {
+  return visit_images(a.images, [&]<class T, Activation In>() {
+    return a.pool == Pool::kAvg ? scale_backward<T, In, false>(a, stream) : scale_backward<T, In, true>(a, stream);
+  });
+}
+
+}  // namespace fusedtrain::cuda

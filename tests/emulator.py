@@ -1,0 +1,179 @@
+"""The CUDA kernels' own source, compiled for the CPU by tests/cuda_emu and called on CPU tensors.
+
+``IMPLS[op]`` is a backend for ``fusedtrain.backend``: what csrc/bindings does with CUDA tensors, on the emulator.
+"""
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fusedtrain.backend import Impl
+from fusedtrain.ops import _common
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+CXX = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++20", "-O0", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = os.environ.get("FUSEDTRAIN_TEST_SANITIZED") == "1"  # set by test_cuda_emu.py for its own subprocess
+WHY_NOT = None if shutil.which(CXX) else f"no C++ compiler: {CXX}"
+
+
+def build(sources: list[Path]) -> ctypes.CDLL:
+    """Compiles CUDA files into one library and loads it."""
+    flags = FLAGS + (SANITIZERS if SANITIZED else [])
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+
+        def compile(source: Path) -> str:
+            out = f"{folder}/{source.stem}.o"
+            includes = [f"-I{TESTS / 'cuda_emu'}", f"-I{CSRC}"]
+            subprocess.run([CXX, *flags, *includes, "-x", "c++", "-c", source, "-o", out], check=True)
+            return out
+
+        objects = list(pool.map(compile, sources))
+        path = f"{folder}/kernels{sysconfig.get_config_var('SHLIB_SUFFIX')}"
+        subprocess.run([CXX, *flags, "-shared", *objects, "-o", path], check=True)
+        return ctypes.CDLL(path)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The package's CUDA kernels."""
+    return build(sorted(CSRC.glob("cuda/*.cu")))
+
+
+# --- structs of the contract headers ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def structs() -> dict[str, type[ctypes.Structure]]:
+    """ctypes twins of every struct in csrc/*.h, read from the headers; enums are 32-bit integers."""
+    types = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
+    for header in [CSRC / "core/types.h", *sorted(CSRC.glob("*.h"))]:
+        text = re.sub(r"//.*", "", header.read_text())
+        types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", text)}
+        for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
+            fields = []
+            for declaration in filter(None, map(str.strip, body.split(";"))):
+                kind, names = declaration.rsplit("*", 1) if "*" in declaration else declaration.split(None, 1)
+                kind = ctypes.c_void_p if "*" in declaration else types[kind]
+                fields += [(field.strip(), kind) for field in names.split(",")]
+            types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return types
+
+
+def call(name: str, struct: str, **fields) -> None:
+    """Calls ``fusedtrain::cuda::name(const struct&, void* stream)``; tensors are passed as pointers."""
+    pointers = {key: t.data_ptr() if t.numel() else None for key, t in fields.items() if isinstance(t, Tensor)}
+    function = library()[f"_ZN10fusedtrain4cuda{len(name)}{name}ERKNS_{len(struct)}{struct}EPv"]
+    code = function(ctypes.byref(structs()[struct](**fields | pointers)), None)
+    assert code == 0, f"{name} returned CUDA error {code}"
+
+
+# --- the ops, as csrc/bindings compose them ---------------------------------------------------------------------------
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_CHUNK = 256
+
+
+def _images(x: Tensor, in_act: int):
+    layout = int(_common.is_channels_last(x))
+    return structs()["Images"](x.shape[0], x.shape[1], x.shape[2] * x.shape[3], _DTYPES[x.dtype], layout, in_act)
+
+
+def _acc(x: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=_common.acc_dtype(x))
+
+
+def _partial(x: Tensor, parts: int) -> Tensor:
+    chunks = max(1, -(-x.shape[2] * x.shape[3] // _CHUNK)) if _common.is_channels_last(x) else 1
+    return _acc(x, x.shape[0], chunks, parts, x.shape[1])
+
+
+def _small(t: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if t is None else t.to(_common.acc_dtype(x)).contiguous()
+
+
+def channel_pool(x, pool, in_act):
+    n, c = x.shape[:2]
+    pooled = _acc(x, n, c)
+    peak, ties = (_acc(x, n, c), _acc(x, n, c)) if pool == 1 else (_acc(x, 0), _acc(x, 0))
+    fields = {"pooled": pooled, "peak": peak, "ties": ties, "partial": _partial(x, 3)}
+    call("channel_pool", "ChannelPool", images=_images(x, in_act), pool=pool, x=x, **fields)
+    return pooled, peak, ties
+
+
+def _scale_backward(x, in_act, pool, **tensors):
+    dx = torch.empty_like(x).fill_(torch.nan)
+    images = _images(x, in_act)
+    call("channel_scale_backward", "ChannelScaleBackward", images=images, pool=pool, x=x, dx=dx, **tensors)
+    return dx
+
+
+def channel_pool_backward(dpooled, x, peak, ties, pool, in_act):
+    return _scale_backward(x, in_act, pool, dpooled=_small(dpooled, x), peak=peak, ties=ties)
+
+
+def channel_scale(x, gate, in_act):
+    y = torch.empty_like(x).fill_(torch.nan)
+    call("channel_scale", "ChannelScale", images=_images(x, in_act), x=x, gate=_small(gate, x), y=y)
+    return y
+
+
+def _scale_dot(dy, x, in_act):
+    dgate, partial = _acc(x, *x.shape[:2]), _partial(x, 1)
+    images = _images(x, in_act)
+    call("channel_scale_dot", "ChannelScaleDot", images=images, dy=dy, x=x, partial=partial, dgate=dgate)
+    return dgate
+
+
+def channel_scale_backward(dy, x, gate, in_act, need_dx, need_dgate):
+    dgate = _scale_dot(dy, x, in_act) if need_dgate else _acc(x, 0)
+    dx = _scale_backward(x, in_act, 0, dy=dy, gate=_small(gate, x)) if need_dx else x.new_empty(0)
+    return dx, dgate
+
+
+def squeeze_excite(x, w1, b1, w2, b2, act, gate, pool, in_act):
+    n, c, r = *x.shape[:2], w1.shape[0]
+    pooled, peak, ties = channel_pool(x, pool, in_act)
+    hidden, logits, gates = _acc(x, n, r), _acc(x, n, c), _acc(x, n, c)
+    codes = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
+    weights = {name: _small(t, x) for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()}
+    results = {"hidden": hidden, "logits": logits, "gate": gates}
+    call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **weights, **results)
+    return channel_scale(x, gates, in_act), pooled, hidden, logits, peak, ties
+
+
+def squeeze_excite_backward(
+    dy, x, w1, w2, pooled, hidden, logits, peak, ties, act, gate, pool, in_act, need_dx, need_dw
+):
+    n, c, r = *x.shape[:2], w1.shape[0]
+    small = {name: _acc(x, n, c) for name in ("gate", "dlogits", "dpooled")}
+    small |= {name: _acc(x, n, r) for name in ("activated", "dhidden")}
+    dw = {"dw1": _acc(x, *w1.shape), "db1": _acc(x, r), "dw2": _acc(x, *w2.shape), "db2": _acc(x, c)}
+    fields = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
+    fields |= {"dgate": _scale_dot(dy, x, in_act), "pooled": pooled, "hidden": hidden, "logits": logits}
+    fields |= {"w1": _small(w1, x), "w2": _small(w2, x)} | small | dw
+    call("squeeze_excite_backward", "SqueezeExciteBackward", **fields)
+    slopes = {"gate": small["gate"], "dpooled": small["dpooled"], "peak": peak, "ties": ties}
+    dx = _scale_backward(x, in_act, pool, dy=dy, **slopes) if need_dx else x.new_empty(0)
+    if need_dw:
+        call("squeeze_excite_weight_backward", "SqueezeExciteBackward", **fields)
+    return dx, *(d.to(w1.dtype) if need_dw else w1.new_empty(0) for d in dw.values())
+
+
+IMPLS = {
+    "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),
+    "channel_scale": Impl(channel_scale, channel_scale_backward, _common.never_why_not),
+    "squeeze_excite": Impl(squeeze_excite, squeeze_excite_backward, _common.never_why_not),
+}

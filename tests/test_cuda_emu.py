@@ -1,0 +1,157 @@
+"""Kernel logic check: the CUDA kernels' own source, run on the CPU by tests/cuda_emu, takes the place of backend cuda.
+
+The public ops run on it in three thread orders and, in a subprocess, under the address and undefined-behaviour
+sanitizers. It shows wrong indices, missing barriers and wrong arithmetic; it is no run on a GPU.
+"""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+
+import cases
+import emulator
+import harness
+import pytest
+import test_channel_pool
+import test_channel_scale
+import test_squeeze_excite
+import torch
+
+import fusedtrain
+from fusedtrain import backend as fusedtrain_backend
+
+if emulator.WHY_NOT:
+    pytest.skip(emulator.WHY_NOT, allow_module_level=True)
+
+ORDERS = ("fwd", "rev", "1")
+OPS = {"channel_pool": test_channel_pool, "channel_scale": test_channel_scale, "squeeze_excite": test_squeeze_excite}
+# [N, C, H, W] beyond cases.SHAPES, by what the CUDA kernels do with them.
+SHAPES = {
+    "whole_block_per_plane": (1, 2, 40, 40),
+    "many_chunks": (1, 4, 33, 34),
+    "two_tiles_of_channels": (2, 160, 3, 3),
+    "groups_of_planes": (3, 16, 7, 7),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def emulated_cuda():
+    """The emulator as backend cuda of every op, forced."""
+    patch = pytest.MonkeyPatch()
+    for op, impl in emulator.IMPLS.items():
+        patch.setitem(fusedtrain_backend._OPS[op], "cuda", impl)
+    with fusedtrain.use_backend("cuda"):
+        yield
+    patch.undo()
+
+
+def check(op: str, inputs: dict, options: dict, monkeypatch) -> None:
+    """As good as torch in the first thread order, and the same bits in the others."""
+    function, reference = OPS[op].function(**options), OPS[op].reference_of(**options)
+    monkeypatch.setenv("CUDA_EMU_ORDER", ORDERS[0])
+    results = harness.assert_op_as_good_as_torch(function, reference, inputs, f"{op} {options}")
+    for order in ORDERS[1:]:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        harness.assert_bitwise_equal(harness.evaluate(function, inputs), results, f"{op}, thread order {order}")
+
+
+OPTIONS = ("act", "gate", "pool", "in_act")
+CASES = [(op, case) for op, module in OPS.items() for case in module.CASES]
+
+
+@pytest.mark.parametrize("op, case", CASES, ids=lambda value: value if isinstance(value, str) else cases.label(value))
+def test_kernels_are_as_good_as_torch_in_every_thread_order(op, case, monkeypatch):
+    options = {name: case[name] for name in OPTIONS if name in case}
+    form = {name: value for name, value in case.items() if name not in (*OPTIONS, "shape")}
+    check(op, OPS[op].make("cpu", cases.SHAPES[case["shape"]], **form), options, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:3])  # in float64 the truth is no better than our sums over so many
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_path_through_the_kernels(op, shape, layout, dtype, monkeypatch):
+    options = {"in_act": "silu"} if op == "channel_scale" else {"in_act": "hard_swish", "pool": "avg_max"}
+    check(op, OPS[op].make("cpu", SHAPES[shape], layout, dtype), options, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_results_do_not_depend_on_the_batch(layout):
+    inputs = test_squeeze_excite.make("cpu", (5, 24, 20, 20), layout)
+    function = test_squeeze_excite.function(pool="avg_max")
+    y = function(*inputs.values())
+    alone = function(inputs["x"][3:4], *list(inputs.values())[1:])
+    assert torch.equal(y[3:4], alone)
+
+
+@pytest.mark.skipif(emulator.SANITIZED, reason="already under the sanitizers")
+def test_kernels_under_sanitizers():
+    env = sanitizer_environment()
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+
+
+def sanitizer_environment() -> dict[str, str]:
+    runtime = subprocess.run([emulator.CXX, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
+    if not os.path.isabs(runtime.strip()):
+        pytest.skip(f"{emulator.CXX} has no address sanitizer")
+    return harness.environment(
+        FUSEDTRAIN_TEST_SANITIZED="1", LD_PRELOAD=runtime.strip(), ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1"
+    )
+
+
+# --- the emulator itself ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def faults() -> ctypes.CDLL:
+    return emulator.build([emulator.TESTS / "cuda_emu/faults.cu"])
+
+
+def run_fault(kernel: str) -> torch.Tensor:
+    x, y = torch.arange(64.0), torch.full((64,), torch.nan)
+    code = getattr(faults(), f"run_{kernel}")(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()))
+    assert code == 0
+    return y
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_emulator_runs_a_right_kernel(order, monkeypatch):
+    monkeypatch.setenv("CUDA_EMU_ORDER", order)
+    assert torch.equal(run_fault("right"), torch.arange(63.0, -1.0, -1.0))
+
+
+def test_emulator_shows_a_missing_barrier(monkeypatch):
+    results = []
+    for order in ORDERS:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        results.append(run_fault("missing_barrier"))
+        assert results[-1].isnan().any()  # what nobody has written yet
+    assert not torch.equal(results[0].isnan(), results[1].isnan())
+
+
+FAULTS = {
+    "divergent_barrier": "divergent barrier",
+    "shuffle_from_nobody": "shuffle from lane 20",
+    "lane_outside_mask": "not in its mask",
+    "barrier_inside_warp_operation": "deadlock",
+    "shared_out_of_bounds": "heap-buffer-overflow",
+}
+
+
+@pytest.mark.skipif(emulator.SANITIZED, reason="starts a process under the sanitizers itself")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_emulator_ends_a_faulty_kernel(fault):
+    code = f"import test_cuda_emu; test_cuda_emu.run_fault({fault!r})"
+    env = sanitizer_environment() if fault == "shared_out_of_bounds" else dict(os.environ)
+    result = subprocess.run([sys.executable, "-c", code], cwd=emulator.TESTS, env=env, capture_output=True, text=True)
+    assert result.returncode != 0 and FAULTS[fault] in result.stderr, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("launch", [(0, 64, 0), (1, 0, 0), (1, 1025, 0), (0x80000000, 64, 0), (1, 64, 49153)], ids=str)
+def test_emulator_refuses_a_launch_that_no_gpu_takes(launch):
+    blocks, threads, shared_bytes = launch
+    assert faults().launch_right(blocks, threads, ctypes.c_uint64(shared_bytes)) != 0
