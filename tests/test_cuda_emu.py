@@ -25,7 +25,7 @@ from fusedtrain import backend as fusedtrain_backend
 if emulator.WHY_NOT:
     pytest.skip(emulator.WHY_NOT, allow_module_level=True)
 
-ORDERS = ("fwd", "rev", "1")
+ORDERS = ("fwd",) if emulator.SANITIZED else ("fwd", "rev", "1")
 OPS = {"channel_pool": test_channel_pool, "channel_scale": test_channel_scale, "squeeze_excite": test_squeeze_excite}
 # [N, C, H, W] beyond cases.SHAPES, by what the CUDA kernels do with them.
 SHAPES = {
@@ -47,14 +47,15 @@ def emulated_cuda():
     patch.undo()
 
 
-def check(op: str, inputs: dict, options: dict, monkeypatch) -> None:
+def check(op: str, shape: tuple, form: dict, options: dict, monkeypatch) -> None:
     """As good as torch in the first thread order, and the same bits in the others."""
     function, reference = OPS[op].function(**options), OPS[op].reference_of(**options)
+    draws = harness.draws(lambda seed: OPS[op].make("cpu", shape, **form, seed=seed), "cpu", "cuda")
     monkeypatch.setenv("CUDA_EMU_ORDER", ORDERS[0])
-    results = harness.assert_op_as_good_as_torch(function, reference, inputs, f"{op} {options}")
+    results = harness.assert_op_as_good_as_torch(function, reference, draws, f"{op} {options}")
     for order in ORDERS[1:]:
         monkeypatch.setenv("CUDA_EMU_ORDER", order)
-        harness.assert_bitwise_equal(harness.evaluate(function, inputs), results, f"{op}, thread order {order}")
+        harness.assert_bitwise_equal(harness.evaluate(function, draws[-1]), results, f"{op}, thread order {order}")
 
 
 OPTIONS = ("act", "gate", "pool", "in_act")
@@ -65,16 +66,16 @@ CASES = [(op, case) for op, module in OPS.items() for case in module.CASES]
 def test_kernels_are_as_good_as_torch_in_every_thread_order(op, case, monkeypatch):
     options = {name: case[name] for name in OPTIONS if name in case}
     form = {name: value for name, value in case.items() if name not in (*OPTIONS, "shape")}
-    check(op, OPS[op].make("cpu", cases.SHAPES[case["shape"]], **form), options, monkeypatch)
+    check(op, cases.SHAPES[case["shape"]], form, options, monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", harness.DTYPES[:3])  # in float64 the truth is no better than our sums over so many
+@pytest.mark.parametrize("dtype", harness.DTYPES)
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("op", OPS)
 def test_every_path_through_the_kernels(op, shape, layout, dtype, monkeypatch):
     options = {"in_act": "silu"} if op == "channel_scale" else {"in_act": "hard_swish", "pool": "avg_max"}
-    check(op, OPS[op].make("cpu", SHAPES[shape], layout, dtype), options, monkeypatch)
+    check(op, SHAPES[shape], {"layout": layout, "dtype": dtype}, options, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
@@ -126,7 +127,7 @@ def test_emulator_runs_a_right_kernel(order, monkeypatch):
 
 def test_emulator_shows_a_missing_barrier(monkeypatch):
     results = []
-    for order in ORDERS:
+    for order in ("fwd", "rev"):
         monkeypatch.setenv("CUDA_EMU_ORDER", order)
         results.append(run_fault("missing_barrier"))
         assert results[-1].isnan().any()  # what nobody has written yet

@@ -87,7 +87,7 @@ struct Act<Activation::kSigmoid> {
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
     const V e = vexp(-magnitude(x));  // e / (1 + e)^2 = s (1 - s), without the cancellation of 1 - s
-    const V s = V(1) / (V(1) + e);
+    const V s = vdivide(V(1), V(1) + e);
     return e * s * s;
   }
 };

@@ -312,8 +312,8 @@ __device__ __forceinline__ void plane_factors(const Term& term, int64_t plane, i
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads) map_planes_kernel(Term term, int64_t elements, int64_t hw,
-                                                              double inverse_hw, bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    map_planes_kernel(Term term, int64_t elements, int64_t hw, double inverse_hw, bool aligned) {
   constexpr int kTile = kThreads * N * Term::kUnroll;
   const int64_t base = int64_t{blockIdx.x} * kTile;
   const auto [plane, position] = divide_by(base, hw, inverse_hw);
@@ -396,8 +396,8 @@ template <class F>
   using enum Activation;
   return visit_element(images.dtype, [&]<class T>() -> int {
     int code = cudaErrorInvalidValue;
-    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish>(
-        images.in_act, [&]<Activation A>() { code = f.template operator()<T, A>(); });
+    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish>(images.in_act,
+                                                      [&]<Activation A>() { code = f.template operator()<T, A>(); });
     return code;
   });
 }

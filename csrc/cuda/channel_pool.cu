@@ -3,7 +3,6 @@
 //   kAvg     pooled = sum a(x) / hw
 //   kAvgMax  pooled = 0.5 sum a(x) / hw + 0.5 max a(x)
 #include "channel_pool.h"
-
 #include "core/cuda_images.h"
 
 namespace fusedtrain::cuda {

@@ -1,6 +1,5 @@
 // channel_scale on CUDA: every tensor is read or written once, in the walks of core/cuda_images.h.
 #include "channel_scale.h"
-
 #include "core/cuda_images.h"
 
 namespace fusedtrain::cuda {

@@ -8,16 +8,15 @@
 //             dw2[c, r] = sum_n dlogits[n, c] act(hidden[n, r])               db2[c] = sum_n dlogits[n, c]
 //
 // All sums run in an order that depends on c and r, and on n for the weights.
-#include "squeeze_excite.h"
-
 #include "core/cuda.h"
+#include "squeeze_excite.h"
 
 namespace fusedtrain::cuda {
 namespace {
 
-constexpr int kSamples = 4;   // samples that a block takes through one read of the weights
-constexpr int kDepth = 512;   // inputs of a layer that stand in shared memory at a time
-constexpr int kOutputs = 2;   // outputs that a warp of linear_kernel computes together
+constexpr int kSamples = 4;  // samples that a block takes through one read of the weights
+constexpr int kDepth = 512;  // inputs of a layer that stand in shared memory at a time
+constexpr int kOutputs = 2;  // outputs that a warp of linear_kernel computes together
 constexpr int kWarps = kThreads / kWarp;
 
 // Act<a>::value(x) and Act<a>::slope(x) for an `a` known at run time.
@@ -36,26 +35,27 @@ struct AnyAct {
     return y;
   }
 };
-using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
-                   Activation::kHardSwish, Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh,
-                   Activation::kHalfTanh>;
+using Any =
+    AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
+           Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>;
 
 struct Sizes {
   int64_t n, in, out;
 };
 
-// --- forward: y[n, out] = in_act(x[n, in]) w[out, in]^T + b ------------------------------------------------------------
+// --- forward: y[n, out] = in_act(x[n, in]) w[out, in]^T + b
+// ------------------------------------------------------------
 
 template <class A>
 struct Linear {
   Sizes s;
-  const A* x;      // [n, in]
-  const A* w;      // [out, in]
-  const A* b;      // [out] or null
-  A* y;            // [n, out]
-  A* activated;    // [n, out] or null, out_act(y)
+  const A* x;    // [n, in]
+  const A* w;    // [out, in]
+  const A* b;    // [out] or null
+  A* y;          // [n, out]
+  A* activated;  // [n, out] or null, out_act(y)
   Activation in_act, out_act;
-  bool aligned;    // rows of w may be loaded as packs
+  bool aligned;  // rows of w may be loaded as packs
 };
 
 // sum[o][s] += sum over the pack at w[o] of w * x[s]
@@ -137,23 +137,30 @@ template <class A>
 int forward(const SqueezeExcite& a, void* stream) {
   const auto in = [](const void* p) { return static_cast<const A*>(p); };
   const auto out = [](void* p) { return static_cast<A*>(p); };
-  const Linear<A> reduce{{a.n, a.c, a.r},       in(a.pooled),          in(a.w1), in(a.b1),
-                         out(a.hidden),         nullptr,               Activation::kIdentity,
-                         Activation::kIdentity, a.c % kPack<A> == 0 && is_aligned(a.w1)};
-  const Linear<A> expand{{a.n, a.r, a.c}, in(a.hidden), in(a.w2),  in(a.b2),
-                         out(a.logits),   out(a.gate),  a.act,
-                         a.gate_act,      a.r % kPack<A> == 0 && is_aligned(a.w2)};
+  const Linear<A> reduce{{a.n, a.c, a.r},
+                         in(a.pooled),
+                         in(a.w1),
+                         in(a.b1),
+                         out(a.hidden),
+                         nullptr,
+                         Activation::kIdentity,
+                         Activation::kIdentity,
+                         a.c % kPack<A> == 0 && is_aligned(a.w1)};
+  const Linear<A> expand{{a.n, a.r, a.c}, in(a.hidden),  in(a.w2),
+                         in(a.b2),        out(a.logits), out(a.gate),
+                         a.act,           a.gate_act,    a.r % kPack<A> == 0 && is_aligned(a.w2)};
   const int code = linear(reduce, stream);
   return code != cudaSuccess ? code : linear(expand, stream);
 }
 
-// --- backward: dx[n, out] = slope(at[n, out]) * (dy[n, in] w[in, out]) --------------------------------------------------
+// --- backward: dx[n, out] = slope(at[n, out]) * (dy[n, in] w[in, out])
+// --------------------------------------------------
 
 // dy is given, or dgate * gate_act'(logits), which is then written, beside gate_act(logits).
 template <class A>
 struct LinearBackward {
   Sizes s;
-  const A* w;  // [in, out]
+  const A* w;       // [in, out]
   const A* dy;      // [n, in], or null with dgate, logits, dlogits and gate
   const A* dgate;   // [n, in]
   const A* logits;  // [n, in]
@@ -193,8 +200,8 @@ __device__ __forceinline__ void load_dy(const LinearBackward<A>& a, int64_t samp
 // A block computes 32 outputs of kSamples samples; its warps split the inputs.
 template <class A>
 __global__ void __launch_bounds__(kThreads) linear_backward_kernel(LinearBackward<A> a, unsigned tiles) {
-  A* dy = shared_memory<A>();      // [kSamples, kDepth]
-  A* sums = dy;                    // [kWarps, kSamples, 32], later
+  A* dy = shared_memory<A>();  // [kSamples, kDepth]
+  A* sums = dy;                // [kWarps, kSamples, 32], later
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t sample = int64_t{blockIdx.x / tiles} * kSamples;
   const unsigned tile = blockIdx.x % tiles;
@@ -264,7 +271,8 @@ int backward(const SqueezeExciteBackward& a, void* stream) {
   return code != cudaSuccess ? code : linear_backward(reduce, stream);
 }
 
-// --- weights: dw[out, in] = sum_n dy[n, out] x[n, in], db[out] = sum_n dy[n, out] ---------------------------------------
+// --- weights: dw[out, in] = sum_n dy[n, out] x[n, in], db[out] = sum_n dy[n, out]
+// ---------------------------------------
 
 template <class A>
 struct WeightBackward {
@@ -281,8 +289,8 @@ constexpr int kRows = kWarp / kWarps;  // rows of a 32 x 32 tile of dw that a th
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     weight_backward_kernel(WeightBackward<A> first, WeightBackward<A> second, unsigned split, int64_t n) {
-  A* dy = shared_memory<A>();    // [32 samples, 32 outputs]
-  A* x = dy + kWarp * kWarp;     // [32 samples, 32 inputs]
+  A* dy = shared_memory<A>();  // [32 samples, 32 outputs]
+  A* x = dy + kWarp * kWarp;   // [32 samples, 32 inputs]
   const bool is_first = blockIdx.x < split;
   const WeightBackward<A> a = is_first ? first : second;
   const unsigned item = is_first ? blockIdx.x : blockIdx.x - split;

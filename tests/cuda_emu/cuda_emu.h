@@ -5,12 +5,13 @@
 // warp operation, so the order in which the threads of a block run is known, and chosen by CUDA_EMU_ORDER: "fwd" (the
 // default), "rev", or a number that seeds a shuffle of it. A missing barrier shows as a difference between orders.
 //
-// A mistake that is undefined on a GPU ends the process with a message: threads at different barriers, lanes of one warp
-// operation that disagree on it, a shuffle from a lane that is not there. Dynamic shared memory begins as NaN in every
-// block and has its own allocation, so that -fsanitize=address sees its bounds.
+// A mistake that is undefined on a GPU ends the process with a message: threads at different barriers, lanes of one
+// warp operation that disagree on it, a shuffle from a lane that is not there. Dynamic shared memory begins as NaN in
+// every block and has its own allocation, so that -fsanitize=address sees its bounds.
 //
-// Not covered: speed, registers, PTX, tensor cores, clusters, atomics, the rounding of approximate functions, and memory
-// ordering between threads beyond barriers. This checks a kernel's logic; it is no substitute for a run on a GPU.
+// Not covered: speed, registers, PTX, tensor cores, clusters, atomics, the rounding of approximate functions, and
+// memory ordering between threads beyond barriers. This checks a kernel's logic; it is no substitute for a run on a
+// GPU.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -51,7 +52,8 @@ constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSharedBytes = 48 << 10;  // what every GPU gives a block without asking
 
-// --- fibers -----------------------------------------------------------------------------------------------------------
+// --- fibers
+// -----------------------------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
 // Pushes the callee-saved registers, stores the stack pointer in *from, and does the reverse with `to`.
@@ -119,7 +121,8 @@ struct StackSwitch {
 #endif
 };
 
-// --- state ------------------------------------------------------------------------------------------------------------
+// --- state
+// ------------------------------------------------------------------------------------------------------------
 
 enum class State { kRunning, kAtBarrier, kAtWarp, kDone };
 enum class WarpOp { kSync, kShuffle, kVote };
@@ -132,7 +135,7 @@ struct Thread {
   int barrier_line;
   WarpOp op;
   unsigned mask;
-  int source;            // lane to read, of a shuffle
+  int source;              // lane to read, of a shuffle
   uint64_t in[2], out[2];  // what it brings to a warp operation, and takes
   unsigned votes;          // lanes whose predicate holds
 
@@ -165,7 +168,8 @@ inline thread_local cudaError_t last_error = cudaSuccess;
 
 inline void* dynamic_shared_memory() { return block->shared; }
 
-// --- switching --------------------------------------------------------------------------------------------------------
+// --- switching
+// --------------------------------------------------------------------------------------------------------
 
 // From the scheduler to a thread; returns when that waits or ends.
 inline void resume(Thread& t) {
@@ -191,7 +195,8 @@ inline void thread_main() {
   wait(State::kDone);
 }
 
-// --- warp operations and barriers, called by kernels ----------------------------------------------------------------------
+// --- warp operations and barriers, called by kernels
+// ----------------------------------------------------------------------
 
 inline int lane() { return thread->rank % kWarp; }
 
@@ -224,7 +229,8 @@ inline void barrier(const char* file, int line) {
   wait(State::kAtBarrier);
 }
 
-// --- the scheduler --------------------------------------------------------------------------------------------------------
+// --- the scheduler
+// --------------------------------------------------------------------------------------------------------
 
 // The lanes that a waiting lane needs, or 0 while one of them is on its way. Lanes that have ended are not waited for.
 inline unsigned lanes_at_warp_operation(int first, int count, Thread& t) {
@@ -251,7 +257,8 @@ inline void complete_warp_operation(int first, unsigned present) {
     Thread& t = *threads[first + l];
     thread = &t;
     if (t.op == WarpOp::kShuffle) {
-      if ((present >> t.source & 1) == 0) fail("shuffle from lane " + std::to_string(t.source) + ", which is not there");
+      if ((present >> t.source & 1) == 0)
+        fail("shuffle from lane " + std::to_string(t.source) + ", which is not there");
       std::copy_n(threads[first + t.source]->in, 2, t.out);
     }
     t.votes = votes;
