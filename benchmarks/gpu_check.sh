@@ -1,0 +1,59 @@
+#!/bin/bash
+# Everything that needs a GPU, in one call of under ten minutes: benchmarks/gpu_check.sh OUT_FOLDER
+#
+# Builds the package with its CUDA kernels for the GPU at hand, runs the tests, runs a selection of them under
+# compute-sanitizer, and benchmarks. Downloads nothing: PyTorch for CUDA, nvcc, Triton and the test requirements must be
+# installed. Every stage has a time limit and a log of its own in OUT_FOLDER, and a failed one does not stop the next;
+# summary.txt says how each ended. The exit code is the number of stages that failed.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+[ $# -eq 1 ] || { echo "usage: $0 OUT_FOLDER" >&2; exit 2; }
+mkdir -p "$1" || exit 1
+out=$(cd "$1" && pwd)
+failed=0
+: > "$out/summary.txt"
+
+# stage NAME SECONDS COMMAND...
+stage() {
+  local name=$1 seconds=$2 start=$SECONDS
+  shift 2
+  timeout --kill-after=10 "$seconds" "$@" > "$out/$name.log" 2>&1
+  local code=$?
+  [ $code -eq 0 ] || failed=$((failed + 1))
+  printf '%-12s exit %3d  %4d s of %4d: %s\n' "$name" $code $((SECONDS - start)) "$seconds" \
+    "$(grep -v '^ *$' "$out/$name.log" | tail -n 1 | cut -c1-160)" | tee -a "$out/summary.txt"
+}
+
+machine() {
+  nvidia-smi
+  nvcc --version
+  python -m pip list 2> /dev/null | grep -iE '^(torch|triton|timm|torchvision|numpy|pytest) '
+  git log -1 --format='commit %H'
+  python -c 'import torch; print(torch.cuda.get_device_name(), torch.version.cuda)'
+}
+
+build() {
+  local capability
+  capability=$(python -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') &&
+    FUSEDTRAIN_CUDA=1 FUSEDTRAIN_REQUIRE_EXT=1 TORCH_CUDA_ARCH_LIST=$capability \
+      python -m pip install --no-build-isolation --no-deps . &&
+    cd / && python -m fusedtrain info  # away from the source tree: the installed package
+}
+
+# The kernels' paths under the sanitizer: each op, both layouts, two dtypes; forward and backward.
+sanitize() {
+  compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes application-only \
+    python -m pytest -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
+    tests/test_squeeze_excite.py -k 'as_good_as_torch and cuda-cuda and (odd or long or vectors or one_pixel)'
+}
+
+export -f machine build sanitize
+export FUSEDTRAIN_REQUIRE_EXT=1
+
+stage machine 30 bash -c machine
+stage build 150 bash -c build
+stage tests 150 python -m pytest -q -p no:cacheprovider tests -k 'not cuda_emu and not nvcc'
+stage memcheck 60 bash -c 'sanitize memcheck'
+stage racecheck 60 bash -c 'sanitize racecheck'
+stage benchmarks 140 python benchmarks/run.py --device cuda --quick --budget 0.1 --output "$out"
+exit $failed
