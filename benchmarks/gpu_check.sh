@@ -43,7 +43,7 @@ build() {
 # The kernels' paths under the sanitizer: each op, both layouts, two dtypes; forward and backward.
 sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes application-only \
-    python -m pytest -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
+    pytest -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
     tests/test_squeeze_excite.py -k 'as_good_as_torch and cuda-cuda and (odd or long or vectors or one_pixel)'
 }
 
@@ -52,7 +52,7 @@ export FUSEDTRAIN_REQUIRE_EXT=1
 
 stage machine 30 bash -c machine
 stage build 150 bash -c build
-stage tests 150 python -m pytest -q -p no:cacheprovider tests -k 'not cuda_emu and not nvcc'
+stage tests 150 pytest -q -p no:cacheprovider tests -k 'not cuda_emu and not nvcc'
 stage memcheck 60 bash -c 'sanitize memcheck'
 stage racecheck 60 bash -c 'sanitize racecheck'
 stage benchmarks 140 python benchmarks/run.py --device cuda --quick --budget 0.1 --output "$out"

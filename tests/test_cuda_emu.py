@@ -91,7 +91,7 @@ def test_results_do_not_depend_on_the_batch(layout):
 def test_kernels_under_sanitizers():
     env = sanitizer_environment()
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=emulator.TESTS, env=env, capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
 
 
