@@ -57,9 +57,9 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
-    """ctypes twins of every struct in csrc/*.h, read from the headers; enums are 32-bit integers."""
+    """ctypes twins of the structs that CUDA kernels take, read from their headers; enums are 32-bit integers."""
     types = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
-    for header in [CSRC / "core/types.h", *sorted(CSRC.glob("*.h"))]:
+    for header in [CSRC / "core/types.h", *(CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))]:
         text = re.sub(r"//.*", "", header.read_text())
         types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", text)}
         for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
