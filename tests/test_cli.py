@@ -17,12 +17,15 @@ import fusedtrain
 from fusedtrain.cli import main
 from fusedtrain.train import SmallNet
 
+# Threads that spin while they wait starve each other on a machine with other work, here for minutes.
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 def command(*arguments: str, cwd, **env) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "fusedtrain", *arguments],
         cwd=cwd,
-        env=harness.environment(COLUMNS="200", **env),
+        env=harness.environment(COLUMNS="200", **PATIENT, **env),
         capture_output=True,
         text=True,
         timeout=600,  # hangs only
@@ -169,7 +172,8 @@ def test_commands_are_listed_and_required(capsys, arguments, status, text):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_command_takes_its_training_process_along(tmp_path):
     arguments = [sys.executable, "-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu"]
-    process = subprocess.Popen(arguments, cwd=tmp_path, env=harness.environment(), stdout=subprocess.PIPE, text=True)
+    env = harness.environment(**PATIENT)
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     assert "epoch    1/1000" in process.stdout.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
