@@ -76,24 +76,33 @@ void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t r
   for (; j < cols; ++j) strip.template operator()<1>(j);
 }
 
-// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors from column j on.
+// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors. The sum over i is cut into
+// stretches, so that long ones stay accurate.
 template <int kRows, int kCols, class Lane, class Lanes>
 void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t k, int64_t cols, Lane* out,
                 Lanes lanes) {
   using V = Vec<Lane>;
-  V sum[kRows][kCols];
-  for (auto& row : sum) std::fill_n(row, kCols, V(0));
-  for (int64_t i = 0; i < k; ++i) {
-    V right[kCols];
-    for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + i * cols + j * V::kLanes, lanes);
-    for (int m = 0; m < kRows; ++m) {
-      const V left(a[m * row_step + i * k_step]);
-      for (int j = 0; j < kCols; ++j) sum[m][j] += left * right[j];
+  constexpr int64_t kStretch = 64;
+  int64_t i = 0;
+  do {
+    V sum[kRows][kCols];
+    for (auto& row : sum) std::fill_n(row, kCols, V(0));
+    const bool first = i == 0;
+    for (const int64_t end = std::min(k, i + kStretch); i < end; ++i) {
+      V right[kCols];
+      for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + i * cols + j * V::kLanes, lanes);
+      for (int m = 0; m < kRows; ++m) {
+        const V left(a[m * row_step + i * k_step]);
+        for (int j = 0; j < kCols; ++j) sum[m][j] += left * right[j];
+      }
     }
-  }
-  for (int m = 0; m < kRows; ++m) {
-    for (int j = 0; j < kCols; ++j) store(out + m * cols + j * V::kLanes, sum[m][j], lanes);
-  }
+    for (int m = 0; m < kRows; ++m) {
+      for (int j = 0; j < kCols; ++j) {
+        Lane* p = out + m * cols + j * V::kLanes;
+        store(p, first ? sum[m][j] : load<V>(p, lanes) + sum[m][j], lanes);
+      }
+    }
+  } while (i < k);
 }
 
 // out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols]. A panel

@@ -69,12 +69,12 @@ class _SqueezeExcite(torch.autograd.Function):
 
 
 def _check_weights(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
-    c = x.shape[1]
-    if w1.dim() not in (2, 4) or w1.shape[1] != c or w1.shape[2:].numel() != 1:
-        raise ValueError(f"squeeze_excite: w1 must have shape [R, {c}] or [R, {c}, 1, 1], got {list(w1.shape)}")
-    r = w1.shape[0]
-    if w2.dim() not in (2, 4) or w2.shape[:2] != (c, r) or w2.shape[2:].numel() != 1:
-        raise ValueError(f"squeeze_excite: w2 must have shape [{c}, {r}] or [{c}, {r}, 1, 1], got {list(w2.shape)}")
+    c, shape1, shape2 = x.shape[1], w1.shape, w2.shape
+    if shape1[1:] not in ((c,), (c, 1, 1)):
+        raise ValueError(f"squeeze_excite: w1 must have shape [R, {c}] or [R, {c}, 1, 1], got {list(shape1)}")
+    r = shape1[0]
+    if shape2 not in ((c, r), (c, r, 1, 1)):
+        raise ValueError(f"squeeze_excite: w2 must have shape [{c}, {r}] or [{c}, {r}, 1, 1], got {list(shape2)}")
     for name, bias, size in (("b1", b1, r), ("b2", b2, c)):
         if bias is not None and bias.shape != (size,):
             raise ValueError(f"squeeze_excite: {name} must have shape [{size}] or be None, got {list(bias.shape)}")
@@ -154,7 +154,9 @@ def squeeze_excite(
     if impl.backward is None:
         return impl.forward(x, *weights, act, gate, pool, in_act)
     x = _common.dense(x)
-    weights = tuple(None if w is None else w.to(dtype).contiguous() for w in weights)
+    weights = tuple(
+        w if w is None or (w.dtype == dtype and w.is_contiguous()) else w.to(dtype).contiguous() for w in weights
+    )
     if _common.needs_autograd(x, *weights):
         return _SqueezeExcite.apply(x, *weights, codes, impl)
     return impl.forward(x, *weights, *codes)[0]
