@@ -106,6 +106,15 @@ def triton_slower(x: Tensor, *_) -> str | None:
     return "Triton's interpreter is slower than any other backend" if x.device.type == "cpu" else None
 
 
+def small_slower(elements: int):
+    """Below so many elements on a CPU the calls of the op cost more than its stock form: measured by bench_dispatch."""
+
+    def slower(x: Tensor, *_) -> str | None:
+        return f"x has fewer than {elements} elements: stock calls cost less" if x.numel() < elements else None
+
+    return slower
+
+
 def never_why_not(*_) -> None:
     """The reference runs anywhere."""
     return None

@@ -31,7 +31,7 @@ IMPLS = register(
     "channel_scale",
     {
         "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
-        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _common.small_slower(65536)),
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
