@@ -112,7 +112,7 @@ def test_unknown_name_in_the_environment_is_told_at_the_first_call():
 
 
 def test_explain_tells_what_runs_and_why(device, kernels, capsys):
-    x = X.to(device)
+    x = torch.ones(1, 32, 32, 32, device=device)  # large enough for the kernels to be worth their call
     text = fusedtrain.explain("channel_pool", x)
     assert capsys.readouterr().out == text + "\n"
     lines = text.splitlines()
@@ -125,6 +125,12 @@ def test_explain_tells_what_runs_and_why(device, kernels, capsys):
         assert f"  {kernels:<10} can run" in lines
     if device == "cpu":
         assert "  cuda       x is on cpu, not on a CUDA device" in lines
+
+
+def test_small_images_are_left_to_stock_by_the_automatic_choice():
+    impls = backend._OPS["channel_pool"]
+    assert "stock calls cost less" in impls["cpu"].slower(X)
+    assert impls["cpu"].slower(torch.ones(1, 32, 32, 32)) is None
 
 
 def test_explain_agrees_with_the_automatic_choice(capsys):
