@@ -25,7 +25,14 @@ def test_the_training_snippet_runs(tmp_path, monkeypatch):
 
 
 def test_the_swapping_snippet_runs(zoo):
-    (snippet,) = (code for code in SNIPPETS if "timm.create_model" in code)
+    (snippet,) = (code for code in SNIPPETS if "old.state_dict()" in code)
     names = {}
     exec(snippet, names)
     assert type(names["model"].blocks[1][0].se).__module__.startswith("fusedtrain.nn")
+
+
+def test_the_fuse_snippet_runs(zoo):
+    (snippet,) = (code for code in SNIPPETS if "fusedtrain.fuse(" in code)
+    names = {}
+    exec(snippet, names)
+    assert "SqueezeExcite" in str(names["report"])

@@ -1,0 +1,32 @@
+"""The CPU kernels in the instruction sets that this CPU would not choose by itself."""
+
+import harness
+import pytest
+
+from fusedtrain import _extension
+
+if not _extension.LOADED:
+    pytest.skip(_extension.WHY_NOT, allow_module_level=True)
+
+CALL = "import torch, fusedtrain; fusedtrain.use_backend('cpu'); fusedtrain.ops.channel_pool(torch.ones(1, 1, 2, 2));"
+PRINT = CALL + "print(fusedtrain._extension.BUILD_INFO['isa_active'])"
+
+
+@pytest.mark.parametrize("isa", _extension.BUILD_INFO["isa_variants"])
+def test_every_variant_is_as_good_as_torch(isa):
+    if isa == _extension.BUILD_INFO["isa_active"]:
+        pytest.skip("all other tests run this variant")
+    done = harness.run_python("-c", PRINT, FUSEDTRAIN_ISA=isa)
+    if "this CPU does not have it" in done.stderr:
+        pytest.skip(f"this CPU does not have {isa}")
+    assert done.stdout.strip() == isa, done.stderr
+    tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_squeeze_excite.py", "test_channel_pool.py"]
+    done = harness.run_python(
+        *tests, "-k", "cpu-cpu and (as_good_as_torch or repeats or share_its_gradient)", FUSEDTRAIN_ISA=isa
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+def test_unknown_variant_is_named():
+    done = harness.run_python("-c", CALL, FUSEDTRAIN_ISA="sse9")
+    assert done.returncode != 0 and "FUSEDTRAIN_ISA=sse9: expected portable, avx2 or avx512" in done.stderr
