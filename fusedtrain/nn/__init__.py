@@ -1,5 +1,6 @@
 """Layers on the fused ops, with the constructor arguments, attributes and state_dict keys of timm and torchvision."""
 
+from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
 from fusedtrain.nn.squeeze_excite import (
     EffectiveSEModule,
@@ -12,6 +13,9 @@ from fusedtrain.nn.squeeze_excite import (
 
 __all__ = [
     "CecaModule",
+    "DepthwiseConv2d",
+    "DepthwiseConv2dSame",
+    "DepthwiseSeparableConv",
     "EcaModule",
     "EffectiveSEModule",
     "SEBlock",

@@ -2,8 +2,16 @@
 
 from fusedtrain.ops.channel_pool import channel_pool
 from fusedtrain.ops.channel_scale import channel_scale
+from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
 from fusedtrain.ops.grad_norm import grad_norm
 from fusedtrain.ops.optimizer_step import optimizer_step_
 from fusedtrain.ops.squeeze_excite import squeeze_excite
 
-__all__ = ["channel_pool", "channel_scale", "grad_norm", "optimizer_step_", "squeeze_excite"]
+__all__ = [
+    "channel_pool",
+    "channel_scale",
+    "depthwise_conv2d",
+    "grad_norm",
+    "optimizer_step_",
+    "squeeze_excite",
+]

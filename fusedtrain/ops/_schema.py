@@ -5,7 +5,8 @@ library only adds implementations. Each operator also has a ``.triton`` overload
 
 Conventions: ``act``, ``gate``, ``in_act`` and ``pool`` are codes of ``_codes.py``; ``x``, ``dy``, ``y`` and ``dx`` are
 dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak and ties are float32
-(float64 for float64 inputs); a tensor that a mode does not need has shape [0].
+(float64 for float64 inputs); a tensor that a mode does not need has shape [0]. Strides and dilations are (height,
+width), paddings (left, right, top, bottom).
 """
 
 import importlib
@@ -18,6 +19,10 @@ SCHEMAS = {
     "channel_scale": "(Tensor x, Tensor gate, int in_act) -> Tensor y",
     "channel_scale_backward": "(Tensor dy, Tensor x, Tensor gate, int in_act, bool need_dx, bool need_dgate)"
     " -> (Tensor dx, Tensor dgate)",
+    "depthwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int act)"
+    " -> Tensor y",
+    "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
     "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
     " int act, int gate, int pool, int in_act)"
     " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits, Tensor peak, Tensor ties)",

@@ -1,0 +1,183 @@
+// Tensors -> DepthwiseConv2d -> kernels.
+#include "depthwise_conv2d.h"
+
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "bindings/common.h"
+
+namespace fusedtrain::bindings {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+// Output length along one dimension.
+int64_t output_size(int64_t size, int64_t k, int64_t stride, int64_t pads, int64_t dilation) {
+  return (size + pads - dilation * (k - 1) - 1) / stride + 1;
+}
+
+DepthwiseSizes sizes_of(const Tensor& x, const Tensor& weight, const Ints& stride, const Ints& padding,
+                        const Ints& dilation) {
+  const Images images = images_of(x, 0);
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(1) == 1 && images.c > 0 && weight.size(0) % images.c == 0 &&
+                      weight.numel() > 0 && weight.is_contiguous() && weight.scalar_type() == x.scalar_type() &&
+                      weight.get_device() == x.get_device(),
+                  "fusedtrain: weight must be a dense [C * m, 1, kh, kw] with the dtype and device of x");
+  STD_TORCH_CHECK(stride.size() == 2 && padding.size() == 4 && dilation.size() == 2,
+                  "fusedtrain: two strides, four paddings and two dilations expected");
+  const DepthwiseSizes s{.n = images.n,
+                         .c = images.c,
+                         .h = x.size(2),
+                         .w = x.size(3),
+                         .m = weight.size(0) / images.c,
+                         .ho = output_size(x.size(2), weight.size(2), stride[0], padding[2] + padding[3], dilation[0]),
+                         .wo = output_size(x.size(3), weight.size(3), stride[1], padding[0] + padding[1], dilation[1]),
+                         .kh = weight.size(2),
+                         .kw = weight.size(3),
+                         .sh = stride[0],
+                         .sw = stride[1],
+                         .top = padding[2],
+                         .left = padding[0],
+                         .dil_h = dilation[0],
+                         .dil_w = dilation[1],
+                         .dtype = images.dtype,
+                         .layout = images.layout};
+  STD_TORCH_CHECK(s.ho > 0 && s.wo > 0, "fusedtrain: the kernel does not fit into the padded image");
+  return s;
+}
+
+// A tensor [n, channels, h, w] in the layout of x. The stable ABI has no empty() with strides for every torch, so a
+// channels_last one is a permuted contiguous one.
+Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
+  const int64_t n = x.size(0);
+  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
+  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
+  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
+}
+
+bool is_channels_last(const Tensor& t) {
+  const int64_t c = t.size(1), h = t.size(2), w = t.size(3), wanted[4] = {h * w * c, 1, w * c, c};
+  for (int d = 0; d < 4; ++d) {
+    if (t.size(d) != 1 && t.stride(d) != wanted[d]) return t.numel() == 0;
+  }
+  return true;
+}
+
+// Working memory of one thread, aligned to a cache line.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : memory_(::operator new(size_t(bytes), std::align_val_t(64))) {}
+  void* data() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<void, Free> memory_;
+};
+
+// The weights by blocks of lanes.
+Tensor taps_of(const DepthwiseSizes& s, const Tensor& weight) {
+  const Tensor taps = empty_acc(weight, {cpu::taps_size(s)});
+  visit_isa([&]<Isa I>() {
+    const int64_t blocks = cpu::depthwise_conv2d_blocks<I>(s);
+    cpu::depthwise_conv2d_taps<I>(s, weight.const_data_ptr(), taps.mutable_data_ptr(), 0, blocks);
+  });
+  return taps;
+}
+
+// f<I>(scratch, begin, end) over parts of [0, items).
+template <class F>
+void parallel_units(const DepthwiseSizes& s, int64_t items, F&& f) {
+  const int64_t work = s.n * s.c * (s.h * s.w + s.m * s.ho * s.wo * s.kh * s.kw / 8) / std::max<int64_t>(1, items);
+  parallel_items(0, items, work, [&]<Isa I>(int64_t begin, int64_t end) {
+    const Scratch scratch(cpu::depthwise_conv2d_scratch(s));
+    f.template operator()<I>(scratch.data(), begin, end);
+  });
+}
+
+Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
+                        const Ints& padding, const Ints& dilation, int64_t act) {
+  const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
+  STD_TORCH_CHECK(!bias || (bias->numel() == s.c * s.m && bias->is_contiguous() &&
+                            bias->scalar_type() == x.scalar_type() && bias->get_device() == x.get_device()),
+                  "fusedtrain: bias must be a dense [C * m] with the dtype and device of x");
+  const Tensor y = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
+  const DepthwiseConv2d a{.sizes = s,
+                          .act = static_cast<Activation>(act),
+                          .x = x.const_data_ptr(),
+                          .weight = weight.const_data_ptr(),
+                          .bias = bias ? bias->const_data_ptr() : nullptr,
+                          .y = y.mutable_data_ptr()};
+  if (!x.is_cuda()) {
+    const Tensor taps = taps_of(s, weight);
+    parallel_units(s, s.n * cpu::chunks(s) * cpu::bands(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+      cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
+    });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("depthwise_conv2d", x);
+    launch(cuda::depthwise_conv2d(a, launch.stream));
+  }
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                                             const Ints& stride, const Ints& padding,
+                                                             const Ints& dilation, bool need_dx, bool need_dw,
+                                                             bool need_db) {
+  const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
+  const int64_t co = s.c * s.m;
+  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == s.n && dy.size(1) == co && dy.size(2) == s.ho && dy.size(3) == s.wo &&
+                      dy.scalar_type() == x.scalar_type() && dy.get_device() == x.get_device(),
+                  "fusedtrain: dy must have the shape of y, and the dtype and device of x");
+  // dy that is dense in both formats may stand for either.
+  STD_TORCH_CHECK(s.layout == Layout::kContiguous ? dy.is_contiguous() : is_channels_last(dy),
+                  "fusedtrain: dy must have the memory format of x");
+  const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  const Tensor dw = need_dw ? torch::stable::empty_like(weight) : torch::stable::new_empty(weight, {0});
+  const Tensor db = torch::stable::new_empty(weight, {need_db ? co : 0});
+  DepthwiseConv2dBackward a{.sizes = s,
+                            .dy = dy.const_data_ptr(),
+                            .x = x.const_data_ptr(),
+                            .weight = weight.const_data_ptr(),
+                            .dx = data_or_null(dx),
+                            .dw = data_or_null(dw),
+                            .db = data_or_null(db),
+                            .partial = nullptr};
+  if (!x.is_cuda()) {
+    const Tensor taps = taps_of(s, weight);
+    const Tensor partial = empty_acc(x, {need_dw || need_db ? cpu::partial_size(s) : 0});
+    a.partial = data_or_null(partial);
+    parallel_units(s, cpu::groups(s) * cpu::chunks(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+      cpu::depthwise_conv2d_backward<I>(a, taps.const_data_ptr(), scratch, begin, end);
+    });
+    if (a.partial == nullptr) return {dx, dw, db};
+    visit_isa([&]<Isa I>() {
+      parallel_items(
+          0, cpu::depthwise_conv2d_blocks<I>(s), cpu::partial_size(s) * cpu::kMostLanes / s.c,
+          [&]<Isa J>(int64_t begin, int64_t end) { cpu::depthwise_conv2d_backward_finish<J>(a, begin, end); });
+    });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("depthwise_conv2d_backward", x);
+    const Tensor partial = empty_acc(x, {cuda::depthwise_conv2d_partial_bytes(a) / 4 + 1});
+    a.partial = partial.mutable_data_ptr();
+    launch(cuda::depthwise_conv2d_backward(a, launch.stream));
+  }
+  return {dx, dw, db};
+}
+
+template <class Library>
+void implement(Library& m) {
+  m.impl("depthwise_conv2d", TORCH_BOX(&depthwise_conv2d));
+  m.impl("depthwise_conv2d_backward", TORCH_BOX(&depthwise_conv2d_backward));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { implement(m); }
+#endif
+
+}  // namespace fusedtrain::bindings

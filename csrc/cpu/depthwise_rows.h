@@ -1,0 +1,228 @@
+#pragma once
+// What the depthwise kernels share: rows of images, unpacked to lanes.
+//
+// A block of as many channels as a vector has lanes is worked on at a time. Its rows are copied, widened to the
+// accumulation type, into a small buffer [row][column][lane] that stays in L1, with zeros for the padding: the kernels
+// proper then know neither layout nor dtype nor borders. Internal linkage, as in core/simd.h.
+#include <algorithm>
+#include <utility>
+
+#include "core/simd.h"
+#include "depthwise_conv2d.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>)
+template <int N, class F>
+[[gnu::always_inline]] inline void unroll(F&& f) {
+  [&]<int... Is>(std::integer_sequence<int, Is...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, Is>{}), ...);
+  }
+  (std::make_integer_sequence<int, N>{});
+}
+
+// Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...
+template <class V, int kDistance = V::kLanes / 2>
+[[gnu::always_inline]] inline void transpose(V* rows) {
+  if constexpr (kDistance > 0) {
+    using Index = RawVec<typename V::Int>;
+    const auto [low, high] = [&]<int... e>(std::integer_sequence<int, e...>) {
+      return std::pair{Index{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...},
+                       Index{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...}};
+    }(std::make_integer_sequence<int, V::kLanes>{});
+    unroll<V::kLanes>([&](auto i) __attribute__((always_inline)) {
+      if constexpr (i / kDistance % 2 == 0) {
+        const auto a = rows[i].v, b = rows[i + kDistance].v;
+        rows[i].v = __builtin_shuffle(a, b, low);
+        rows[i + kDistance].v = __builtin_shuffle(a, b, high);
+      }
+    });
+    transpose<V, kDistance / 2>(rows);
+  }
+}
+
+// f(lanes) with AllLanes for a full block of channels.
+template <class V, class F>
+inline void visit_lanes(int64_t count, F&& f) {
+  count >= V::kLanes ? f(AllLanes{}) : f(FirstLanes{int(count)});
+}
+
+// A block of channels of one image: lane l is channel first + l * step of [channels, h, w] or [h, w, channels].
+template <class T>
+struct Block {
+  T* image;
+  Layout layout;
+  int64_t h, w, channels;
+  int64_t first, step, lanes;
+};
+
+template <class V, class T>
+Block<T> block_of(const DepthwiseSizes& s, T* image, int64_t h, int64_t w, int64_t multiplier, int64_t block) {
+  const int64_t first = block * V::kLanes, lanes = std::min<int64_t>(V::kLanes, s.c - first);
+  return {image, s.layout, h, w, s.c * multiplier, first * multiplier, multiplier, lanes};
+}
+
+// The blocks of a chunk of channels: f(block).
+template <class V, class F>
+void each_block(const DepthwiseSizes& s, int64_t chunk, F&& f) {
+  constexpr int64_t kBlocks = kChunkChannels / V::kLanes;
+  const int64_t end = std::min(ceil_div(s.c, V::kLanes), (chunk + 1) * kBlocks);
+  for (int64_t block = chunk * kBlocks; block < end; ++block) f(block);
+}
+
+// out[col][lane] = row `row`, columns [begin, end) of the block, which lie inside the image.
+template <class V, class T>
+void read_row(const Block<const T>& block, int64_t row, int64_t begin, int64_t end, typename V::Lane* out) {
+  constexpr int64_t L = V::kLanes;
+  if (block.layout == Layout::kContiguous) {
+    const int64_t hw = block.h * block.w;
+    const T* p = block.image + block.first * hw + row * block.w;
+    for (int64_t col = begin; col < end; col += L) {
+      V rows[L];
+      const int64_t cols = std::min(L, end - col);
+      visit_lanes<V>(cols, [&](auto lanes) {
+        for (int64_t l = 0; l < L; ++l) {
+          rows[l] = l < block.lanes ? load<V>(p + l * block.step * hw + col, lanes) : V(0);
+        }
+      });
+      transpose(rows);
+      for (int64_t i = 0; i < cols; ++i) store(out + (col - begin + i) * L, rows[i]);
+    }
+  } else if (block.step == 1) {
+    const T* p = block.image + (row * block.w + begin) * block.channels + block.first;
+    visit_lanes<V>(block.lanes, [&](auto lanes) {
+      for (int64_t i = 0; i < end - begin; ++i) store(out + i * L, load<V>(p + i * block.channels, lanes));
+    });
+  } else {
+    const T* p = block.image + (row * block.w + begin) * block.channels + block.first;
+    for (int64_t i = 0; i < end - begin; ++i, p += block.channels) {
+      T gathered[L] = {};
+      for (int64_t l = 0; l < block.lanes; ++l) gathered[l] = p[l * block.step];
+      store(out + i * L, load<V>(gathered));
+    }
+  }
+}
+
+// Row `row`, columns [begin, begin + cols) of the block = in[col][lane].
+template <class V, class T>
+void write_row(const Block<T>& block, int64_t row, int64_t begin, int64_t cols, const typename V::Lane* in) {
+  constexpr int64_t L = V::kLanes;
+  if (block.layout == Layout::kContiguous) {
+    const int64_t hw = block.h * block.w;
+    T* p = block.image + block.first * hw + row * block.w + begin;
+    for (int64_t col = 0; col < cols; col += L) {
+      V rows[L];
+      const int64_t count = std::min(L, cols - col);
+      for (int64_t i = 0; i < L; ++i) rows[i] = i < count ? load<V>(in + (col + i) * L) : V(0);
+      transpose(rows);
+      visit_lanes<V>(count, [&](auto lanes) {
+        for (int64_t l = 0; l < block.lanes; ++l) store(p + l * block.step * hw + col, rows[l], lanes);
+      });
+    }
+  } else if (block.step == 1) {
+    T* p = block.image + (row * block.w + begin) * block.channels + block.first;
+    visit_lanes<V>(block.lanes, [&](auto lanes) {
+      for (int64_t i = 0; i < cols; ++i) store(p + i * block.channels, load<V>(in + i * L), lanes);
+    });
+  } else {
+    T* p = block.image + (row * block.w + begin) * block.channels + block.first;
+    for (int64_t i = 0; i < cols; ++i, p += block.channels) {
+      T spread[L];
+      store(spread, load<V>(in + i * L));
+      for (int64_t l = 0; l < block.lanes; ++l) p[l * block.step] = spread[l];
+    }
+  }
+}
+
+// How many rows of output to make at a time, so that the rows they read, `span` for the first and `stride` more for
+// each further one, fit.
+inline int64_t row_steps(int64_t wanted, int64_t span, int64_t stride, int64_t row_bytes) {
+  const int64_t fitting = (kRowBytes / std::max<int64_t>(1, row_bytes) - span) / stride + 1;
+  return std::clamp<int64_t>(std::min(wanted, fitting), 1, kMostSteps);
+}
+
+// Hands out parts of a thread's working memory, each aligned to a cache line.
+class Arena {
+ public:
+  explicit Arena(void* memory) : next_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* part = reinterpret_cast<T*>(next_);
+    next_ += ceil_div(count * int64_t(sizeof(T)), 64) * 64;
+    return part;
+  }
+
+ private:
+  char* next_;
+};
+
+// The rows of a block that a kernel slides over, each unpacked once. Rows above and below the image are zero.
+template <class V, class T>
+class RowRing {
+ public:
+  using Lane = typename V::Lane;
+
+  // Columns [col, col + cols) of `block`, and room for `slack` more that are never used; `capacity` rows at once.
+  RowRing(Arena& arena, const Block<const T>& block, int64_t col, int64_t cols, int64_t slack, int64_t capacity)
+      : block_(block),
+        left_(std::clamp<int64_t>(-col, 0, cols)),
+        begin_(col + left_),
+        end_(std::clamp<int64_t>(block.w, begin_, std::max(begin_, col + cols))),
+        pitch_((cols + slack) * V::kLanes),
+        capacity_(capacity),
+        zeros_(arena.take<Lane>(pitch_)),
+        data_(arena.take<Lane>(capacity * pitch_)),
+        rows_(arena.take<const Lane*>(capacity)) {
+    std::fill_n(zeros_, pitch_, Lane(0));
+    const int64_t right = left_ + (end_ - begin_);
+    for (int64_t i = 0; i < capacity; ++i) {
+      std::fill_n(data_ + i * pitch_, left_ * V::kLanes, Lane(0));
+      std::fill_n(data_ + i * pitch_ + right * V::kLanes, (cols - right) * V::kLanes, Lane(0));
+    }
+  }
+
+  // Makes rows() first, ..., first + count - 1, as [column][lane] each. `first` must not decrease.
+  void advance(int64_t first, int64_t count) {
+    if (packed_ < first) packed_ = first;
+    slot_ = (slot_ + (started_ ? first - first_ : 0)) % capacity_;
+    first_ = first;
+    started_ = true;
+    int64_t slot = slot_;
+    for (int64_t i = 0; i < count; ++i, slot = slot + 1 == capacity_ ? 0 : slot + 1) {
+      const int64_t row = first + i;
+      const bool inside = row >= 0 && row < block_.h;
+      Lane* data = data_ + slot * pitch_;
+      rows_[i] = inside ? data : zeros_;
+      if (row < packed_) continue;
+      packed_ = row + 1;
+      if (inside && begin_ < end_) read_row<V>(block_, row, begin_, end_, data + left_ * V::kLanes);
+    }
+  }
+
+  // The rows of the last advance.
+  const Lane* const* rows() const { return rows_; }
+  const Lane* zeros() const { return zeros_; }
+
+ private:
+  Block<const T> block_;
+  int64_t left_, begin_, end_, pitch_, capacity_;
+  Lane* zeros_;
+  Lane* data_;
+  const Lane** rows_;
+  int64_t packed_ = INT64_MIN, first_ = 0, slot_ = 0;
+  bool started_ = false;
+};
+
+}  // namespace
+
+// A block of channels of a band of rows of one image.
+struct DepthwiseUnit {
+  int64_t image, band, block;
+};
+
+// Writes dx of a unit; the rows of x are shared out over as many bands as those of y.
+template <Isa I>
+void depthwise_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwiseUnit unit);
+
+}  // namespace fusedtrain::cpu

@@ -1,0 +1,116 @@
+#pragma once
+// depthwise_conv2d: every channel convolved with its own m kernels; output channel co = ci * m + j reads channel ci.
+//
+//   y[co, oy, ox]  = act(bias[co] + sum_{ky, kx} weight[co, ky, kx] * x[ci, oy * sh + ky * dil_h - top, ox * sw + ...])
+//   dx[ci, iy, ix] = sum_j sum_{ky, kx: oy * sh + ky * dil_h - top = iy, ...} weight[co, ky, kx] * dy[co, oy, ox]
+//   dw[co, ky, kx] = sum_{n, oy, ox} dy[co, oy, ox] * x[ci, oy * sh + ky * dil_h - top, ox * sw + kx * dil_w - left]
+//   db[co]         = sum_{n, oy, ox} dy[co, oy, ox]
+//
+// x is zero outside the image. act belongs to inference: the backward pass is that of the convolution alone.
+// acc is the accumulation type: float, double for kFloat64; each output is rounded once.
+#include <algorithm>
+
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain {
+
+struct DepthwiseSizes {
+  int64_t n, c, h, w;    // x
+  int64_t m;             // channel multiplier: y has c * m channels
+  int64_t ho, wo;        // y
+  int64_t kh, kw;        // kernel
+  int64_t sh, sw;        // stride
+  int64_t top, left;     // padding before; that behind is whatever ho and wo need
+  int64_t dil_h, dil_w;  // dilation
+  DType dtype;           // of all tensors
+  Layout layout;         // of x, y and their gradients
+};
+
+struct DepthwiseConv2d {
+  DepthwiseSizes sizes;
+  Activation act;      // kIdentity, kRelu, kSilu, kGelu or kHardSwish
+  const void* x;       // [n, c, h, w] or [n, h, w, c]
+  const void* weight;  // [c * m, kh, kw]
+  const void* bias;    // [c * m] or null
+  void* y;             // [n, c * m, ho, wo] or [n, ho, wo, c * m]
+};
+
+struct DepthwiseConv2dBackward {
+  DepthwiseSizes sizes;
+  const void* dy;      // as y
+  const void* x;       // [n, c, h, w] or [n, h, w, c]
+  const void* weight;  // [c * m, kh, kw]
+  void* dx;            // as x, or null
+  void* dw;            // [c * m, kh, kw], or null
+  void* db;            // [c * m], or null
+  void* partial;       // sums of parts of the images, added in order; each backend has its own size for it
+};
+
+namespace cpu {
+// The kernels work on blocks of as many channels as a vector has lanes. A unit of work is a chunk of blocks of a band
+// of rows, small enough to stay in L2: its memory is read in long runs, though each block takes only a line of every
+// pixel. This partition depends on the shapes alone, so results do not depend on the number of threads.
+constexpr int64_t kMostLanes = 16;  // of any instruction set
+constexpr int64_t kChunkChannels = 128;
+constexpr int64_t kUnitBytes = 256 << 10;          // of x in float32
+constexpr int64_t kLeastRows = 4, kMostRows = 32;  // of y per band
+constexpr int64_t kTileCols = 128;                 // columns of y per tile, at most
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
+constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, kChunkChannels); }
+constexpr int64_t bands(const DepthwiseSizes& s) {
+  const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * std::min(s.c, kChunkChannels);
+  return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));
+}
+
+// The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
+constexpr int64_t groups(const DepthwiseSizes& s) {
+  return std::max<int64_t>(1, std::min(ceil_div(32, chunks(s)), s.n * bands(s)));
+}
+
+// Elements of acc: the weights by blocks of lanes, and `partial`.
+constexpr int64_t taps_size(const DepthwiseSizes& s) { return padded_channels(s) * s.m * s.kh * s.kw; }
+constexpr int64_t partial_size(const DepthwiseSizes& s) {
+  return groups(s) * padded_channels(s) * s.m * (s.kh * s.kw + 1);
+}
+// Bytes of working memory per thread, at most: the rows that one row of output reads, a buffer for it, and sums.
+constexpr int64_t kVecBytesMost = 64;    // of any instruction set
+constexpr int64_t kRowBytes = 24 << 10;  // more rows than needed are kept only up to here
+constexpr int64_t kMostSteps = 16;       // rows of output made at a time, at most
+constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
+  const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;
+  const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
+  const int64_t row = ((cols + 8) * s.sw + span_w) * kVecBytesMost;
+  const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
+  return s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
+         s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096;
+}
+
+// The number of blocks of channels.
+template <Isa I>
+int64_t depthwise_conv2d_blocks(const DepthwiseSizes& s);
+// Items: blocks.
+template <Isa I>
+void depthwise_conv2d_taps(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin, int64_t end);
+// Items: n * chunks * bands.
+template <Isa I>
+void depthwise_conv2d(const DepthwiseConv2d& a, const void* taps, void* scratch, int64_t begin, int64_t end);
+// Items: groups * chunks. Writes dx, and partial where dw or db is wanted.
+template <Isa I>
+void depthwise_conv2d_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, int64_t begin,
+                               int64_t end);
+// Items: blocks. Writes dw and db.
+template <Isa I>
+void depthwise_conv2d_backward_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int depthwise_conv2d(const DepthwiseConv2d& a, void* stream);
+// Bytes of `partial`.
+int64_t depthwise_conv2d_partial_bytes(const DepthwiseConv2dBackward& a);
+[[nodiscard]] int depthwise_conv2d_backward(const DepthwiseConv2dBackward& a, void* stream);
+}  // namespace cuda
+
+}  // namespace fusedtrain

@@ -1,0 +1,151 @@
+"""Depthwise convolutions as layers: nn.Conv2d with one group per channel, on the fused op."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedtrain import ops
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    r"""A depthwise convolution, in the place of ``nn.Conv2d(..., groups=in_channels)``.
+
+    .. math:: y_{cm+j} = b_{cm+j} + w_{cm+j} \star x_c, \quad j < m = \mathrm{out\_channels} / \mathrm{in\_channels}
+
+    Args:
+        in_channels: channels C of the images.
+        out_channels: C * m for any channel multiplier m; by default C.
+        kernel_size: one int or (height, width).
+        stride: one int or (height, width).
+        padding: an int, (height, width), "same" or "valid".
+        dilation: one int or (height, width).
+        groups: C; stands here so that the arguments are those of ``nn.Conv2d``.
+        bias: whether a bias is learned.
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, the convolved images in the same memory
+        format. state_dict: ``weight`` ``[C * m, 1, kh, kw]`` and ``bias`` ``[C * m]``, initialised as ``nn.Conv2d``.
+
+    Raises:
+        ValueError: ``groups`` is not C, or a shape does not fit.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.depthwise_conv2d`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.depthwise_conv2d`; other padding modes pad in a copy first.
+    Source: ``torch.nn.Conv2d``
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int | None = None,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device=None,
+        dtype=None,
+    ):
+        if groups not in (None, in_channels):
+            raise ValueError(f"{type(self).__name__}: groups must be in_channels ({in_channels}), got {groups}")
+        super().__init__(
+            *(in_channels, in_channels if out_channels is None else out_channels, kernel_size, stride, padding),
+            *(dilation, in_channels, bias, padding_mode, device, dtype),
+        )
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        return ops.depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
+
+
+def same_padding(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
+    """Returns TensorFlow's "same" padding (before, after), with which the output has ``ceil(size / stride)`` pixels."""
+    total = max((-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+    return total // 2, total - total // 2
+
+
+class DepthwiseConv2dSame(DepthwiseConv2d):
+    r"""A depthwise convolution with TensorFlow's "same" padding, in the place of timm's ``Conv2dSame``.
+
+    The padding follows from the image: :math:`\lceil H / s \rceil` rows come out, the odd pixel of padding stands at
+    the bottom and right. It costs no copy of the images.
+
+    Args:
+        As :class:`DepthwiseConv2d`; ``padding`` and ``padding_mode`` are without effect, as in timm.
+
+    Source: ``timm.layers.Conv2dSame``
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        top, bottom = same_padding(input.shape[-2], self.kernel_size[0], self.stride[0], self.dilation[0])
+        left, right = same_padding(input.shape[-1], self.kernel_size[1], self.stride[1], self.dilation[1])
+        sides = (left, right, top, bottom)
+        return ops.depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation)
+
+
+class DepthwiseSeparableConv(nn.Module):
+    r"""A depthwise convolution and a 1x1 convolution over its channels.
+
+    .. math:: y = \mathrm{act}(\mathrm{norm}(w_{1 \times 1} \, \mathrm{act}(\mathrm{norm}(w_{k \times k} \star x))))
+
+    Args:
+        in_channels: channels of the images.
+        out_channels: channels of the output.
+        kernel_size: of the depthwise convolution.
+        stride: of the depthwise convolution.
+        padding: of the depthwise convolution; by default half the kernel size.
+        dilation: of the depthwise convolution.
+        bias: whether the convolutions learn biases.
+        norm_layer: called with the channels after each convolution, e.g. ``nn.BatchNorm2d``; None for none.
+        act_layer: called without arguments after each norm, e.g. ``nn.ReLU``; None for none.
+        device: of the convolutions' parameters.
+        dtype: of the convolutions' parameters.
+
+    Returns:
+        From ``[N, in_channels, H, W]`` images ``[N, out_channels, Ho, Wo]``. state_dict: ``depthwise.*``,
+        ``pointwise.*``, and with a norm ``norm1.*`` and ``norm2.*``.
+
+    Source: Chollet, Xception, https://arxiv.org/abs/1610.02357
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str | None = None,
+        dilation: int | tuple[int, int] = 1,
+        bias: bool = True,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        act_layer: Callable[[], nn.Module] | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        if padding is None:
+            kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+            spread = (dilation, dilation) if isinstance(dilation, int) else dilation
+            padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+        factory = {"device": device, "dtype": dtype}
+        self.depthwise = DepthwiseConv2d(
+            in_channels, in_channels, kernel_size, stride, padding, dilation, bias=bias, **factory
+        )
+        self.norm1 = norm_layer(in_channels) if norm_layer else nn.Identity()
+        self.act1 = act_layer() if act_layer else nn.Identity()
+        self.pointwise = nn.Conv2d(in_channels, out_channels, 1, bias=bias, **factory)
+        self.norm2 = norm_layer(out_channels) if norm_layer else nn.Identity()
+        self.act2 = act_layer() if act_layer else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act1(self.norm1(self.depthwise(x)))
+        return self.act2(self.norm2(self.pointwise(x)))

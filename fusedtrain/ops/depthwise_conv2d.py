@@ -1,0 +1,266 @@
+r"""depthwise_conv2d: every channel convolved with its own kernels.
+
+.. math::
+    y_{n,cm+j,o,p} = b_{cm+j} + \sum_{k,l} w_{cm+j,k,l}\,
+    x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _activation, _codes, _common, _schema
+
+
+def _stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
+    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest."""
+    left, right, top, bottom = padding
+    if left == right and top == bottom:
+        return x, (top, left)
+    return F.pad(x, padding), (0, 0)
+
+
+def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], act: int) -> Tensor:
+    padded, rest = _stock_padding(x, padding)
+    y = F.conv2d(padded, weight, bias, stride, rest, dilation, groups=x.shape[1])
+    return _activation.REFERENCE[_codes.ACTIVATIONS[act]](y)
+
+
+def reference_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, need_db):
+    padded, rest = _stock_padding(x, padding)
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        *(dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], x.shape[1]),
+        [need_dx, need_dw, need_db],
+    )
+    if need_dx and padded is not x:
+        dx = F.pad(dx, [-p for p in padding])
+    return dx, dw, db
+
+
+def output_size(size: int, kernel: int, stride: int, before: int, after: int, dilation: int) -> int:
+    """Returns the length of the output along one dimension; below 1 where the kernel does not fit."""
+    return (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+
+
+@_schema.register_fake("depthwise_conv2d")
+def _fake(x, weight, bias, stride, padding, dilation, act):
+    left, right, top, bottom = padding
+    ho = output_size(x.shape[2], weight.shape[2], stride[0], top, bottom, dilation[0])
+    wo = output_size(x.shape[3], weight.shape[3], stride[1], left, right, dilation[1])
+    layout = torch.channels_last if _common.is_channels_last(x) else torch.contiguous_format
+    shape = (x.shape[0], weight.shape[0], ho, wo)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+@_schema.register_fake("depthwise_conv2d_backward")
+def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, need_db):
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
+    return dx, weight.new_empty(weight.shape if need_dw else (0,)), weight.new_empty(weight.shape[0] if need_db else 0)
+
+
+# Where stock PyTorch (oneDNN) was measured faster on a CPU: (layout, dtype, stride) -> the largest such kernel, without
+# multiplier and dilation. The measurement stands in benchmarks/LOG.md. Larger kernels and multipliers must not go there
+# whatever is measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with
+# a multiplier corrupt the heap.
+_STOCK_FASTER_UP_TO = {
+    "forward": {
+        ("channels_last", torch.float32, 1): 5,
+        ("channels_last", torch.float32, 2): 5,
+        ("channels_last", torch.bfloat16, 1): 7,
+        ("channels_last", torch.bfloat16, 2): 5,
+        ("contiguous", torch.float32, 1): 7,
+        ("contiguous", torch.float32, 2): 5,
+    },
+    "backward": {
+        ("channels_last", torch.float32, 1): 3,
+        ("channels_last", torch.float32, 2): 3,
+        ("channels_last", torch.bfloat16, 1): 3,
+        ("contiguous", torch.float32, 1): 3,
+    },
+}
+
+
+def _slower(direction: str):
+    limits = _STOCK_FASTER_UP_TO[direction]
+
+    def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
+        layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
+        limit = limits.get((layout, x.dtype, max(stride)), 0)
+        if weight is None or max(weight.shape[2:]) > limit or weight.shape[0] != x.shape[1] or max(dilation) > 1:
+            return None
+        return f"stock PyTorch was measured faster: {direction}, {layout}, {x.dtype}, kernels up to {limit}x{limit}"
+
+    return slower
+
+
+_OP, _BACKWARD = torch.ops.fusedtrain.depthwise_conv2d, torch.ops.fusedtrain.depthwise_conv2d_backward
+IMPLS = register(
+    "depthwise_conv2d",
+    {
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower("forward")),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+# The backward pass chooses for itself: where stock PyTorch is the faster one is measured in each direction.
+BACKWARD_IMPLS = register(
+    "depthwise_conv2d_backward",
+    {
+        "cuda": Impl(_BACKWARD.default, None, _common.why_not_cuda),
+        "cpu": Impl(_BACKWARD.default, None, _common.why_not_cpu, _slower("backward")),
+        "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _common.triton_slower),
+        "reference": Impl(reference_backward, None, _common.never_why_not),
+    },
+)
+
+
+class _DepthwiseConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, geometry, forward, backward):
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.backward_op = geometry, backward
+        return forward(x, weight, bias, *geometry, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        grads = ctx.backward_op(_common.dense_like(dy, x), x, weight, *ctx.geometry, *need)
+        return *(grad if needed else None for grad, needed in zip(grads, need)), None, None, None
+
+
+def _pair(name: str, value: int | tuple[int, int], least: int) -> list[int]:
+    pair = [value, value] if isinstance(value, int) else list(value)
+    if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
+        raise ValueError(f"depthwise_conv2d: {name} must be an int or a pair of ints >= {least}, got {value!r}")
+    return pair
+
+
+def _sides(padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
+    """Returns ``padding`` as (left, right, top, bottom)."""
+    if padding == "valid":
+        return [0, 0, 0, 0]
+    if padding == "same":
+        if stride != [1, 1]:
+            raise ValueError(f"depthwise_conv2d: padding='same' needs stride 1, got {stride}")
+        total_h, total_w = (d * (k - 1) for k, d in zip(kernel, dilation))
+        return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
+    if isinstance(padding, str):
+        raise ValueError(f"depthwise_conv2d: padding must be 'same', 'valid' or numbers, got {padding!r}")
+    if not isinstance(padding, int) and len(padding) == 4:
+        if not all(isinstance(p, int) and p >= 0 for p in padding):
+            raise ValueError(f"depthwise_conv2d: padding must not be negative, got {padding!r}")
+        return list(padding)
+    h, w = _pair("padding", padding, 0)
+    return [w, w, h, h]
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    c = x.shape[1]
+    if weight.dim() != 4 or weight.shape[1] != 1 or c == 0 or weight.shape[0] % c or 0 in weight.shape:
+        raise ValueError(
+            f"depthwise_conv2d: weight must have shape [{c} * m, 1, kh, kw] for x of shape {list(x.shape)},"
+            f" got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"depthwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"depthwise_conv2d: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+    _common.check_same_device("depthwise_conv2d", x, weight=weight, bias=bias)
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _in_format_of(y: Tensor, x: Tensor) -> Tensor:
+    """Returns ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in torch."""
+    c, h, w = x.shape[1:]
+    if x.stride() == (h * w * c, 1, w * c, c) and x.stride(0) != x.stride(1):
+        return y.contiguous(memory_format=torch.channels_last)
+    return y
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | tuple[int, int, int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    *,
+    act: str = "identity",
+) -> Tensor:
+    r"""Convolves every channel with its own kernels: ``F.conv2d(x, weight, bias, ..., groups=C)``, trained faster.
+
+    .. math:: y_{n,cm+j} = b_{cm+j} + w_{cm+j} \star x_{n,c}, \quad j < m
+
+    Args:
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; contiguous and channels_last run natively, other strides
+            are copied first; float32, bfloat16, float16 or float64.
+        weight: kernels ``[C * m, 1, kh, kw]``, any channel multiplier m, in the dtype of ``x``.
+        bias: ``[C * m]``, or None.
+        stride: of the output positions, one int or (height, width).
+        padding: zeros around x: an int, (height, width), "valid", "same" (stride 1), or the asymmetric
+            (left, right, top, bottom) of TensorFlow's "same" with stride 2.
+        dilation: distance of the kernel's taps, one int or (height, width).
+        act: activation on the output: "identity", "relu", "silu", "gelu" or "hard_swish". Fused where no gradient is
+            recorded; otherwise a separate op.
+
+    Returns:
+        ``[N, C * m, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and
+        weight are kept.
+
+    Raises:
+        ValueError: a shape does not fit, the kernel is larger than the padded image, or a name is unknown.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run, or tensors are on different devices.
+
+    Cost: forward reads x and writes y once; backward reads x and dy once for all gradients asked for, writes dx once.
+    Asymmetric padding costs nothing. Stock PyTorch runs where it was measured faster, see
+    ``fusedtrain.explain("depthwise_conv2d", x, weight)``.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
+    Source: Sifre, Rigid-Motion Scattering for Image Classification, 2014; Chollet, https://arxiv.org/abs/1610.02357
+    """
+    if isinstance(x, Tensor) and x.dim() == 3:
+        return depthwise_conv2d(x[None], weight, bias, stride, padding, dilation, act=act)[0]
+    _common.check_images("depthwise_conv2d", x)
+    x, weight, bias = _autocast(x, weight, bias)
+    _check(x, weight, bias)
+    kernel = (weight.shape[2], weight.shape[3])
+    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    sides = _sides(padding, kernel, stride, dilation)
+    act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
+    left, right, top, bottom = sides
+    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
+    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
+    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
+        raise ValueError(
+            f"depthwise_conv2d: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
+            f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
+        )
+    geometry = (stride, sides, dilation)
+    impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)
+    recording = _common.needs_autograd(x, weight, bias)
+    backward = reference_backward
+    if recording:
+        backward = select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
+    if impl.forward is reference and backward is reference_backward:
+        return reference(x, weight, bias, *geometry, act_code)
+    x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
+    if not recording:
+        return _in_format_of(impl.forward(x, weight, bias, *geometry, act_code), x)
+    y = _DepthwiseConv2d.apply(x, weight, bias, geometry, impl.forward, backward)
+    return _activation.REFERENCE[act](_in_format_of(y, x))

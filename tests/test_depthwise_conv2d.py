@@ -1,0 +1,393 @@
+"""depthwise_conv2d: every channel convolved with its own kernels; and its layers."""
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+
+from fusedtrain import backend as backends
+from fusedtrain.nn import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
+from fusedtrain.ops import _codes, depthwise_conv2d
+from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS, IMPLS, output_size, reference
+
+settings.load_profile("fusedtrain")  # the import of op_db has loaded one of torch's
+
+# (kernel, stride, padding (left, right, top, bottom), dilation): name -> why it is here.
+GEOMETRIES = {
+    "1x1": ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1)),
+    "3x3": ((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+    "3x3_stride2": ((3, 3), (2, 2), (1, 1, 1, 1), (1, 1)),
+    "3x3_tf_same": ((3, 3), (2, 2), (0, 1, 0, 1), (1, 1)),
+    "3x3_dilated": ((3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
+    "3x3_stride2_dilated": ((3, 3), (2, 2), (2, 2, 2, 2), (2, 2)),  # stride and dilation share a factor
+    "3x3_stride3_dilated": ((3, 3), (3, 2), (2, 2, 3, 3), (2, 3)),  # and here they do not
+    "5x5": ((5, 5), (1, 1), (2, 2, 2, 2), (1, 1)),
+    "5x5_stride2": ((5, 5), (2, 2), (2, 2, 2, 2), (1, 1)),
+    "7x7": ((7, 7), (1, 1), (3, 3, 3, 3), (1, 1)),
+    "7x7_stride2": ((7, 7), (2, 2), (3, 3, 3, 3), (1, 1)),
+    "13x13": ((13, 13), (1, 1), (6, 6, 6, 6), (1, 1)),  # in parts of 7 and 6 taps
+    "31x31": ((31, 31), (1, 1), (15, 15, 15, 15), (1, 1)),
+    "1x11": ((1, 11), (1, 1), (5, 5, 0, 0), (1, 1)),
+    "11x1": ((11, 1), (1, 1), (0, 0, 5, 5), (1, 1)),
+    "2x4": ((2, 4), (1, 1), (1, 2, 0, 1), (1, 1)),  # even: no centre
+    "3x3_stride5": ((3, 3), (5, 4), (1, 0, 0, 1), (1, 1)),  # pixels that no output reads: their dx is zero
+    "3x3_overpadded": ((3, 3), (1, 1), (4, 5, 3, 6), (1, 1)),  # outputs that read padding alone
+}
+SHAPES = {name: shape for name, shape in cases.SHAPES.items() if name not in ("no_pixels", "no_channels")}
+SHAPES |= {"tiles": (1, 19, 37, 141)}  # more than one band of rows and tile of columns
+CASES = cases.pairwise(
+    shape=list(SHAPES),
+    geometry=list(GEOMETRIES),
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    multiplier=[1, 2, 3],
+    bias=[True, False],
+)
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+
+
+def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, kernel=(3, 3), multiplier=1, bias=True):
+    co = shape[1] * multiplier
+    return {
+        "x": harness.images(shape, layout, dtype, device),
+        "w": harness.normal(co, 1, *kernel, dtype=dtype, device=device, seed=1),
+        "b": harness.normal(co, dtype=dtype, device=device, seed=2) if bias else None,
+    }
+
+
+def possible(case: dict) -> bool:
+    """Whether the kernel fits, and torch in float64 can be the truth: over thousands of pixels its sums in float64 are
+    ten times as far off as ours are, by an exact summation."""
+    return fits(SHAPES[case["shape"]], GEOMETRIES[case["geometry"]]) and not (
+        case["shape"] == "tiles" and case["dtype"] == torch.float64
+    )
+
+
+def skip_if_slow(backend, device, shape, kernel):
+    """Triton's interpreter takes a millisecond per tap and program."""
+    taps = torch.Size(kernel).numel()
+    if backend == "triton" and device == "cpu" and taps * torch.Size(shape).numel() > 400_000:
+        pytest.skip("too much for Triton's interpreter")
+
+
+def function(geometry="3x3", act="identity"):
+    _, stride, padding, dilation = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+    return lambda x, w, b: depthwise_conv2d(x, w, b, stride, padding, dilation, act=act)
+
+
+def reference_of(geometry="3x3", act="identity"):
+    _, stride, padding, dilation = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+    code = _codes.ACTIVATIONS.index(act)
+    return lambda x, w, b: reference(x, w, b, list(stride), list(padding), list(dilation), code)
+
+
+def fits(shape, geometry) -> bool:
+    kernel, stride, (left, right, top, bottom), dilation = geometry
+    return (
+        0 not in shape[2:]
+        and output_size(shape[2], kernel[0], stride[0], top, bottom, dilation[0]) > 0
+        and output_size(shape[3], kernel[1], stride[1], left, right, dilation[1]) > 0
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if possible(case)], ids=cases.label)
+def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    harness.skip_unless_runs(backend, device, "depthwise_conv2d", case["dtype"])
+    geometry = case["geometry"]
+    kernel = GEOMETRIES[geometry][0]
+    skip_if_slow(backend, device, SHAPES[case["shape"]], kernel)
+    inputs = make(
+        *(device, SHAPES[case["shape"]], case["layout"], case["dtype"], kernel, case["multiplier"], case["bias"])
+    )
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@dense_layouts
+def test_every_geometry_in_both_layouts(device, kernels, geometry, layout, dtype):
+    skip_if_slow(kernels, device, (2, 20, 15, 18), GEOMETRIES[geometry][0])
+    inputs = make(device, (2, 20, 15, 18), layout, dtype, GEOMETRIES[geometry][0])
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
+
+
+def pairs(low, high):
+    return st.tuples(st.integers(low, high), st.integers(low, high))
+
+
+@given(
+    case=cases.strided(),
+    geometry=st.tuples(pairs(1, 9), pairs(1, 4), st.tuples(*[st.integers(0, 5)] * 4), pairs(1, 3)),
+    multiplier=st.integers(1, 3),
+    dtype=st.sampled_from(harness.DTYPES[:3]),
+)
+def test_any_shape_strides_and_geometry(device, backend, case, geometry, multiplier, dtype):
+    assume(case["shape"][1] > 0 and fits(case["shape"], geometry))
+    inputs = make(device, case["shape"], dtype=dtype, kernel=geometry[0], multiplier=multiplier)
+    inputs |= {"x": cases.strided_images(case, dtype, device)}
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, "depthwise_conv2d")
+
+
+def depthwise_samples(device, dtype):
+    """The samples of torch's own test of conv2d that are depthwise, as arguments of depthwise_conv2d."""
+    (info,) = [op for op in op_db if op.name == "nn.functional.conv2d"]
+    for sample in info.sample_inputs(device, dtype):
+        x, (weight, bias) = sample.input, (*sample.args, None)[:2]
+        options = dict(sample.kwargs)
+        groups = options.pop("groups", 1)
+        if groups == x.shape[-3] and weight.shape[1] == 1 and groups:
+            yield x, weight, options.pop("bias", bias), options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_depthwise_samples_of_torchs_own_tests(device, backend, dtype):
+    count = 0
+    for x, weight, bias, options in depthwise_samples(device, dtype):
+        count += 1
+        inputs = {"x": x.detach(), "w": weight.detach(), "b": None if bias is None else bias.detach()}
+        harness.assert_op_as_good_as_torch(
+            lambda x, w, b, options=options: depthwise_conv2d(x, w, b, **options),
+            lambda x, w, b, options=options: F.conv2d(x, w, b, groups=x.shape[-3], **options),
+            inputs,
+            str(options),
+        )
+    assert count > 0
+
+
+@pytest.mark.parametrize("act", _codes.INPUT_ACTIVATIONS)
+@dense_layouts
+def test_activation_with_and_without_gradients(device, backend, act, layout):
+    inputs = make(device, (2, 20, 7, 9), layout)
+    harness.assert_op_as_good_as_torch(function(act=act), reference_of(act=act), inputs, act)
+    every = [name for name, value in inputs.items() if value is not None]
+    harness.assert_op_as_good_as_torch(function(act=act), reference_of(act=act), inputs, act, frozen=every)
+
+
+@dense_layouts
+@pytest.mark.parametrize("geometry", ["3x3_tf_same", "2x4", "3x3_stride3_dilated"])
+def test_gradients_are_derivatives(device, backend, layout, geometry):
+    harness.skip_unless_runs(backend, device, "depthwise_conv2d", torch.float64)
+    inputs = make(device, (2, 3, 4, 5), layout, torch.float64, GEOMETRIES[geometry][0], multiplier=2)
+    properties.assert_gradients_are_derivatives(function(geometry), inputs)
+
+
+@dense_layouts
+def test_operators_agree_with_schema_and_fake(device, kernels, layout):
+    x, w, b = make(device, layout=layout, dtype=torch.bfloat16, multiplier=2).values()
+    geometry = [2, 1], [0, 1, 1, 1], [1, 2]
+    for bias, act in ((b, 0), (None, 2)):
+        properties.assert_opcheck(IMPLS[kernels].forward, x, w, bias, *geometry, act)
+    dy = torch.ones_like(IMPLS[kernels].forward(x, w, b, *geometry, 0))
+    for need in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        properties.assert_opcheck(BACKWARD_IMPLS[kernels].forward, dy, x, w, *geometry, *need)
+
+
+@dense_layouts
+def test_compiles_as_one_graph_and_once(device, backend, layout):
+    properties.assert_compiles(function(), make(device, layout=layout, dtype=torch.bfloat16))
+
+
+def test_keeps_only_its_inputs_for_backward(device, kernels):
+    for layout in harness.DENSE_LAYOUTS:
+        leaves = [t.requires_grad_() for t in make(device, layout=layout, dtype=torch.bfloat16).values()]
+        assert harness.extra_saved_bytes(function(), *leaves) == 0
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    properties.assert_repeats_bitwise(function(), make(device, layout=layout, dtype=dtype))
+    properties.assert_writes_every_element(function("3x3_tf_same"), make(device, layout=layout, dtype=dtype))
+
+
+@dense_layouts
+def test_images_do_not_mix(device, kernels, layout):
+    properties.assert_images_do_not_mix(function("3x3"), make(device, (3, 13, 17, 19), layout), ("x",))
+
+
+@dense_layouts
+@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (1, 8, 150, 40)])
+def test_threads_change_nothing(device, kernels, layout, shape):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels run on threads")
+    properties.assert_threads_change_nothing(function(), make(device, shape, layout))
+
+
+@dense_layouts
+def test_frozen_inputs_change_nothing(device, kernels, layout):
+    properties.assert_frozen_inputs_change_nothing(function(), make(device, layout=layout))
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, kernels, layout):
+    properties.assert_takes_any_incoming_gradient(function(), make(device, layout=layout))
+
+
+def test_second_derivative_is_refused(device, kernels):
+    properties.assert_second_derivative_is_refused(function(), make(device))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@dense_layouts
+def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, layout):
+    for geometry in ("3x3", "3x3_stride2", "7x7", "13x13", "3x3_dilated"):
+        inputs = make(device, (2, 13, 11, 12), layout, kernel=GEOMETRIES[geometry][0])
+        inputs["x"][1, 2, 3, 4] = value
+        harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_for_torchs_convolution(device, backend, dtype):
+    for x_dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        inputs = make(device, dtype=x_dtype)
+        with torch.autocast(device, dtype=dtype):
+            if x_dtype == torch.float64 and harness.why_not(backend, device, "depthwise_conv2d", x_dtype):
+                continue
+            y = depthwise_conv2d(*inputs.values(), padding=1)
+            stock = F.conv2d(*inputs.values(), padding=1, groups=13)
+        assert y.dtype == stock.dtype
+
+
+@pytest.mark.parametrize(
+    ("padding", "stride", "sides"),
+    [("same", 1, (1, 2, 2, 3)), ("valid", 2, (0, 0, 0, 0)), (1, 2, (1, 1, 1, 1)), ((2, 1), 1, (1, 1, 2, 2))],
+)
+def test_paddings_by_name_and_number(device, backend, padding, stride, sides):
+    x, w, b = make(device, kernel=(6, 4)).values()
+    named = depthwise_conv2d(x, w, b, stride, padding)
+    assert torch.equal(named, depthwise_conv2d(x, w, b, stride, sides))
+    assert named.shape == F.conv2d(x, w, b, stride, padding, groups=13).shape
+
+
+def test_one_image_without_batch(device, backend):
+    x, w, b = make(device, (1, 13, 7, 9)).values()
+    assert torch.equal(depthwise_conv2d(x[0], w, b, padding=1), depthwise_conv2d(x, w, b, padding=1)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x must be a Tensor, got list"),
+        ({"x": torch.ones(2, 4)}, ValueError, r"x must have shape \[N, C, H, W\], got \[2, 4\]"),
+        ({"x": torch.ones(2, 3, 4, 4).int()}, TypeError, r"x must be float32, .* got torch.int32"),
+        (
+            {"weight": torch.ones(4, 1, 3, 3)},
+            ValueError,
+            r"weight must have shape \[3 \* m, 1, kh, kw\] .* \[4, 1, 3, 3\]",
+        ),
+        ({"weight": torch.ones(3, 3, 3, 3)}, ValueError, r"weight must have shape \[3 \* m, 1, kh, kw\]"),
+        ({"weight": torch.ones(3, 1, 3, 3).half()}, TypeError, r"weight must have the dtype of x .* got torch.float16"),
+        ({"weight": torch.ones(3, 1, 3, 3, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
+        ({"bias": torch.ones(4)}, ValueError, r"bias must have shape \[3\] or be None, got \[4\]"),
+        ({"stride": 0}, ValueError, "stride must be an int or a pair of ints >= 1, got 0"),
+        ({"stride": (1, 2, 3)}, ValueError, r"stride must be .* got \(1, 2, 3\)"),
+        ({"dilation": (1, 0)}, ValueError, r"dilation must be .* got \(1, 0\)"),
+        ({"padding": -1}, ValueError, "padding must be .* >= 0, got -1"),
+        ({"padding": (0, 0, -1, 0)}, ValueError, "padding must not be negative"),
+        ({"padding": "full"}, ValueError, "padding must be 'same', 'valid' or numbers, got 'full'"),
+        ({"padding": "same", "stride": 2}, ValueError, "padding='same' needs stride 1"),
+        (
+            {"dilation": 2},
+            ValueError,
+            r"kernel \[3, 3\] with dilation \[2, 2\] does not fit into x of shape \[2, 3, 4, 4\]",
+        ),
+        ({"x": torch.ones(2, 3, 0, 4), "padding": 2}, ValueError, "does not fit into x of shape"),
+        ({"act": "tanh"}, ValueError, "act must be one of identity, relu, .* got 'tanh'"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    arguments = {"x": torch.ones(2, 3, 4, 4), "weight": torch.ones(3, 1, 3, 3)} | changes
+    with pytest.raises(error, match=message):
+        depthwise_conv2d(**arguments)
+
+
+def test_explain_knows_both_directions(capsys):
+    inputs = make("cpu")
+    geometry = [1, 1], [1, 1, 1, 1], [1, 1]
+    for op in ("depthwise_conv2d", "depthwise_conv2d_backward"):
+        assert op in backends.explain(op, *inputs.values(), *geometry)
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_automatic_choice_is_as_good_as_torch_where_directions_differ(device, layout, dtype):
+    for geometry in ("3x3", "5x5_stride2", "7x7", "3x3_dilated"):
+        inputs = make(device, (2, 20, 9, 10), layout, dtype, GEOMETRIES[geometry][0])
+        harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "multiplier", "dtype"),
+    [
+        ((1, 16, 33, 33), (31, 31), 1, torch.bfloat16),  # stock does not return
+        ((2, 8, 12, 12), (3, 3), 2, torch.float32),  # stock corrupts the heap in backward
+    ],
+)
+def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier, dtype):
+    if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
+        pytest.skip("without the compiled kernels stock PyTorch is all there is")
+    inputs = make("cpu", shape, "channels_last", dtype, kernel, multiplier).values()
+    assert backends.select("depthwise_conv2d", IMPLS, *inputs) is IMPLS["cpu"]
+    assert backends.select("depthwise_conv2d_backward", BACKWARD_IMPLS, *inputs) is BACKWARD_IMPLS["cpu"]
+
+
+@harness.needs_memory(24)
+@dense_layouts
+def test_more_than_2_to_the_31_elements(device, kernels, layout):
+    weight = harness.normal(64, 1, 3, 3, dtype=torch.bfloat16, device=device)
+    properties.assert_last_image_is_as_alone(lambda x: depthwise_conv2d(x, weight, padding=1), device, layout)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+LAYERS = [
+    dict(kernel_size=3, padding=1),
+    dict(kernel_size=5, stride=2, padding=2, bias=False),
+    dict(kernel_size=(3, 5), padding="same", dilation=2),
+    dict(kernel_size=3, padding=2, padding_mode="reflect"),
+    dict(kernel_size=3, padding=(1, 2), padding_mode="replicate"),
+    dict(kernel_size=3, padding="same", padding_mode="circular"),
+]
+
+
+@pytest.mark.parametrize("multiplier", [1, 2])
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_layer_is_a_conv2d(device, backend, options, multiplier):
+    torch.manual_seed(0)
+    stock = nn.Conv2d(6, 6 * multiplier, groups=6, device=device, **options)
+    torch.manual_seed(0)
+    ours = DepthwiseConv2d(6, 6 * multiplier, device=device, **options)
+    assert isinstance(ours, nn.Conv2d) and ours.extra_repr() == stock.extra_repr()
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True))
+    harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 6, 9, 8), "channels_last", device=device))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(kernel_size=3, stride=2), dict(kernel_size=5, dilation=2), dict(kernel_size=4)]
+)
+@pytest.mark.parametrize("size", [(8, 9), (2, 3)])
+def test_same_layer_is_timms(device, backend, zoo, options, size):
+    ours = DepthwiseConv2dSame(6, device=device, **options)
+    stock = zoo.timm.layers.Conv2dSame(6, 6, groups=6, device=device, **options)
+    stock.load_state_dict(ours.state_dict())
+    harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 6, *size), device=device))
+
+
+def test_separable_layer(device, backend):
+    ours = DepthwiseSeparableConv(6, 10, 3, 2, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU, device=device).to(device)
+    stock = DepthwiseSeparableConv(6, 10, 3, 2, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU, device=device).to(device)
+    stock.depthwise = nn.Conv2d(6, 6, 3, 2, 1, groups=6, device=device)
+    stock.load_state_dict(ours.state_dict())
+    harness.assert_module_as_good_as_torch(ours, stock, harness.images((4, 6, 9, 9), device=device))
+    assert {"depthwise.weight", "depthwise.bias", "pointwise.weight", "pointwise.bias"} <= set(ours.state_dict())
+
+
+def test_layer_refuses_other_groups():
+    with pytest.raises(ValueError, match=r"DepthwiseConv2d: groups must be in_channels \(6\), got 3"):
+        DepthwiseConv2d(6, 6, 3, groups=3)
