@@ -106,11 +106,4 @@ template <Isa I>
 void depthwise_conv2d_backward_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
 
-namespace cuda {
-[[nodiscard]] int depthwise_conv2d(const DepthwiseConv2d& a, void* stream);
-// Bytes of `partial`.
-int64_t depthwise_conv2d_partial_bytes(const DepthwiseConv2dBackward& a);
-[[nodiscard]] int depthwise_conv2d_backward(const DepthwiseConv2dBackward& a, void* stream);
-}  // namespace cuda
-
 }  // namespace fusedtrain

@@ -21,6 +21,7 @@ PLACES = {
 }
 # What is still to be written. The backend tables give the same as their reason; an entry that is there is an error too.
 MISSING = {
+    ("depthwise_conv2d", "CUDA kernel"),
     ("grad_norm", "CUDA kernel"),
     ("grad_norm", "Triton kernel"),
     ("grad_norm", "benchmark"),

@@ -110,15 +110,10 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
                           .weight = weight.const_data_ptr(),
                           .bias = bias ? bias->const_data_ptr() : nullptr,
                           .y = y.mutable_data_ptr()};
-  if (!x.is_cuda()) {
-    const Tensor taps = taps_of(s, weight);
-    parallel_units(s, s.n * cpu::chunks(s) * cpu::bands(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
-      cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
-    });
-  } else if constexpr (kWithCuda) {
-    const CudaLaunch launch("depthwise_conv2d", x);
-    launch(cuda::depthwise_conv2d(a, launch.stream));
-  }
+  const Tensor taps = taps_of(s, weight);
+  parallel_units(s, s.n * cpu::chunks(s) * cpu::bands(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+    cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
+  });
   return y;
 }
 
@@ -145,39 +140,25 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
                             .dw = data_or_null(dw),
                             .db = data_or_null(db),
                             .partial = nullptr};
-  if (!x.is_cuda()) {
-    const Tensor taps = taps_of(s, weight);
-    const Tensor partial = empty_acc(x, {need_dw || need_db ? cpu::partial_size(s) : 0});
-    a.partial = data_or_null(partial);
-    parallel_units(s, cpu::groups(s) * cpu::chunks(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
-      cpu::depthwise_conv2d_backward<I>(a, taps.const_data_ptr(), scratch, begin, end);
-    });
-    if (a.partial == nullptr) return {dx, dw, db};
-    visit_isa([&]<Isa I>() {
-      parallel_items(
-          0, cpu::depthwise_conv2d_blocks<I>(s), cpu::partial_size(s) * cpu::kMostLanes / s.c,
-          [&]<Isa J>(int64_t begin, int64_t end) { cpu::depthwise_conv2d_backward_finish<J>(a, begin, end); });
-    });
-  } else if constexpr (kWithCuda) {
-    const CudaLaunch launch("depthwise_conv2d_backward", x);
-    const Tensor partial = empty_acc(x, {cuda::depthwise_conv2d_partial_bytes(a) / 4 + 1});
-    a.partial = partial.mutable_data_ptr();
-    launch(cuda::depthwise_conv2d_backward(a, launch.stream));
-  }
+  const Tensor taps = taps_of(s, weight);
+  const Tensor partial = empty_acc(x, {need_dw || need_db ? cpu::partial_size(s) : 0});
+  a.partial = data_or_null(partial);
+  parallel_units(s, cpu::groups(s) * cpu::chunks(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+    cpu::depthwise_conv2d_backward<I>(a, taps.const_data_ptr(), scratch, begin, end);
+  });
+  if (a.partial == nullptr) return {dx, dw, db};
+  visit_isa([&]<Isa I>() {
+    parallel_items(0, cpu::depthwise_conv2d_blocks<I>(s), cpu::partial_size(s) * cpu::kMostLanes / s.c,
+                   [&]<Isa J>(int64_t begin, int64_t end) { cpu::depthwise_conv2d_backward_finish<J>(a, begin, end); });
+  });
   return {dx, dw, db};
-}
-
-template <class Library>
-void implement(Library& m) {
-  m.impl("depthwise_conv2d", TORCH_BOX(&depthwise_conv2d));
-  m.impl("depthwise_conv2d_backward", TORCH_BOX(&depthwise_conv2d_backward));
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
-#ifdef FUSEDTRAIN_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { implement(m); }
-#endif
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  m.impl("depthwise_conv2d", TORCH_BOX(&depthwise_conv2d));
+  m.impl("depthwise_conv2d_backward", TORCH_BOX(&depthwise_conv2d_backward));
+}
 
 }  // namespace fusedtrain::bindings

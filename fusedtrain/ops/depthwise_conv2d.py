@@ -95,11 +95,15 @@ def _slower(direction: str):
     return slower
 
 
+def _why_not_cuda(x: Tensor, *_) -> str:
+    return _common.why_not_cuda(x) or "depthwise_conv2d has no CUDA kernels yet"
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.depthwise_conv2d, torch.ops.fusedtrain.depthwise_conv2d_backward
 IMPLS = register(
     "depthwise_conv2d",
     {
-        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        "cuda": Impl(_OP.default, _BACKWARD.default, _why_not_cuda),
         "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower("forward")),
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
@@ -109,7 +113,7 @@ IMPLS = register(
 BACKWARD_IMPLS = register(
     "depthwise_conv2d_backward",
     {
-        "cuda": Impl(_BACKWARD.default, None, _common.why_not_cuda),
+        "cuda": Impl(_BACKWARD.default, None, _why_not_cuda),
         "cpu": Impl(_BACKWARD.default, None, _common.why_not_cpu, _slower("backward")),
         "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference_backward, None, _common.never_why_not),
