@@ -14,6 +14,7 @@ import os
 
 import pytest
 import torch
+import torch.testing._internal.common_utils
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():

@@ -132,11 +132,16 @@ def test_activations_and_slopes_are_as_good_as_torch(device, act):
 LONG = {"contiguous": (2, 3, 67, 65), "channels_last": (2, 70, 19, 17)}
 
 
-def long_inputs(layout: str, device: str, dtype=torch.float32) -> dict:
+def long_inputs(layout: str, device: str, dtype=torch.float32, draw: int = 0) -> dict:
     n, c, h, w = LONG[layout]
-    weights = {"w1": harness.normal(3, c, dtype=dtype, seed=1) / c**0.5, "b1": harness.normal(3, dtype=dtype, seed=2)}
-    weights |= {"w2": harness.normal(c, 3, dtype=dtype, seed=3), "b2": harness.normal(c, dtype=dtype, seed=4)}
-    x = harness.images((n, c, h, w), layout, dtype)
+    seed = 5 * draw
+    weights = {"w1": harness.normal(3, c, dtype=dtype, seed=seed + 1) / c**0.5}
+    weights |= {"b1": harness.normal(3, dtype=dtype, seed=seed + 2)}
+    weights |= {
+        "w2": harness.normal(c, 3, dtype=dtype, seed=seed + 3),
+        "b2": harness.normal(c, dtype=dtype, seed=seed + 4),
+    }
+    x = harness.images((n, c, h, w), layout, dtype, seed=seed)
     return {key: value.to(device) for key, value in ({"x": x} | weights).items()}
 
 
@@ -147,15 +152,18 @@ def block(in_act="silu"):
 @pytest.mark.parametrize("layout", LONG)
 @pytest.mark.parametrize("dtype", harness.DTYPES[:3])
 def test_sums_in_chunks_are_as_good_as_torch(device, layout, dtype):
-    inputs = long_inputs(layout, device, dtype)
-    assert _images.grid(inputs["x"]).chunks > 1
-    with fusedtrain.use_backend("reference"):
-        stock = harness.evaluate(block(), inputs)
-        truth = harness.evaluate(block(), harness.cast(inputs, torch.float64), dy_dtype=dtype)
-    with fusedtrain.use_backend("triton"):
-        ours = harness.evaluate(block(), inputs)
-    for key, value in ours.items():
-        harness.assert_as_good_as_torch(value, stock[key], truth[key], f"{layout} {key}")
+    ours, stock, truth = [], [], []
+    for draw in range(4):  # judged together: with few gradients torch's own error can be small by chance
+        inputs = long_inputs(layout, device, dtype, draw)
+        assert _images.grid(inputs["x"]).chunks > 1
+        with fusedtrain.use_backend("reference"):
+            stock.append(harness.evaluate(block(), inputs))
+            truth.append(harness.evaluate(block(), harness.cast(inputs, torch.float64), dy_dtype=dtype))
+        with fusedtrain.use_backend("triton"):
+            ours.append(harness.evaluate(block(), inputs))
+    for key in ours[0]:
+        values = (torch.stack([run[key] for run in runs]) for runs in (ours, stock, truth))
+        harness.assert_as_good_as_torch(*values, f"{layout} {key}")
 
 
 @pytest.mark.parametrize("layout", LONG)
