@@ -51,7 +51,7 @@ namespace cpu {
 // The kernels work on blocks of as many channels as a vector has lanes. A unit of work is a chunk of blocks of a band
 // of rows, small enough to stay in L2: its memory is read in long runs, though each block takes only a line of every
 // pixel. This partition depends on the shapes alone, so results do not depend on the number of threads.
-constexpr int64_t kMostLanes = 16;  // of any instruction set
+constexpr int64_t kMostLanes = 32;  // channels of a block, of any instruction set
 constexpr int64_t kChunkChannels = 128;
 constexpr int64_t kUnitBytes = 256 << 10;          // of x in float32
 constexpr int64_t kLeastRows = 4, kMostRows = 32;  // of y per band
@@ -84,7 +84,8 @@ constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
   const int64_t row = ((cols + 8) * s.sw + span_w) * kVecBytesMost;
   const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
-  return s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
+  const int64_t mirrored = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // weights, where k <= 7
+  return mirrored + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
          s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096;
 }
 
@@ -105,5 +106,13 @@ void depthwise_conv2d_backward(const DepthwiseConv2dBackward& a, const void* tap
 template <Isa I>
 void depthwise_conv2d_backward_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
+
+namespace cuda {
+// Elements of acc in `partial`.
+int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s);
+[[nodiscard]] int depthwise_conv2d(const DepthwiseConv2d& a, void* stream);
+[[nodiscard]] int depthwise_conv2d_dx(const DepthwiseConv2dBackward& a, void* stream);
+[[nodiscard]] int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream);  // and db
+}  // namespace cuda
 
 }  // namespace fusedtrain

@@ -1,7 +1,10 @@
 #pragma once
-// optimizer_step: one step of an optimizer for a list of parameters, in one pass over memory.
+// optimizer_step: one step of an optimizer for a list of parameters, in one pass over memory (two for rules that need
+// the norm of each parameter or gradient).
 //
-//   f = min(1, max_norm / (norm / grad_scale + 1e-6)) / grad_scale          norm: of the gradients as they are
+//   f = min(1, max_norm / (norm / grad_scale + 1e-6)) / grad_scale          norm: of the gradients as they are; LAMB's
+//   own
+//                                                                           clipping has no 1e-6
 //   p, states = rule(p, +-f g, states)                                      csrc/core/update_rule.h
 //   ema = ema + (1 - ema_decay) (p - ema)
 //   step = step + 1
@@ -19,11 +22,12 @@ namespace fusedtrain {
 struct StepTensor {
   int64_t numel;
   DType dtype;
-  void* param;               // dtype [numel]
-  void* grad;                // dtype [numel]
-  void* states[kMaxStates];  // dtype [numel], as many as the rule has
-  void* ema;                 // acc [numel] or null
-  float* step;               // [1]: updates done so far; null where the rule does not count
+  void* param;                  // dtype [numel]
+  void* grad;                   // dtype [numel]
+  void* states[kMaxStates];     // dtype [numel], as many as the rule has
+  float* scalars[kMaxScalars];  // [1], as many as the rule has
+  void* ema;                    // acc [numel] or null
+  float* step;                  // [1]: updates done so far; null where none are counted; neighbours may share one
 };
 
 struct OptimizerStep {
@@ -38,6 +42,8 @@ struct OptimizerStep {
   const double* norm;       // [1] or null: no clipping
   const float* grad_scale;  // [1] or null: 1
   const float* found_inf;   // [1] or null: 0
+  double* partial;          // [chunks, 2]: the sums of the first pass, or null
+  double* ratio;            // [count]: what the rule makes of them, or null
 };
 
 // The factor f on the gradients, +-1 / grad_scale where there is no norm.
@@ -45,7 +51,7 @@ FUSEDTRAIN_HD double grad_factor(const OptimizerStep& a) {
   const double scale = a.grad_scale != nullptr ? double(*a.grad_scale) : 1.0;
   double factor = (a.maximize ? -1.0 : 1.0) / scale;
   if (a.norm != nullptr) {
-    const double clip = a.max_norm / (*a.norm / scale + 1e-6);
+    const double clip = a.max_norm / (*a.norm / scale + (a.rule == Rule::kLamb ? 0.0 : 1e-6));
     factor *= clip > 1.0 ? 1.0 : clip;  // a norm that is NaN makes the gradients NaN, as clip_grad_norm_ does
   }
   return factor;
@@ -57,7 +63,10 @@ FUSEDTRAIN_HD bool is_skipped(const OptimizerStep& a) {
 }
 
 namespace cpu {
-// Items: chunks. All but the counting of steps.
+// Items: chunks. The first pass of rules with kNorms: writes partial.
+template <Isa I>
+void optimizer_step_norms(const OptimizerStep& a, int64_t begin, int64_t end);
+// Items: chunks. All the rest but the counting of steps.
 template <Isa I>
 void optimizer_step(const OptimizerStep& a, int64_t begin, int64_t end);
 }  // namespace cpu

@@ -1,13 +1,16 @@
 """Which implementation of an op runs, and why.
 
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
-reference, that can take the arguments and is not known to be slower than stock PyTorch on them. A forced backend runs
+reference, that can take the arguments and is not known to be slower than stock PyTorch on them, unless ``fusedtrain
+tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced backend runs
 or raises; nothing falls back silently.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from fusedtrain import _tuned
 
 BACKENDS = ("cuda", "cpu", "triton", "reference")
 
@@ -30,6 +33,7 @@ class Impl:
 
 
 _OPS: dict[str, dict[str, Impl]] = {}
+_tuned.load()
 
 
 def register(op: str, impls: dict[str, Impl]) -> dict[str, Impl]:
@@ -84,6 +88,9 @@ def current_backend() -> str | None:
 def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
     if _forced is None:
+        measured = _tuned.choice(op, impls, args) if _tuned.active else None
+        if measured is not None:
+            return impls[measured[0]]
         for impl in impls.values():
             if impl.why_not(*args) is None and (impl.slower is None or impl.slower(*args) is None):
                 return impl
@@ -102,7 +109,10 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
 def _table(op: str, impls: dict[str, Impl], args: tuple) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
     chosen = _forced if _forced is not None else next((n for n, reason in verdicts.items() if reason is None), None)
+    measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
     lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
+    if measured is not None:
+        lines = [f"{op}: {measured[0]} runs, by the table of fusedtrain tune backend: {measured[1]}"]
     lines += [f"  {name:<10} {reason or 'can run'}" for name, reason in verdicts.items()]
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl
 from fusedtrain.ops import _common
+from fusedtrain.ops.depthwise_conv2d import output_size
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -59,7 +60,8 @@ def library() -> ctypes.CDLL:
 def structs() -> dict[str, type[ctypes.Structure]]:
     """ctypes twins of the structs that CUDA kernels take, read from their headers; enums are 32-bit integers."""
     types = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
-    for header in [CSRC / "core/types.h", *(CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))]:
+    headers = (CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))
+    for header in [CSRC / "core/types.h", *filter(Path.exists, headers)]:
         text = re.sub(r"//.*", "", header.read_text())
         types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", text)}
         for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
@@ -172,8 +174,43 @@ def squeeze_excite_backward(
     return dx, *(d.to(w1.dtype) if need_dw else w1.new_empty(0) for d in dw.values())
 
 
+def _sizes(x: Tensor, weight: Tensor, stride, padding, dilation):
+    (n, c, h, w), (co, _, kh, kw), (left, right, top, bottom) = x.shape, weight.shape, padding
+    ho = output_size(h, kh, stride[0], top, bottom, dilation[0])
+    wo = output_size(w, kw, stride[1], left, right, dilation[1])
+    numbers = (n, c, h, w, co // c, ho, wo, kh, kw, *stride, top, left, *dilation)
+    return structs()["DepthwiseSizes"](*numbers, _DTYPES[x.dtype], int(_common.is_channels_last(x)))
+
+
+def depthwise_conv2d(x, weight, bias, stride, padding, dilation, act):
+    sizes = _sizes(x, weight, stride, padding, dilation)
+    layout = torch.channels_last if sizes.layout else torch.contiguous_format
+    shape = (sizes.n, sizes.c * sizes.m, sizes.ho, sizes.wo)
+    y = torch.empty(shape, dtype=x.dtype, memory_format=layout).fill_(torch.nan)
+    call("depthwise_conv2d", "DepthwiseConv2d", sizes=sizes, act=act, x=x, weight=weight, bias=bias, y=y)
+    return y
+
+
+def depthwise_conv2d_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, need_db):
+    sizes = _sizes(x, weight, stride, padding, dilation)
+    dx = torch.empty_like(x).fill_(torch.nan) if need_dx else x.new_empty(0)
+    dw = torch.full_like(weight, torch.nan) if need_dw else x.new_empty(0)
+    db = x.new_full((len(weight),), torch.nan) if need_db else x.new_empty(0)
+    partial_size = library()["_ZN10fusedtrain4cuda29depthwise_conv2d_partial_sizeERKNS_14DepthwiseSizesE"]
+    partial_size.restype = ctypes.c_int64
+    partial = _acc(x, partial_size(ctypes.byref(sizes)))
+    fields = {"sizes": sizes, "dy": dy, "x": x, "weight": weight, "dx": dx, "dw": dw, "db": db, "partial": partial}
+    if need_dx:
+        call("depthwise_conv2d_dx", "DepthwiseConv2dBackward", **fields)
+    if need_dw or need_db:
+        call("depthwise_conv2d_dw", "DepthwiseConv2dBackward", **fields)
+    return dx, dw, db
+
+
 IMPLS = {
     "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),
     "channel_scale": Impl(channel_scale, channel_scale_backward, _common.never_why_not),
     "squeeze_excite": Impl(squeeze_excite, squeeze_excite_backward, _common.never_why_not),
+    "depthwise_conv2d": Impl(depthwise_conv2d, depthwise_conv2d_backward, _common.never_why_not),
+    "depthwise_conv2d_backward": Impl(depthwise_conv2d_backward, None, _common.never_why_not),
 }

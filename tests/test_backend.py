@@ -143,7 +143,7 @@ def test_explain_agrees_with_the_automatic_choice(capsys):
 
 
 def test_explain_names_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"explain\(\) knows the ops channel_pool, .* got 'softmax'"):
+    with pytest.raises(ValueError, match=r"explain\(\) knows the ops batch_norm_act, .* got 'softmax'"):
         fusedtrain.explain(torch.softmax, X)
     with pytest.raises(ValueError, match=r"explain\('channel_pool', ...\) needs the op's arguments, x first"):
         fusedtrain.explain("channel_pool")

@@ -50,10 +50,9 @@ def test_kernels_know_no_torch(path):
 @pytest.mark.parametrize("path", BINDINGS, ids=relative)
 def test_bindings_use_the_stable_abi_only(path):
     stable = ("torch/csrc/stable/", "torch/csrc/inductor/aoti_torch/c/", "torch/headeronly/")
-    pybind = ("pybind11/",) if path.name == "module.cpp" else ()
-    wrong = [
-        name for name in includes(path) if name.startswith((*TORCH, *CUDA)) and not name.startswith(stable + pybind)
-    ]
+    host = {"module.cpp": ("pybind11/",), "step_table.h": ("pybind11/", "ATen/dlpack.h")}  # DLPack is a C interface
+    allowed = stable + host.get(path.name, ())
+    wrong = [name for name in includes(path) if name.startswith((*TORCH, *CUDA)) and not name.startswith(allowed)]
     assert not wrong, f"{relative(path)} includes {wrong}"
 
 
@@ -63,6 +62,12 @@ def test_macros_take_no_arguments(path):
     assert not re.findall(r"^\s*#\s*define\s+\w+\(", text, re.MULTILINE)
     names = re.findall(r"^\s*#\s*define\s+(\w+)", text, re.MULTILINE)
     assert all(name.startswith("FUSEDTRAIN_") for name in names), names
+
+
+def test_every_cuda_kernel_states_its_block_size():
+    for path in [*CSRC.glob("cuda/*"), *CUDA_CORE]:
+        for kernel in re.findall(r"__global__ [^;{]*?\w+_kernel\(", path.read_text()):
+            assert "__launch_bounds__(kThreads" in kernel, f"{relative(path)}: {kernel}"
 
 
 @needs_compiler

@@ -13,9 +13,12 @@ import sys
 import cases
 import emulator
 import harness
+import properties
 import pytest
+import test_activation
 import test_channel_pool
 import test_channel_scale
+import test_depthwise_conv2d as depthwise
 import test_squeeze_excite
 import torch
 
@@ -58,6 +61,17 @@ def check(op: str, shape: tuple, form: dict, options: dict, monkeypatch) -> None
         harness.assert_bitwise_equal(harness.evaluate(function, draws[-1]), results, f"{op}, thread order {order}")
 
 
+def check_depthwise(shape: tuple, geometry: str, form: dict, monkeypatch, act: str = "identity") -> None:
+    function, reference = depthwise.function(geometry, act), depthwise.reference_of(geometry, act)
+    kernel = depthwise.GEOMETRIES[geometry][0]
+    inputs = depthwise.make("cpu", shape, kernel=kernel, **form)
+    monkeypatch.setenv("CUDA_EMU_ORDER", ORDERS[0])
+    results = harness.assert_op_as_good_as_torch(function, reference, inputs, geometry)
+    for order in ORDERS[1:]:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        harness.assert_bitwise_equal(harness.evaluate(function, inputs), results, f"{geometry}, thread order {order}")
+
+
 OPTIONS = ("act", "gate", "pool", "in_act")
 CASES = [(op, case) for op, module in OPS.items() for case in module.CASES]
 
@@ -78,19 +92,78 @@ def test_every_path_through_the_kernels(op, shape, layout, dtype, monkeypatch):
     check(op, SHAPES[shape], {"layout": layout, "dtype": dtype}, options, monkeypatch)
 
 
+# By what the kernels do with them: packs of channels; single elements, images narrower than a run; kernels that share a
+# channel.
+DEPTHWISE = {
+    "packs": ((2, 16, 9, 10), {"multiplier": 1}),
+    "singles": ((3, 5, 6, 7), {"multiplier": 1, "bias": False}),
+    "multiplier": ((2, 8, 8, 9), {"multiplier": 2}),
+}
+
+
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
-def test_results_do_not_depend_on_the_batch(layout):
-    inputs = test_squeeze_excite.make("cpu", (5, 24, 20, 20), layout)
-    function = test_squeeze_excite.function(pool="avg_max")
-    y = function(*inputs.values())
-    alone = function(inputs["x"][3:4], *list(inputs.values())[1:])
-    assert torch.equal(y[3:4], alone)
+@pytest.mark.parametrize("form", DEPTHWISE)
+@pytest.mark.parametrize("geometry", [g for g in depthwise.GEOMETRIES if not (emulator.SANITIZED and g == "31x31")])
+def test_every_depthwise_geometry(geometry, form, layout, monkeypatch):
+    shape, options = DEPTHWISE[form]
+    if not depthwise.fits(shape, depthwise.GEOMETRIES[geometry]):
+        pytest.skip("the kernel is larger than the padded image")
+    dtype = harness.DTYPES[list(depthwise.GEOMETRIES).index(geometry) % len(harness.DTYPES)]
+    check_depthwise(shape, geometry, {"layout": layout, "dtype": dtype, **options}, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_depthwise_sums_of_several_chunks_blocks_and_tiles(layout, monkeypatch):
+    for shape, dtype in (((6, 8, 33, 70), torch.bfloat16), ((1, 264, 5, 6), torch.float32)):
+        check_depthwise(shape, "3x3", {"layout": layout, "dtype": dtype}, monkeypatch)
+
+
+@pytest.mark.parametrize("act", depthwise._codes.INPUT_ACTIVATIONS)
+def test_depthwise_activation_of_inference(act):
+    inputs = depthwise.make("cpu", (2, 16, 7, 9), "channels_last")
+    for geometry in ("3x3", "5x5_stride2"):
+        inputs |= {"w": depthwise.make("cpu", (2, 16, 7, 9), kernel=depthwise.GEOMETRIES[geometry][0])["w"]}
+        function, reference = depthwise.function(geometry, act), depthwise.reference_of(geometry, act)
+        harness.assert_op_as_good_as_torch(function, reference, inputs, act, frozen=list(inputs))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_activations(dtype):
+    for function, act in test_activation.FUNCTIONS:
+        test_activation.check_ends(function, act, dtype, "cpu")
+    if dtype != torch.float64:
+        test_activation.check_gelu_tail(dtype, "cpu")
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("op", OPS)
+def test_images_do_not_mix(op, layout):
+    per_image = ("x", "gate") if op == "channel_scale" else ("x",)
+    for pool in ({},) if op == "channel_scale" else ({"pool": "avg"}, {"pool": "avg_max"}):
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = OPS[op].make("cpu", (3, 13, 17, 19), layout, dtype)
+            properties.assert_images_do_not_mix(OPS[op].function(**pool), inputs, per_image)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("op", OPS)
+def test_nan_and_infinity_stay_in_place(op, value):
+    image, plane = (1,), (1, 2)
+    region = (*plane, 3, 4) if op == "channel_scale" else plane if op == "channel_pool" else image
+    for layout in harness.DENSE_LAYOUTS:
+        for in_act in test_channel_scale._codes.INPUT_ACTIVATIONS:
+            for pool in ({},) if op == "channel_scale" else ({"pool": "avg"}, {"pool": "avg_max"}):
+                options = {"in_act": in_act, **pool}
+                functions = OPS[op].function(**options), OPS[op].reference_of(**options)
+                inputs = OPS[op].make("cpu", layout=layout)
+                properties.assert_not_finite_stays_in_place(*functions, inputs, value, (1, 2, 3, 4), region)
 
 
 @pytest.mark.skipif(emulator.SANITIZED, reason="already under the sanitizers")
 def test_kernels_under_sanitizers():
     env = sanitizer_environment()
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    paths = "every_path or several_chunks or images_do_not_mix or (depthwise_geometry and not multiplier)"
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-k", paths, __file__]
     result = subprocess.run(command, cwd=emulator.TESTS, env=env, capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
 
@@ -146,7 +219,7 @@ FAULTS = {
 @pytest.mark.skipif(emulator.SANITIZED, reason="starts a process under the sanitizers itself")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_emulator_ends_a_faulty_kernel(fault):
-    code = f"import test_cuda_emu; test_cuda_emu.run_fault({fault!r})"
+    code = f"import conftest, test_cuda_emu; test_cuda_emu.run_fault({fault!r})"
     env = sanitizer_environment() if fault == "shared_out_of_bounds" else dict(os.environ)
     result = subprocess.run([sys.executable, "-c", code], cwd=emulator.TESTS, env=env, capture_output=True, text=True)
     assert result.returncode != 0 and FAULTS[fault] in result.stderr, result.stderr[-2000:]

@@ -53,6 +53,11 @@ def timm_model(zoo, name, **options):
     return zoo.timm.create_model(name, **options)
 
 
+def attention(report):
+    """How many layers of channel attention were swapped."""
+    return sum(c.after.startswith(("fusedtrain.nn.squeeze_excite", "fusedtrain.nn.eca")) for c in report.swapped)
+
+
 def layout_of(model):
     return [(name, tuple(t.shape), t.dtype, t.device) for name, t in model.state_dict().items()]
 
@@ -66,7 +71,12 @@ def small_model(zoo):
     squeeze_excite = zoo.timm.models._efficientnet_blocks.SqueezeExcite
     shared = squeeze_excite(16)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3), shared, nn.BatchNorm2d(16), nn.ReLU(), shared, zoo.torchvision.ops.SqueezeExcitation(16, 4)
+        nn.Conv2d(3, 16, 3),
+        shared,
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        shared,
+        zoo.torchvision.ops.SqueezeExcitation(16, 4),
     )
 
 
@@ -78,13 +88,13 @@ def test_every_architecture_of_timm_with_channel_attention(name, zoo):
     planned = fusedtrain.fuse(model, dry_run=True)
     assert classes_of(model) == classes
     report = fusedtrain.fuse(model)
-    assert report == planned and len(report.swapped) == TIMM_MODELS[name], report
+    assert report == planned and attention(report) == TIMM_MODELS[name], report
     assert all(a is b for a, b in zip(model.parameters(), parameters)) and layout_of(model) == before
     for candidate in report.swapped:
         fused = type(model.get_submodule(candidate.name))
         assert f"{fused.__module__}.{fused.__qualname__}" == candidate.after
     assert not fusedtrain.fuse(model).swapped
-    assert len(fusedtrain.unfuse(model)) == TIMM_MODELS[name]
+    assert len(fusedtrain.unfuse(model)) == len(report.swapped)
     assert classes_of(model) == classes and layout_of(model) == before
 
 
@@ -96,18 +106,28 @@ def step(model, x):
     return y.detach(), [p.grad.double() for p in model.parameters()]
 
 
-def assert_model_as_good_as_torch(fused, stock, x, what):
-    """The rule for the output and for all gradients together, each over the largest number of its tensor."""
-    truth_y, truth = step(copy.deepcopy(stock).double(), x.double())
-    stock_y, theirs = step(copy.deepcopy(stock), x)
-    fused_y, ours = step(copy.deepcopy(fused), x)
-    harness.assert_as_good_as_torch(fused_y, stock_y, truth_y, f"{what} y")
-    largest = max(gradient.abs().max() for gradient in truth)
-    scales = [gradient.abs().max().clamp(min=1e-3 * largest) for gradient in truth]
-    ours, theirs, truth = (
-        torch.cat([(g / scale).flatten() for g, scale in zip(gradients, scales)]) for gradients in (ours, theirs, truth)
-    )
-    harness.assert_as_good_as_torch(ours.to(x.dtype), theirs.to(x.dtype), truth, f"{what} gradients")
+def assert_model_as_good_as_torch(fused, stock, what):
+    """The rule for the output and for all gradients together, each over the largest number of its tensor.
+
+    Gradients are judged in the median of several batches: a value that rounding puts on the other side of a kink of an
+    activation changes those of its whole batch, in torch's network as often as in ours.
+    """
+    outputs, gradients = ([], [], []), ([], [], [])  # of torch in float64, torch, ours
+    for seed in range(6):
+        x = harness.images((4, 3, 64, 64), seed=seed)
+        models = copy.deepcopy(stock).double(), copy.deepcopy(stock), copy.deepcopy(fused)
+        results = [step(model, batch) for model, batch in zip(models, (x.double(), x, x))]
+        largest = max(gradient.abs().max() for gradient in results[0][1])
+        scales = [gradient.abs().max().clamp(min=1e-3 * largest) for gradient in results[0][1]]
+        for (y, grads), ys, flats in zip(results, outputs, gradients):
+            ys.append(y)
+            flats.append(torch.cat([(g / scale).flatten() for g, scale in zip(grads, scales)]))
+    truth, theirs, ours = map(torch.stack, outputs)
+    harness.assert_as_good_as_torch(ours, theirs, truth, f"{what} y [batch, ...]")
+    truth, theirs, ours = map(torch.stack, gradients)
+    error, allowed = ((side - truth).abs().amax(1).median() for side in (ours, theirs))
+    bound = 2 * allowed + 2 * torch.finfo(torch.float32).eps * truth.abs().max()
+    assert error <= bound, f"{what} gradients: error {error:.3e}, torch's own {allowed:.3e}, allowed {bound:.3e}"
 
 
 @pytest.mark.parametrize(
@@ -122,15 +142,16 @@ def test_models_of_timm_train_as_well_as_before(name, zoo):
 def test_torchvisions_mobilenet_v3_trains_as_well_as_before(zoo):
     torch.manual_seed(0)
     model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10, dropout=0.0)
-    assert len(fusedtrain.fuse(model, dry_run=True).swapped) == 9
+    report = fusedtrain.fuse(model, dry_run=True)
+    kinds = [candidate.after.rpartition(".")[2] for candidate in report.swapped]
+    assert attention(report) == 9 and kinds.count("BatchNorm2d") == 34 and kinds.count("DepthwiseConv2d") == 11
     check_training(model, "mobilenet_v3_small")
 
 
 def check_training(model, what):
-    x = harness.images((8, 3, 64, 64))
     fused = copy.deepcopy(model)
     assert fusedtrain.fuse(fused).swapped
-    assert_model_as_good_as_torch(fused.train(), model.train(), x, f"{what} at the start")
+    assert_model_as_good_as_torch(fused.train(), model.train(), f"{what} at the start")
     optimizer = torch.optim.SGD(fused.parameters(), lr=0.01)
     for seed in range(20):
         optimizer.zero_grad()
@@ -139,7 +160,7 @@ def check_training(model, what):
     model.load_state_dict(fused.state_dict())
     for training in (True, False):
         mode = "training" if training else "evaluation"
-        assert_model_as_good_as_torch(fused.train(training), model.train(training), x, f"{what} after 20 steps, {mode}")
+        assert_model_as_good_as_torch(fused.train(training), model.train(training), f"{what} after 20 steps, {mode}")
 
 
 def test_objects_hooks_optimizers_and_shared_modules_stay(zoo):
@@ -150,10 +171,10 @@ def test_objects_hooks_optimizers_and_shared_modules_stay(zoo):
     report = fusedtrain.fuse(model)
     assert [candidate.name for candidate in report.swapped] == ["1", "5"]
     assert model[1] is model[4] is shared and type(shared) is fusedtrain.nn.SqueezeExcite
-    before = shared.conv_reduce.weight.detach().clone()
+    before = shared.conv_expand.bias.detach().clone()
     model(harness.images((2, 3, 8, 8))).sum().backward()
     optimizer.step()
-    assert calls == ["hook", "hook"] and not torch.equal(shared.conv_reduce.weight, before)
+    assert calls == ["hook", "hook"] and not torch.equal(shared.conv_expand.bias, before)
 
 
 def test_weights_load_before_and_after(zoo):

@@ -20,7 +20,17 @@ def test_every_variant_is_as_good_as_torch(isa):
     if "this CPU does not have it" in done.stderr:
         pytest.skip(f"this CPU does not have {isa}")
     assert done.stdout.strip() == isa, done.stderr
-    tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_squeeze_excite.py", "test_channel_pool.py"]
+    tests = [
+        "-m",
+        "pytest",
+        "-n0",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "test_squeeze_excite.py",
+        "test_channel_pool.py",
+    ]
     done = harness.run_python(
         *tests, "-k", "cpu-cpu and (as_good_as_torch or repeats or share_its_gradient)", FUSEDTRAIN_ISA=isa
     )

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fusedtrain.kernels import channel_pool, channel_scale, depthwise_conv2d, squeeze_excite
+from fusedtrain.kernels import batch_norm_act, channel_pool, channel_scale, depthwise_conv2d, squeeze_excite
 from fusedtrain.ops import _codes
 
 GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
@@ -81,6 +81,18 @@ def depthwise_conv2ds(device):
         depthwise_conv2d.depthwise_conv2d_backward(y, x, weight, *geometry, True, True, True)
 
 
+def batch_norm_acts(device):
+    for shape, memory_format, dtype in SHAPES:
+        x = torch.ones(shape, device=device, dtype=dtype).to(memory_format=memory_format)
+        weight, bias = x.new_ones(shape[1]), x.new_ones(shape[1])
+        mean, m2 = batch_norm_act.batch_norm_act_stats(x)
+        rstd = batch_norm_act.batch_norm_act_update_(mean, m2, weight, bias, 98.0, 0.1, 1e-5)
+        inputs = x, mean, rstd, weight, bias, x, GELU, False
+        y = batch_norm_act.batch_norm_act(*inputs)
+        sums = batch_norm_act.batch_norm_act_reduce(y, *inputs)
+        batch_norm_act.batch_norm_act_backward(y, *inputs[:6], *sums, 98.0, *inputs[6:], True, True)
+
+
 @triton.jit
 def _off_by_one_kernel(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -92,7 +104,12 @@ def off_by_one(device):
     _off_by_one_kernel[(1,)](x, x.numel(), BLOCK=1024)
 
 
-CASES = {"squeeze_excite": squeeze_excites, "depthwise_conv2d": depthwise_conv2ds, "off_by_one": off_by_one}
+CASES = {
+    "batch_norm_act": batch_norm_acts,
+    "squeeze_excite": squeeze_excites,
+    "depthwise_conv2d": depthwise_conv2ds,
+    "off_by_one": off_by_one,
+}
 
 
 # --- compile ----------------------------------------------------------------------------------------------------------

@@ -110,6 +110,13 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
                           .weight = weight.const_data_ptr(),
                           .bias = bias ? bias->const_data_ptr() : nullptr,
                           .y = y.mutable_data_ptr()};
+  if constexpr (kWithCuda) {
+    if (x.is_cuda()) {
+      const CudaLaunch launch("depthwise_conv2d", x);
+      launch(cuda::depthwise_conv2d(a, launch.stream));
+      return y;
+    }
+  }
   const Tensor taps = taps_of(s, weight);
   parallel_units(s, s.n * cpu::chunks(s) * cpu::bands(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
     cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
@@ -140,8 +147,19 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
                             .dw = data_or_null(dw),
                             .db = data_or_null(db),
                             .partial = nullptr};
+  const bool reduces = need_dw || need_db;
+  if constexpr (kWithCuda) {
+    if (x.is_cuda()) {
+      const Tensor partial = empty_acc(x, {reduces ? cuda::depthwise_conv2d_partial_size(s) : 0});
+      a.partial = data_or_null(partial);
+      const CudaLaunch launch("depthwise_conv2d_backward", x);
+      if (need_dx) launch(cuda::depthwise_conv2d_dx(a, launch.stream));
+      if (reduces) launch(cuda::depthwise_conv2d_dw(a, launch.stream));
+      return {dx, dw, db};
+    }
+  }
   const Tensor taps = taps_of(s, weight);
-  const Tensor partial = empty_acc(x, {need_dw || need_db ? cpu::partial_size(s) : 0});
+  const Tensor partial = empty_acc(x, {reduces ? cpu::partial_size(s) : 0});
   a.partial = data_or_null(partial);
   parallel_units(s, cpu::groups(s) * cpu::chunks(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
     cpu::depthwise_conv2d_backward<I>(a, taps.const_data_ptr(), scratch, begin, end);
@@ -154,11 +172,17 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
   return {dx, dw, db};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+template <class Library>
+void implement(Library& m) {
   m.impl("depthwise_conv2d", TORCH_BOX(&depthwise_conv2d));
   m.impl("depthwise_conv2d_backward", TORCH_BOX(&depthwise_conv2d_backward));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace fusedtrain::bindings

@@ -8,6 +8,23 @@
 namespace fusedtrain::bindings {
 namespace {
 
+// `like` lends its device to the result.
+Tensor norm_of(const std::vector<NormTensor>& tensors, const Tensor& like) {
+  const std::vector<int64_t> first = first_chunks(tensors.data(), int64_t(tensors.size()));
+  std::vector<double> partial(first.back());
+  const GradNorm a{.count = int64_t(tensors.size()),
+                   .tensors = tensors.data(),
+                   .first_chunk = first.data(),
+                   .partial = partial.data()};
+  parallel_items(0, first.back(), kListChunk,
+                 [&]<Isa I>(int64_t begin, int64_t end) { cpu::grad_norm_partial<I>(a, begin, end); });
+  double sum = 0;
+  for (const double p : partial) sum += p;
+  const Tensor norm = torch::stable::new_empty(like, {}, ScalarType::Double);
+  *static_cast<double*>(norm.mutable_data_ptr()) = std::sqrt(sum);
+  return norm;
+}
+
 Tensor grad_norm(Tensors grads) {
   STD_TORCH_CHECK(!grads.empty(), "fusedtrain: grad_norm needs at least one gradient");
   std::vector<NormTensor> tensors;
@@ -16,23 +33,26 @@ Tensor grad_norm(Tensors grads) {
     check_dense("grads", g);
     tensors.push_back({.numel = g.numel(), .dtype = dtype_of(g), .grad = g.const_data_ptr()});
   }
-  const std::vector<int64_t> first = first_chunks(grads);
-  std::vector<double> partial(first.back());
-  const GradNorm a{.count = int64_t(grads.size()),
-                   .tensors = tensors.data(),
-                   .first_chunk = first.data(),
-                   .partial = partial.data()};
-  parallel_items(0, first.back(), kListChunk,
-                 [&]<Isa I>(int64_t begin, int64_t end) { cpu::grad_norm_partial<I>(a, begin, end); });
-  double sum = 0;
-  for (const double p : partial) sum += p;
-  const Tensor norm = torch::stable::new_empty(grads[0], {}, ScalarType::Double);
-  *static_cast<double*>(norm.mutable_data_ptr()) = std::sqrt(sum);
-  return norm;
+  return norm_of(tensors, grads[0]);
+}
+
+Tensor grad_norm_table(Tensors tables) {
+  STD_TORCH_CHECK(!tables.empty(), "fusedtrain: grad_norm needs at least one table");
+  std::vector<NormTensor> tensors;
+  for (const Tensor& table : tables) {
+    const StepTensor* rows = static_cast<const StepTensor*>(table.const_data_ptr());
+    for (int64_t i = 0; i < rows_of(table); ++i) {
+      tensors.push_back({.numel = rows[i].numel, .dtype = rows[i].dtype, .grad = rows[i].grad});
+    }
+  }
+  return norm_of(tensors, tables[0]);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { m.impl("grad_norm", TORCH_BOX(&grad_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  m.impl("grad_norm", TORCH_BOX(&grad_norm));
+  m.impl("grad_norm_table", TORCH_BOX(&grad_norm_table));
+}
 
 }  // namespace fusedtrain::bindings

@@ -3,19 +3,26 @@
 #include <vector>
 
 #include "bindings/common.h"
-#include "grad_norm.h"
+#include "optimizer_step.h"
 
 namespace fusedtrain::bindings {
 
 using Tensors = std::vector<Tensor>;
 
 // [count + 1]: chunks of the tensors before.
-inline std::vector<int64_t> first_chunks(const Tensors& list) {
-  std::vector<int64_t> first(list.size() + 1, 0);
-  for (size_t i = 0; i < list.size(); ++i) {
-    first[i + 1] = first[i] + (list[i].numel() + kListChunk - 1) / kListChunk;
-  }
+template <class Row>
+std::vector<int64_t> first_chunks(const Row* tensors, int64_t count) {
+  std::vector<int64_t> first(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + (tensors[i].numel + kListChunk - 1) / kListChunk;
   return first;
+}
+
+// The rows of a table that fusedtrain._host.Gatherer has filled: StepTensor as bytes.
+inline int64_t rows_of(const Tensor& table) {
+  STD_TORCH_CHECK(
+      table.scalar_type() == ScalarType::Byte && table.is_contiguous() && table.numel() % sizeof(StepTensor) == 0,
+      "fusedtrain: a table of the gatherer expected");
+  return table.numel() / int64_t(sizeof(StepTensor));
 }
 
 // Raises unless the elements of `t` fill one stretch of memory, in whatever order of dimensions.

@@ -1,4 +1,4 @@
-// The host module fusedtrain._host: what this build is made of.
+// The host module fusedtrain._host: what this build is made of, and what reads Python objects.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/step_table.h"
 #include "core/isa.h"
 
 namespace {
@@ -35,4 +36,7 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(_host, m) {
   m.def("build_info", &build_info,
         "Returns compiler, ISA variants and the active one, CUDA archs and version, and torch built against.");
+#if DLPACK_MINOR_VERSION >= 3
+  fusedtrain::bindings::bind_step_table(m);
+#endif
 }

@@ -21,16 +21,21 @@ T* scalar(const char* name, const std::optional<Tensor>& t, ScalarType dtype) {
   return static_cast<T*>(t->mutable_data_ptr());
 }
 
-int64_t states_of(Rule rule) {
-  int64_t count = 0;
-  visit_rule<float>(rule, [&]<class R>() { count = R::kStates; });
-  return count;
+struct RuleInfo {
+  int64_t states, scalars;
+  bool norms;
+};
+
+RuleInfo info_of(Rule rule) {
+  RuleInfo info{};
+  visit_rule<float>(rule, [&]<class R>() { info = {R::kStates, R::kScalars, R::kNorms}; });
+  return info;
 }
 
 std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads, const Tensors& states,
-                                     const Tensors& steps, const Tensors& ema, int64_t states_each) {
+                                     const Tensors& steps, const Tensors& ema, const RuleInfo& rule) {
   const size_t count = params.size();
-  STD_TORCH_CHECK(grads.size() == count && states.size() == count * states_each &&
+  STD_TORCH_CHECK(grads.size() == count && states.size() == count * (rule.states + rule.scalars) &&
                       (steps.empty() || steps.size() == count) && (ema.empty() || ema.size() == count),
                   "fusedtrain: optimizer_step_ got lists of different lengths");
   std::vector<StepTensor> tensors(count);
@@ -44,11 +49,15 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
          .param = p.mutable_data_ptr(),
          .grad = grads[i].mutable_data_ptr(),
          .states = {},
+         .scalars = {},
          .ema = nullptr,
          .step = nullptr};
-    for (int64_t k = 0; k < states_each; ++k) {
+    for (int64_t k = 0; k < rule.states; ++k) {
       check_like("states", states[k * count + i], p, p.scalar_type());
       t.states[k] = states[k * count + i].mutable_data_ptr();
+    }
+    for (int64_t k = 0; k < rule.scalars; ++k) {
+      t.scalars[k] = scalar<float>("scalar states", states[(rule.states + k) * count + i], ScalarType::Float);
     }
     if (!ema.empty()) {
       check_like("ema", ema[i], p, acc_type(p));
@@ -59,41 +68,115 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
   return tensors;
 }
 
+// What a step takes beside its tensors.
+struct Options {
+  int64_t rule;
+  double lr, weight_decay;
+  bool decoupled;
+  std::vector<double> coefficients;
+  bool maximize;
+  double ema_decay;
+  bool zero_grads;
+  std::optional<Tensor> norm;
+  double max_norm;
+  bool skip_nonfinite;
+  std::optional<Tensor> grad_scale, found_inf;
+};
+
+Rule rule_of(int64_t code) {
+  STD_TORCH_CHECK(code >= 0 && code < kRules, "fusedtrain: unknown rule ", code);
+  return static_cast<Rule>(code);
+}
+
+// Both passes over some parameters before the next ones, so that the second finds them in the cache.
+constexpr int64_t kBatchChunks = 64;
+
+void step_with_norms(OptimizerStep a) {
+  std::vector<double> partial(2 * a.first_chunk[a.count]), ratio(a.count);
+  a.partial = partial.data();
+  a.ratio = ratio.data();
+  for (int64_t i = 0, next = 0; i < a.count; i = next) {
+    while (next < a.count && (next == i || a.first_chunk[next + 1] - a.first_chunk[i] <= kBatchChunks)) ++next;
+    const int64_t begin = a.first_chunk[i], end = a.first_chunk[next];
+    parallel_items(begin, end, kListChunk, [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step_norms<I>(a, b, e); });
+    for (int64_t k = i; k < next; ++k) {
+      double sums[2] = {0, 0};
+      for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) {
+        for (int j = 0; j < 2; ++j) sums[j] += partial[2 * c + j];
+      }
+      visit_rule<float>(a.rule, [&]<class R>() {
+        if constexpr (R::kNorms) ratio[k] = R::ratio(a.hyper, sums, a.tensors[k].scalars);
+      });
+    }
+    parallel_items(begin, end, kListChunk, [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step<I>(a, b, e); });
+  }
+}
+
+void step(const StepTensor* tensors, int64_t count, const Options& o) {
+  STD_TORCH_CHECK(o.coefficients.size() <= size_t(kCoefficients), "fusedtrain: too many coefficients");
+  Hyper hyper{.lr = o.lr, .weight_decay = o.weight_decay, .decoupled = o.decoupled, .c = {}};
+  std::copy(o.coefficients.begin(), o.coefficients.end(), hyper.c);
+  const std::vector<int64_t> first = first_chunks(tensors, count);
+  const OptimizerStep a{.count = count,
+                        .tensors = tensors,
+                        .first_chunk = first.data(),
+                        .rule = rule_of(o.rule),
+                        .hyper = hyper,
+                        .maximize = o.maximize,
+                        .zero_grads = o.zero_grads,
+                        .skip_nonfinite = o.skip_nonfinite,
+                        .ema_decay = o.ema_decay,
+                        .max_norm = o.max_norm,
+                        .norm = scalar<double>("norm", o.norm, ScalarType::Double),
+                        .grad_scale = scalar<float>("grad_scale", o.grad_scale, ScalarType::Float),
+                        .found_inf = scalar<float>("found_inf", o.found_inf, ScalarType::Float),
+                        .partial = nullptr,
+                        .ratio = nullptr};
+  if (info_of(a.rule).norms && !is_skipped(a)) {
+    step_with_norms(a);
+  } else {
+    parallel_items(0, first.back(), kListChunk,
+                   [&]<Isa I>(int64_t begin, int64_t end) { cpu::optimizer_step<I>(a, begin, end); });
+  }
+  if (is_skipped(a)) return;
+  for (int64_t i = 0; i < count; ++i) {
+    float* step = tensors[i].step;
+    if (step != nullptr && (i == 0 || step != tensors[i - 1].step)) *step += 1;
+  }
+}
+
 void optimizer_step_(Tensors params, Tensors grads, Tensors states, Tensors steps, Tensors ema, int64_t rule, double lr,
                      double weight_decay, bool decoupled, std::vector<double> coefficients, bool maximize,
                      double ema_decay, bool zero_grads, std::optional<Tensor> norm, double max_norm,
                      bool skip_nonfinite, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
-  STD_TORCH_CHECK(coefficients.size() <= size_t(kCoefficients), "fusedtrain: too many coefficients");
-  STD_TORCH_CHECK(rule >= 0 && rule <= int64_t(Rule::kLion), "fusedtrain: unknown rule ", rule);
-  Hyper hyper{.lr = lr, .weight_decay = weight_decay, .decoupled = decoupled, .c = {}};
-  std::copy(coefficients.begin(), coefficients.end(), hyper.c);
-  const std::vector<StepTensor> tensors =
-      step_tensors(params, grads, states, steps, ema, states_of(static_cast<Rule>(rule)));
-  const std::vector<int64_t> first = first_chunks(params);
-  const OptimizerStep a{.count = int64_t(params.size()),
-                        .tensors = tensors.data(),
-                        .first_chunk = first.data(),
-                        .rule = static_cast<Rule>(rule),
-                        .hyper = hyper,
-                        .maximize = maximize,
-                        .zero_grads = zero_grads,
-                        .skip_nonfinite = skip_nonfinite,
-                        .ema_decay = ema_decay,
-                        .max_norm = max_norm,
-                        .norm = scalar<double>("norm", norm, ScalarType::Double),
-                        .grad_scale = scalar<float>("grad_scale", grad_scale, ScalarType::Float),
-                        .found_inf = scalar<float>("found_inf", found_inf, ScalarType::Float)};
-  parallel_items(0, first.back(), kListChunk,
-                 [&]<Isa I>(int64_t begin, int64_t end) { cpu::optimizer_step<I>(a, begin, end); });
-  if (!is_skipped(a)) {
-    for (const StepTensor& t : tensors) {
-      if (t.step != nullptr) *t.step += 1;
-    }
+  const std::vector<StepTensor> tensors = step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)));
+  step(tensors.data(), int64_t(tensors.size()),
+       {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
+        skip_nonfinite, grad_scale, found_inf});
+}
+
+void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_decay, bool decoupled,
+                           std::vector<double> coefficients, bool maximize, double ema_decay, bool zero_grads,
+                           std::optional<Tensor> norm, double max_norm, bool skip_nonfinite,
+                           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+  const StepTensor* tensors = static_cast<const StepTensor*>(table.const_data_ptr());
+  const RuleInfo info = info_of(rule_of(rule));
+  for (int64_t i = 0; i < rows_of(table); ++i) {
+    bool complete = true;
+    for (int64_t k = 0; k < info.states; ++k) complete &= tensors[i].states[k] != nullptr || tensors[i].numel == 0;
+    for (int64_t k = 0; k < info.scalars; ++k) complete &= tensors[i].scalars[k] != nullptr;
+    STD_TORCH_CHECK(complete, "fusedtrain: a table lacks states of its rule");
   }
+  step(tensors, rows_of(table),
+       {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
+        skip_nonfinite, grad_scale, found_inf});
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { m.impl("optimizer_step_", TORCH_BOX(&optimizer_step_)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  m.impl("optimizer_step_", TORCH_BOX(&optimizer_step_));
+  m.impl("optimizer_step_table_", TORCH_BOX(&optimizer_step_table_));
+}
 
 }  // namespace fusedtrain::bindings

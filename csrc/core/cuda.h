@@ -17,6 +17,9 @@
 namespace fusedtrain::cuda {
 
 constexpr int kThreads = 256;
+// Blocks per multiprocessor that registers must allow: up to 128 of them a thread. 512 threads with 64 bytes on their
+// way each hide the latency of any GPU's memory; without this bound ptxas aims at 64 registers and spills to get there.
+constexpr int kMinBlocks = 2;
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
@@ -124,6 +127,20 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
     memcpy(&pack, words, sizeof(pack));
   } else {
     pack = *reinterpret_cast<const Pack<T, N>*>(p);
+  }
+  return pack;
+}
+// In pieces of `width` elements, to which p is aligned: N, N / 2, or fewer, which are taken one by one.
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* p, int width) {
+  if (width == N) return load<N>(p);
+  Pack<T, N> pack;
+  if (N > 2 && width == N / 2) {
+    const Pack<T, (N + 1) / 2> halves[2] = {load<(N + 1) / 2>(p), load<(N + 1) / 2>(p + N / 2)};
+    memcpy(&pack, halves, sizeof(pack));
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) pack.v[j] = p[j];
   }
   return pack;
 }

@@ -6,11 +6,12 @@
 //   contiguous     reduce_planes_kernel                            map_planes_kernel
 //
 // A Term says what happens to the elements, N at a time:
-//   reduce: Stat; Raw<N> = load<N>(offset); add<N>(raw, stats[N]); finish(nc, stat)
+//   reduce: Stat; Raw<N> = load<N>(offset, width); add<N>(raw, stats[N]); finish(nc, stat)
 //   map:    Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, j, f) of one plane;
 //           apply<N>(raw, offset, f)
-// N is kPack<T> where rows and pointers are aligned, else 1. All sums run in an order that depends on c, hw and the
-// alignment only: not on the batch, the grid or the device.
+// N is kPack<T> where rows and pointers are aligned, else 1; planes are always taken N elements at a time, read in
+// pieces of `width`. All sums run in an order that depends on c, hw and, in channels_last, the alignment: not on the
+// batch, the grid or the device.
 #include "core/cuda.h"
 
 namespace fusedtrain::cuda {
@@ -33,8 +34,9 @@ struct SumPeak {
   __device__ void add(A v) { merge({{v, v, A(1)}}); }
   __device__ void merge(const SumPeak& o) {
     part[0] += o.part[0];
-    part[2] = (part[1] >= o.part[1] ? part[2] : A(0)) + (o.part[1] >= part[1] ? o.part[2] : A(0));
-    part[1] = part[1] >= o.part[1] ? part[1] : o.part[1];
+    const bool stays = !(part[1] < o.part[1]), comes = !(o.part[1] < part[1]);  // both of NaN
+    part[2] = (stays ? part[2] : A(0)) + (comes ? o.part[2] : A(0));
+    part[1] = part[1] > o.part[1] || part[1] != part[1] ? part[1] : o.part[1];
   }
 };
 
@@ -117,7 +119,7 @@ __device__ __forceinline__ void merge_rows(Stat (&stats)[N], int rows, int colum
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     reduce_rows_kernel(Term term, RowTiles g, typename Term::A* __restrict__ partial) {  // [n, chunks, parts, c]
   using Stat = typename Term::Stat;
   const int column = threadIdx.x % g.columns, row = threadIdx.x / g.columns;
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) raw[u] = term.template load<N>(offset + u * step);
+      if (i + u * g.rows < t.end) raw[u] = term.template load<N>(offset + u * step, N);
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Term>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     reduce_finish_kernel(Term term, const typename Term::A* __restrict__ partial,  // [n, chunks, parts, c]
                          int64_t planes, int64_t c, int64_t chunks) {
   using Stat = typename Term::Stat;
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads) map_rows_kernel(Term term, RowTiles g) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) map_rows_kernel(Term term, RowTiles g) {
   const int column = threadIdx.x % g.columns, row = threadIdx.x / g.columns;
   const RowTile t = row_tile<N>(g, column);
   if (row >= g.rows || t.channel >= g.c) return;
@@ -192,22 +194,23 @@ __global__ void __launch_bounds__(kThreads) map_rows_kernel(Term term, RowTiles 
 
 // --- contiguous: [n, c, hw] = [planes, hw] --------------------------------------------------------------------------
 
-// `group` threads reduce a plane: 1 to 32, or the whole block.
+// `group` threads reduce a plane: 1 to 32, or the whole block. Every plane is aligned to `width` elements.
 struct PlaneGroups {
   int64_t planes, hw, blocks;
-  int group;
-  bool aligned;
+  int group, width;
 };
 
 template <int N, int kUnroll>
 PlaneGroups plane_groups(const Images& images, bool aligned) {
-  const int64_t packs = ceil_div<int64_t>(images.hw, aligned ? N : 1);
+  const int64_t packs = ceil_div<int64_t>(images.hw, N);
   int group = kThreads;
   if (packs <= 2 * kUnroll * kWarp) {
     for (group = 1; group < kWarp && group * kUnroll < packs;) group *= 2;
   }
+  int width = aligned ? N : 1;
+  while (images.hw % width != 0) width /= 2;
   const int64_t planes = images.n * images.c;
-  return {planes, images.hw, ceil_div<int64_t>(planes, kThreads / group), group, aligned};
+  return {planes, images.hw, ceil_div<int64_t>(planes, kThreads / group), group, width};
 }
 
 // Merges the stats of the threads of each group; the group's first thread gets the result. The whole block calls it.
@@ -233,38 +236,29 @@ __device__ __forceinline__ void merge_group(Stat& stat, int group, A* shared) {
   __syncthreads();
 }
 
-// Elements [begin, end), of which a group's thread adds one in `group`.
-template <class Term, class Stat>
-__device__ __forceinline__ void add_singly(const Term& term, int64_t begin, int64_t end, int group, Stat& stat) {
-  Stat single[1] = {stat};
-  for (int64_t i = begin; i < end; i += group) term.template add<1>(term.template load<1>(i), single);
-  stat = single[0];
-}
-
-// Planes begin at any multiple of hw; packs are taken at multiples of N, and what a plane has before and after them
-// element by element.
+// The packs of a plane start at its first element, wherever that lies in memory; what fills none is taken by itself.
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads) reduce_planes_kernel(Term term, PlaneGroups g) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Term term, PlaneGroups g) {
   using Stat = typename Term::Stat;
   const int lane = threadIdx.x % g.group, step = g.group * N;
   const int64_t plane = int64_t{blockIdx.x} * (kThreads / g.group) + threadIdx.x / g.group;
   const int64_t begin = plane * g.hw, end = plane < g.planes ? begin + g.hw : begin;
-  const int64_t first = ceil_div<int64_t>(begin, N) * N, last = end / N * N;
-  const bool has_packs = g.aligned && first < last;
+  const int64_t packed = begin + (end - begin) / N * N;
   Stat stats[N];
-  add_singly(term, begin + lane, has_packs ? first : end, g.group, stats[0]);
-  for (int64_t i = first + lane * N; i < last && has_packs; i += Term::kUnroll * step) {
+  for (int64_t i = begin + lane * N; i < packed; i += Term::kUnroll * step) {
     typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * step < last) raw[u] = term.template load<N>(i + u * step);
+      if (i + u * step < packed) raw[u] = term.template load<N>(i + u * step, g.width);
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * step < last) term.template add<N>(raw[u], stats);
+      if (i + u * step < packed) term.template add<N>(raw[u], stats);
     }
   }
-  if (has_packs) add_singly(term, last + lane, end, g.group, stats[0]);
+  Stat single[1] = {stats[0]};
+  for (int64_t i = packed + lane; i < end; i += g.group) term.template add<1>(term.template load<1>(i, 1), single);
+  stats[0] = single[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) stats[0].merge(stats[j]);
   merge_group(stats[0], g.group, shared_memory<typename Term::A>());
@@ -312,7 +306,7 @@ __device__ __forceinline__ void plane_factors(const Term& term, int64_t plane, i
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     map_planes_kernel(Term term, int64_t elements, int64_t hw, double inverse_hw, bool aligned) {
   constexpr int kTile = kThreads * N * Term::kUnroll;
   const int64_t base = int64_t{blockIdx.x} * kTile;

@@ -107,8 +107,12 @@ using Half = RawVec<uint16_t, kVecBytes / 2>;
 
 inline Vec<float> widen(Half bits, BFloat16) {
   using Wide = RawVec<uint32_t>;
-  const Wide wide = __builtin_convertvector(bits, Wide) << 16;
-  return Vec<float>(reinterpret_cast<RawVec<float>>(wide));
+#if defined(__AVX512F__)  // g++ 12 would widen the halves one by one
+  const Wide wide = reinterpret_cast<Wide>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
+#else
+  const Wide wide = __builtin_convertvector(bits, Wide);
+#endif
+  return Vec<float>(reinterpret_cast<RawVec<float>>(wide << 16));
 }
 
 inline Half narrow(Vec<float> x, BFloat16) {
@@ -311,12 +315,12 @@ inline T lane_sum(Vec<T> x) {
 
 // ---- elementary functions ----
 
-// e^x = 2^n e^r, r in [-ln2/2, ln2/2], polynomial of degree 6 (error 1 ulp). Saturates at e^+-87 instead of reaching
-// infinity or zero; keeps NaN. Coefficients: Cephes expf, https://www.netlib.org/cephes
+// e^x = 2^n e^r, r in [-ln2/2, ln2/2], polynomial of degree 6 (error 1 ulp). Infinite where float is, 0 below e^-87;
+// keeps NaN. Coefficients: Cephes expf, https://www.netlib.org/cephes
 inline Vec<float> vexp(Vec<float> x) {
   using V = Vec<float>;
-  x = at_most(at_least(x, V(-87.3365f)), V(88.0296f));
-  const V rounder(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  x = at_most(at_least(x, V(-87.6f)), V(89.f));  // n in [-126, 128]
+  const V rounder(12582912.f);                   // 1.5 * 2^23: adding it rounds to an integer
   const V shifted = x * V(1.44269504088896341f) + rounder;
   const V n = shifted - rounder;
   const V r = x - n * V(0.693359375f) + n * V(2.12194440e-4f);
@@ -328,8 +332,9 @@ inline Vec<float> vexp(Vec<float> x) {
   p = p * r + V(5.0000001201e-1f);
   p = p * (r * r) + r + V(1);
   using Int = RawVec<int32_t>;
-  const Int scale = (reinterpret_cast<Int>(shifted.v) << 23) + (127 << 23);  // 2^n: the low bits of `shifted` hold n
-  return V(p.v * reinterpret_cast<RawVec<float>>(scale));
+  // 2^(n-1), 0 for n = -126: the low bits of `shifted` hold n. Twice that, 2^128, is no float.
+  const Int half_scale = (reinterpret_cast<Int>(shifted.v) << 23) + (126 << 23);
+  return V(p.v * reinterpret_cast<RawVec<float>>(half_scale) * 2.f);
 }
 
 // tanh: odd polynomial below 0.625 (Cephes tanhf), 1 - 2 / (e^2x + 1) above.
@@ -344,27 +349,6 @@ inline Vec<float> vtanh(Vec<float> x) {
   const V small = x + x * z * p;
   const V large = V(1) - V(2) / (vexp(x + x) + V(1));
   return vselect(z < V(0.390625f), small, large);
-}
-
-// erf: rational approximation on [-3.92, 3.92], where it reaches 1 - 2^-24 (error 2 ulp). Coefficients as published in
-// Eigen's generic_fast_erf_float.
-inline Vec<float> verf(Vec<float> x) {
-  using V = Vec<float>;
-  x = at_most(at_least(x, V(-3.9192059f)), V(3.9192059f));
-  const V z = x * x;
-  V p = V(-2.72614225801306e-10f);
-  p = p * z + V(2.77068142495902e-08f);
-  p = p * z + V(-2.10102402082508e-06f);
-  p = p * z + V(-5.69250639462346e-05f);
-  p = p * z + V(-7.34990630326855e-04f);
-  p = p * z + V(-2.95459980854025e-03f);
-  p = p * z + V(-1.60960333262415e-02f);
-  V q = V(-1.45660718464996e-05f);
-  q = q * z + V(-2.13374055278905e-04f);
-  q = q * z + V(-1.68282697438203e-03f);
-  q = q * z + V(-7.37332916720468e-03f);
-  q = q * z + V(-1.42647390514189e-02f);
-  return x * p / q;
 }
 
 #if defined(__AVX512F__)
@@ -393,8 +377,8 @@ inline Vec<double> vexp(Vec<double> x) {
 inline Vec<double> vtanh(Vec<double> x) {
   return each_lane(x, [](double lane) { return ::tanh(lane); });
 }
-inline Vec<double> verf(Vec<double> x) {
-  return each_lane(x, [](double lane) { return ::erf(lane); });
+inline Vec<double> vnormal_cdf(Vec<double> x, Vec<double> /*bell*/) {
+  return each_lane(x, [](double lane) { return fusedtrain::vnormal_cdf(lane, 0.0); });
 }
 
 }  // namespace

@@ -6,51 +6,6 @@
 #include "cpu/channels.h"
 
 namespace fusedtrain::cpu {
-namespace {
-
-// Results of at least this many bytes leave the caches before anyone can read them.
-constexpr int64_t kStreamBytes = 16 << 20;
-
-// out = f(i, lanes, values...) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
-// Each of `vectors` is acc [n, c] or null, and reaches f as a vector: its c values along a row, or one value repeated.
-template <bool kStream, class V, class T, class F, class... Lanes>
-void map_range(const Images& m, T* out, const F& f, int64_t begin, int64_t end, const Lanes*... vectors) {
-  const auto write = [out](int64_t i, V value, auto lanes) {
-    if constexpr (kStream) {
-      stream(out + i, value);
-    } else {
-      store(out + i, value, lanes);
-    }
-  };
-  for (int64_t item = begin; item < end; ++item) {
-    if (m.layout == Layout::kContiguous) {
-      const int64_t first = item * m.hw;
-      const auto repeated = [&](const auto* vector) { return vector ? V(vector[item]) : V(0); };
-      [&](auto... values) {
-        for_each_vector<V>(m.hw,
-                           [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
-      }(repeated(vectors)...);
-    } else {
-      const int64_t first = item * m.c, n_c = item / m.hw * m.c;
-      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
-        const auto at = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
-        write(first + ch, f(first + ch, lanes, at(vectors)...), lanes);
-      });
-    }
-  }
-  if constexpr (kStream) stream_fence();
-}
-
-// map_range with the kind of store that suits the result. Streaming needs rows of whole vectors on aligned addresses.
-template <class V, class T, class F, class... Lanes>
-void map_items(const Images& m, T* out, const F& f, int64_t begin, int64_t end, const Lanes*... vectors) {
-  const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
-  const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
-  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
-             [&]<bool kStream>() { map_range<kStream, V>(m, out, f, begin, end, vectors...); });
-}
-
-}  // namespace
 
 template <>
 void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, int64_t end) {
@@ -59,7 +14,7 @@ void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, in
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
       const auto scaled = [x](int64_t i, auto lanes, V gate) { return Act<A>::value(load<V>(x + i, lanes)) * gate; };
-      map_items<V>(a.images, static_cast<T*>(a.y), scaled, begin, end, static_cast<const Acc<T>*>(a.gate));
+      map_items<V>(a.images, a.images.n, static_cast<T*>(a.y), scaled, begin, end, static_cast<const Acc<T>*>(a.gate));
     });
   });
 }
@@ -115,16 +70,16 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
           const V dpool = dp * per_pixel + at_top * (share * dp / count);
           return through_act(i, lanes, dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
         };
-        map_items<V>(a.images, dx, all, begin, end, gate, dpooled, static_cast<const Acc<T>*>(a.peak),
+        map_items<V>(a.images, a.images.n, dx, all, begin, end, gate, dpooled, static_cast<const Acc<T>*>(a.peak),
                      static_cast<const Acc<T>*>(a.ties));
       } else if (dy != nullptr) {
         const auto both = [&](int64_t i, auto lanes, V g, V dp) {
           return through_act(i, lanes, load<V>(dy + i, lanes) * g + dp * per_pixel);
         };
-        map_items<V>(a.images, dx, both, begin, end, gate, dpooled);
+        map_items<V>(a.images, a.images.n, dx, both, begin, end, gate, dpooled);
       } else {
         const auto pooled_only = [&](int64_t i, auto lanes, V dp) { return through_act(i, lanes, dp * per_pixel); };
-        map_items<V>(a.images, dx, pooled_only, begin, end, dpooled);
+        map_items<V>(a.images, a.images.n, dx, pooled_only, begin, end, dpooled);
       }
     });
   });

@@ -1,6 +1,7 @@
 #pragma once
 // Walking over images [n, c, hw] (contiguous) or [n, hw, c] (channels_last): sums per channel, and maps with one value
-// per channel. Shared by channel_pool.cpp and channel_scale.cpp. Internal linkage, as in core/simd.h.
+// per channel. Shared by channel_pool.cpp, channel_scale.cpp and batch_norm_act*.cpp. Internal linkage, as in
+// core/simd.h.
 //
 // Functors read element i of the large tensors and channel ch of the small ones:
 //   V operator()(int64_t i, int64_t ch, auto lanes)     lanes run along ch for channels_last,
@@ -49,20 +50,36 @@ void sum_narrow_rows(const Term& term, int64_t offset, int64_t begin, int64_t en
   each([&](int v, auto lanes) { store(out + v * V::kLanes, sums[v], lanes); });
 }
 
-// Many channels: whole groups of rows are read in order, and the sums live in `out`.
+// Many channels: rows are read one after another, from end to end, since the processor fetches ahead of one stream
+// only; the pairs of a group wait in L1, the sums in `out`.
 template <class V, class Term>
 void sum_wide_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
+  constexpr int64_t kBlock = 1024;  // channels
   std::fill_n(out, c, typename V::Lane(0));
-  int64_t hw = begin;
-  for (; hw + kGroup <= end; hw += kGroup) {
-    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-      store(out + ch, load<V>(out + ch, lanes) + sum_group<V>(term, offset + hw * c, c, ch, lanes), lanes);
-    });
-  }
-  for (; hw < end; ++hw) {
-    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-      store(out + ch, load<V>(out + ch, lanes) + term(offset + hw * c + ch, ch, lanes), lanes);
-    });
+  V pairs[kGroup / 2][kBlock / V::kLanes];
+  for (int64_t block = 0; block < c; block += kBlock) {
+    const int64_t width = std::min(kBlock, c - block);
+    const auto row = [&](int64_t hw, auto f) {  // f(ch, term, lanes) for the channels of one row
+      for_each_vector<V>(
+          width, [&](int64_t ch, auto lanes) { f(ch, term(offset + hw * c + block + ch, block + ch, lanes), lanes); });
+    };
+    int64_t hw = begin;
+    for (; hw + kGroup <= end; hw += kGroup) {
+      for (int k = 0; k < kGroup / 2; ++k) {
+        row(hw + 2 * k, [&](int64_t ch, V t, auto) { pairs[k][ch / V::kLanes] = t; });
+        if (k == kGroup / 2 - 1) break;
+        row(hw + 2 * k + 1, [&](int64_t ch, V t, auto) { pairs[k][ch / V::kLanes] += t; });
+      }
+      row(hw + kGroup - 1, [&](int64_t ch, V t, auto lanes) {
+        const int64_t v = ch / V::kLanes;
+        const V sum = (pairs[0][v] + pairs[1][v]) + (pairs[2][v] + (pairs[3][v] + t));
+        store(out + block + ch, load<V>(out + block + ch, lanes) + sum, lanes);
+      });
+    }
+    for (; hw < end; ++hw) {
+      row(hw,
+          [&](int64_t ch, V t, auto lanes) { store(out + block + ch, load<V>(out + block + ch, lanes) + t, lanes); });
+    }
   }
 }
 
@@ -119,6 +136,53 @@ void sum_chunks(const typename V::Lane* partial, int64_t chunks, int64_t stride,
     for (int64_t k = 0; k < chunks; ++k) sum += load<V>(partial + k * stride + ch, lanes);
     store(total + ch, sum, lanes);
   });
+}
+
+// ---- maps ----
+
+// Results of at least this many bytes leave the caches before anyone can read them.
+constexpr int64_t kStreamBytes = 16 << 20;
+
+// out = f(i, lanes, values...) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
+// Each of `vectors` is acc [samples, c] or null, where `samples` is n, or 1 for values that all images share. It
+// reaches f as a vector: its c values along a row, or one value repeated.
+template <bool kStream, class V, class T, class F, class... Lanes>
+void map_range(const Images& m, int64_t samples, T* out, const F& f, int64_t begin, int64_t end,
+               const Lanes*... vectors) {
+  const auto write = [out](int64_t i, V value, auto lanes) {
+    if constexpr (kStream) {
+      stream(out + i, value);
+    } else {
+      store(out + i, value, lanes);
+    }
+  };
+  for (int64_t item = begin; item < end; ++item) {
+    if (m.layout == Layout::kContiguous) {
+      const int64_t first = item * m.hw, plane = samples == m.n ? item : item % m.c;
+      const auto repeated = [&](const auto* vector) { return vector ? V(vector[plane]) : V(0); };
+      [&](auto... values) {
+        for_each_vector<V>(m.hw,
+                           [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
+      }(repeated(vectors)...);
+    } else {
+      const int64_t first = item * m.c, n_c = samples == m.n ? item / m.hw * m.c : 0;
+      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+        const auto at = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
+        write(first + ch, f(first + ch, lanes, at(vectors)...), lanes);
+      });
+    }
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+// map_range with the kind of store that suits the result. Streaming needs rows of whole vectors on aligned addresses.
+template <class V, class T, class F, class... Lanes>
+void map_items(const Images& m, int64_t samples, T* out, const F& f, int64_t begin, int64_t end,
+               const Lanes*... vectors) {
+  const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
+  const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
+  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
+             [&]<bool kStream>() { map_range<kStream, V>(m, samples, out, f, begin, end, vectors...); });
 }
 
 }  // namespace

@@ -278,12 +278,17 @@ const typename V::Lane* taps_of(const DepthwiseSizes& s, const void* taps, int64
 
 template <>
 int64_t depthwise_conv2d_blocks<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
+  const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
+  if (direct.blocks > 0) return direct.blocks;
   return ceil_div(s.c, s.dtype == DType::kFloat64 ? Vec<double>::kLanes : Vec<float>::kLanes);
 }
 
 template <>
 void depthwise_conv2d_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin,
                                                 int64_t end) {
+  if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).blocks > 0) {
+    return depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(s, weight, taps, begin, end);
+  }
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
     const int64_t k = s.kh * s.kw;
@@ -307,7 +312,10 @@ void depthwise_conv2d_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const v
 template <>
 void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, void* scratch, int64_t begin,
                                            int64_t end) {
+  constexpr Isa I = Isa::FUSEDTRAIN_ISA;
   const DepthwiseSizes& s = a.sizes;
+  const int64_t blocks = depthwise_conv2d_blocks<I>(s);
+  const bool direct = depthwise_direct<I>(s).blocks > 0;
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
     Arena arena(scratch);
@@ -316,7 +324,12 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
     Acc<T>* bias = arena.take<Acc<T>>(V::kLanes);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t band = item % bands(s), chunk = item / bands(s) % chunks(s), n = item / bands(s) / chunks(s);
-      each_block<V>(s, chunk, [&](int64_t block) {
+      if (direct) {
+        depthwise_direct_forward<I>(a, taps,
+                                    {n, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
+        continue;
+      }
+      each_block(s, blocks, chunk, [&](int64_t block) {
         const auto x = block_of<V>(s, static_cast<const T*>(a.x) + n * s.c * s.h * s.w, s.h, s.w, 1, block);
         auto y = block_of<V>(s, static_cast<T*>(a.y) + n * s.c * s.m * s.ho * s.wo, s.ho, s.wo, s.m, block);
         for (int64_t j = 0; j < s.m; ++j, ++y.first) {

@@ -21,17 +21,7 @@ struct DotTask {
   int64_t sums_row;
 };
 
-// As many accumulators as the registers hold beside a few vectors of x and dy.
-#if defined(__AVX512F__)
-constexpr int kSums = 28;
-#else
-constexpr int kSums = 12;
-#endif
 constexpr int kMostTaps = 8;
-
-constexpr int tap_rows(int taps) {
-  return taps == 7 && kSums >= 28 ? 4 : std::clamp(kSums / taps, 1, taps < 3 ? 8 : taps);
-}
 
 // kRows x kTaps sums; kStride is 1 or 2 without dilation, or 0 for any stride and dilation.
 template <class V, int kRows, int kTaps, int kStride>
@@ -195,9 +185,10 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
   constexpr Isa I = Isa::FUSEDTRAIN_ISA;
   const DepthwiseSizes& s = a.sizes;
   const int64_t blocks = depthwise_conv2d_blocks<I>(s), units = s.n * bands(s);
+  const DepthwiseDirect direct = depthwise_direct<I>(s);
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
-    const int64_t size = s.m * (s.kh * s.kw + 1) * V::kLanes;
+    const int64_t size = direct.blocks > 0 ? direct.size : s.m * (s.kh * s.kw + 1) * V::kLanes;
     Arena arena(scratch);
     Acc<T>* sums = arena.take<Acc<T>>(size);
     for (int64_t item = begin; item < end; ++item) {
@@ -208,16 +199,21 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
       }
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t image = unit / bands(s), band = unit % bands(s);
-        each_block<V>(s, chunk, [&](int64_t block) {
-          // dx first: dw then finds dy in cache.
-          if (a.dx) depthwise_dx<I>(a, taps, scratch, {image, band, block});
+        // dx first: dw then finds dy in cache.
+        if (a.dx && direct.blocks > 0) {
+          depthwise_direct_dx<I>(a, taps, scratch,
+                                 {image, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
+        }
+        each_block(s, blocks, chunk, [&](int64_t block) {
+          if (a.dx && direct.blocks == 0) depthwise_dx<I>(a, taps, scratch, {image, band, block});
           if (a.partial == nullptr) return;
+          Acc<T>* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
+          if (direct.blocks > 0) return depthwise_direct_dw<I>(a, {image, band, block}, partial, unit == first);
           const auto x = block_of<V>(s, static_cast<const T*>(a.x) + image * s.c * s.h * s.w, s.h, s.w, 1, block);
           const auto dy =
               block_of<V>(s, static_cast<const T*>(a.dy) + image * s.c * s.m * s.ho * s.wo, s.ho, s.wo, s.m, block);
           std::fill_n(sums, size, Acc<T>(0));
           unit_sums<V>(s, x, dy, a.dw != nullptr, s.ho * band / bands(s), s.ho * (band + 1) / bands(s), arena, sums);
-          Acc<T>* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
           for (int64_t i = 0; i < size; i += V::kLanes) {
             store(partial + i, unit == first ? load<V>(sums + i) : load<V>(partial + i) + load<V>(sums + i));
           }
@@ -231,6 +227,9 @@ template <>
 void depthwise_conv2d_backward_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, int64_t begin,
                                                            int64_t end) {
   const DepthwiseSizes& s = a.sizes;
+  if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).blocks > 0) {
+    return depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(a, begin, end);
+  }
   const int64_t blocks = depthwise_conv2d_blocks<Isa::FUSEDTRAIN_ISA>(s), k = s.kh * s.kw;
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;

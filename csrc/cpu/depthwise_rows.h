@@ -63,12 +63,13 @@ Block<T> block_of(const DepthwiseSizes& s, T* image, int64_t h, int64_t w, int64
   return {image, s.layout, h, w, s.c * multiplier, first * multiplier, multiplier, lanes};
 }
 
-// The blocks of a chunk of channels: f(block).
-template <class V, class F>
-void each_block(const DepthwiseSizes& s, int64_t chunk, F&& f) {
-  constexpr int64_t kBlocks = kChunkChannels / V::kLanes;
-  const int64_t end = std::min(ceil_div(s.c, V::kLanes), (chunk + 1) * kBlocks);
-  for (int64_t block = chunk * kBlocks; block < end; ++block) f(block);
+// The blocks of a chunk of channels, of `blocks` in all: f(block).
+inline int64_t first_block(const DepthwiseSizes& s, int64_t blocks, int64_t chunk) {
+  return blocks * chunk / chunks(s);
+}
+template <class F>
+void each_block(const DepthwiseSizes& s, int64_t blocks, int64_t chunk, F&& f) {
+  for (int64_t block = first_block(s, blocks, chunk); block < first_block(s, blocks, chunk + 1); ++block) f(block);
 }
 
 // out[col][lane] = row `row`, columns [begin, end) of the block, which lie inside the image.
@@ -140,6 +141,18 @@ void write_row(const Block<T>& block, int64_t row, int64_t begin, int64_t cols, 
 inline int64_t row_steps(int64_t wanted, int64_t span, int64_t stride, int64_t row_bytes) {
   const int64_t fitting = (kRowBytes / std::max<int64_t>(1, row_bytes) - span) / stride + 1;
   return std::clamp<int64_t>(std::min(wanted, fitting), 1, kMostSteps);
+}
+
+// How many rows of the kernel the weight gradient takes at a time: as many accumulators as the registers hold beside a
+// few vectors of x and dy.
+#if defined(__AVX512F__)
+constexpr int kSums = 28;
+#else
+constexpr int kSums = 12;
+#endif
+
+constexpr int tap_rows(int taps) {
+  return taps == 7 && kSums >= 28 ? 4 : std::clamp(kSums / taps, 1, taps < 3 ? 8 : taps);
 }
 
 // Hands out parts of a thread's working memory, each aligned to a cache line.
@@ -224,5 +237,28 @@ struct DepthwiseUnit {
 // Writes dx of a unit; the rows of x are shared out over as many bands as those of y.
 template <Isa I>
 void depthwise_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwiseUnit unit);
+
+// The kernels that need no unpacked rows. Their blocks are the groups of channels of cpu/depthwise_direct.h.
+struct DepthwiseDirect {
+  int64_t blocks;  // 0: not for these sizes
+  int64_t size;    // of a block of partial sums [kh * kw + 1][vector][lane]
+};
+template <Isa I>
+DepthwiseDirect depthwise_direct(const DepthwiseSizes& s);
+template <Isa I>
+void depthwise_direct_taps(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin, int64_t end);
+// Blocks [begin, end) of a band.
+struct DepthwisePart {
+  int64_t image, band, begin, end;
+};
+template <Isa I>
+void depthwise_direct_forward(const DepthwiseConv2d& a, const void* taps, DepthwisePart part);
+template <Isa I>
+void depthwise_direct_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part);
+// Adds to the partial sums of a block, or begins them.
+template <Isa I>
+void depthwise_direct_dw(const DepthwiseConv2dBackward& a, DepthwiseUnit unit, void* partial, bool begins);
+template <Isa I>
+void depthwise_direct_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 
 }  // namespace fusedtrain::cpu

@@ -23,8 +23,8 @@ struct PoolTerm {
   A hw;
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset) const {
-    return cuda::load<N>(x + offset);
+  __device__ Raw<N> load(int64_t offset, int width) const {
+    return cuda::load<N>(x + offset, width);
   }
 
   template <int N>
@@ -40,7 +40,7 @@ struct PoolTerm {
     } else {
       pooled[nc] = A(0.5) * mean + A(0.5) * stat.part[1];
       peak[nc] = stat.part[1];
-      ties[nc] = stat.part[2];
+      ties[nc] = stat.part[1] == stat.part[1] ? stat.part[2] : A(0);  // a NaN equals nothing
     }
   }
 };

@@ -79,8 +79,8 @@ struct DotTerm {
   A* dgate;     // [n, c]
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset) const {
-    return {cuda::load<N>(x + offset), cuda::load<N>(dy + offset)};
+  __device__ Raw<N> load(int64_t offset, int width) const {
+    return {cuda::load<N>(x + offset, width), cuda::load<N>(dy + offset, width)};
   }
 
   template <int N>
@@ -126,8 +126,8 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
       A slope = average * dpooled;
       if (dy != nullptr) slope += to_acc(raw.dy.v[j]) * factors.f[0].v[j];
       if constexpr (Peak) {
-        const bool at_peak = Act<In>::value(to_acc(raw.x.v[j])) == factors.f[2].v[j];
-        if (at_peak) slope += vdivide(A(0.5) * dpooled, factors.f[3].v[j]);
+        const A at_peak = Act<In>::value(to_acc(raw.x.v[j])) == factors.f[2].v[j] ? A(1) : A(0);
+        slope += at_peak * vdivide(A(0.5) * dpooled, factors.f[3].v[j]);  // a NaN has no ties: 0 / 0, as in torch
       }
       if constexpr (In != Activation::kIdentity) slope *= Act<In>::slope(to_acc(raw.x.v[j]));
       from_acc(slope, out.v[j]);

@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_depth(const Linear<A>& a, const A* x, int64_
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads) linear_kernel(Linear<A> a, unsigned tiles) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) linear_kernel(Linear<A> a, unsigned tiles) {
   A* x = shared_memory<A>();  // [kSamples, kDepth]
   const int lane = threadIdx.x % kWarp;
   const int64_t sample = int64_t{blockIdx.x / tiles} * kSamples;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void load_dy(const LinearBackward<A>& a, int64_t samp
 
 // A block computes 32 outputs of kSamples samples; its warps split the inputs.
 template <class A>
-__global__ void __launch_bounds__(kThreads) linear_backward_kernel(LinearBackward<A> a, unsigned tiles) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) linear_backward_kernel(LinearBackward<A> a, unsigned tiles) {
   A* dy = shared_memory<A>();  // [kSamples, kDepth]
   A* sums = dy;                // [kWarps, kSamples, 32], later
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -287,7 +287,7 @@ constexpr int kRows = kWarp / kWarps;  // rows of a 32 x 32 tile of dw that a th
 
 // The first `split` blocks take the tiles of `first`, the others those of `second`.
 template <class A>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     weight_backward_kernel(WeightBackward<A> first, WeightBackward<A> second, unsigned split, int64_t n) {
   A* dy = shared_memory<A>();  // [32 samples, 32 outputs]
   A* x = dy + kWarp * kWarp;   // [32 samples, 32 inputs]

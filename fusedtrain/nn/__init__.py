@@ -1,5 +1,6 @@
 """Layers on the fused ops, with the constructor arguments, attributes and state_dict keys of timm and torchvision."""
 
+from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchNormAct
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
 from fusedtrain.nn.squeeze_excite import (
@@ -12,6 +13,8 @@ from fusedtrain.nn.squeeze_excite import (
 )
 
 __all__ = [
+    "BatchNorm2d",
+    "BatchNormAct2d",
     "CecaModule",
     "DepthwiseConv2d",
     "DepthwiseConv2dSame",
@@ -23,4 +26,5 @@ __all__ = [
     "SENetModule",
     "SqueezeExcitation",
     "SqueezeExcite",
+    "SyncBatchNormAct",
 ]

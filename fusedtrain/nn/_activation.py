@@ -84,12 +84,13 @@ _TIMM_OP_NAMES = {
 }
 
 
-def create(layer: Layer, inplace: bool | None = None) -> nn.Module:
+def create(layer: Layer, inplace: bool | None = None, **options) -> nn.Module:
     """Returns a new activation layer.
 
     Args:
         layer: a name ("relu", "silu", "hard_sigmoid", ...), a module class, or a callable that makes a module.
         inplace: passed on where the layer has such an argument.
+        options: passed on.
     """
     if isinstance(layer, str):
         if layer.lower() not in _LAYERS:
@@ -98,11 +99,11 @@ def create(layer: Layer, inplace: bool | None = None) -> nn.Module:
     elif not callable(layer):
         raise TypeError(f"an activation must be a name or a module class, got {layer!r}")
     if inplace is None:
-        return layer()
+        return layer(**options)
     try:
-        return layer(inplace=inplace)
+        return layer(inplace=inplace, **options)
     except TypeError:  # it has no such argument
-        return layer()
+        return layer(**options)
 
 
 def op_name(layer: nn.Module) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fusedtrain.nn import eca, squeeze_excite
+from fusedtrain.nn import batch_norm_act, depthwise_conv2d, eca, squeeze_excite
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,22 @@ RULES = (
         "torchvision.ops.misc.SqueezeExcitation",
         squeeze_excite.SqueezeExcitation,
         ("avgpool", "fc1", "fc2", "activation", "scale_activation"),
+    ),
+    Rule("torch.nn.modules.batchnorm.BatchNorm2d", batch_norm_act.BatchNorm2d),
+    Rule("timm.layers.norm_act.BatchNormAct2d", batch_norm_act.BatchNormAct2d, ("drop", "act")),
+    Rule("torch.nn.modules.batchnorm.SyncBatchNorm", batch_norm_act.SyncBatchNormAct),
+    Rule("timm.layers.norm_act.SyncBatchNormAct", batch_norm_act.SyncBatchNormAct),
+    Rule(
+        "torch.nn.modules.conv.Conv2d",
+        depthwise_conv2d.DepthwiseConv2d,
+        ("weight",),
+        applies=lambda module: module.groups == module.in_channels > 1,
+    ),
+    Rule(
+        "timm.layers.conv2d_same.Conv2dSame",
+        depthwise_conv2d.DepthwiseConv2dSame,
+        ("weight",),
+        applies=lambda module: module.groups == module.in_channels > 1,
     ),
     Rule("timm.layers.cbam.CbamModule"),
     Rule("timm.layers.cbam.LightCbamModule"),
@@ -166,9 +182,10 @@ def _rule_of(module: nn.Module) -> Rule | None:
 def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
-    Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision. A layer stays, with the reason in
-    the report, when its class is derived from a known one, its forward was replaced, it is parametrized, quantised,
-    sharded, compiled, or inside a wrapped part of the model.
+    Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
+    activation behind it, and over processes), and depthwise convolutions. A layer stays, with the reason in the report,
+    when its class is derived from a known one, its forward was replaced, it is parametrized, quantised, sharded,
+    compiled, or inside a wrapped part of the model.
 
     Args:
         model: any module; before or after loading weights, before it is wrapped (DistributedDataParallel, FSDP) or

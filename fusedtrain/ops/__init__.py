@@ -1,5 +1,6 @@
 """The fused operations as functions. Each module: formula, reference, fakes, backends, autograd, public function."""
 
+from fusedtrain.ops.batch_norm_act import batch_norm_act
 from fusedtrain.ops.channel_pool import channel_pool
 from fusedtrain.ops.channel_scale import channel_scale
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
@@ -8,6 +9,7 @@ from fusedtrain.ops.optimizer_step import optimizer_step_
 from fusedtrain.ops.squeeze_excite import squeeze_excite
 
 __all__ = [
+    "batch_norm_act",
     "channel_pool",
     "channel_scale",
     "depthwise_conv2d",

@@ -13,7 +13,21 @@ ACTIVATIONS = (
 )
 INPUT_ACTIVATIONS = ACTIVATIONS[:5]
 POOLS = ("avg", "avg_max")
-RULES = ("adam", "amsgrad", "sgd", "momentum", "lion")
+RULES = (
+    "adam",
+    "amsgrad",
+    "sgd",
+    "momentum",
+    "lion",
+    "rmsprop",
+    "rmsprop_momentum",
+    "rmsprop_centered",
+    "rmsprop_centered_momentum",
+    "adan",
+    "lamb",
+    "novograd",
+    "novograd_amsgrad",
+)
 
 _CODES = {name: code for names in (ACTIVATIONS, POOLS, RULES) for code, name in enumerate(names)}
 

@@ -4,16 +4,31 @@ The schemas stand in Python so that the operators, their fakes and ``opcheck`` e
 library only adds implementations. Each operator also has a ``.triton`` overload, the same signature on Triton kernels.
 
 Conventions: ``act``, ``gate``, ``in_act`` and ``pool`` are codes of ``_codes.py``; ``x``, ``dy``, ``y`` and ``dx`` are
-dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak and ties are float32
-(float64 for float64 inputs); a tensor that a mode does not need has shape [0]. Strides and dilations are (height,
-width), paddings (left, right, top, bottom).
+dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak, ties, mean, m2, rstd and
+sums are float32 (float64 for float64 inputs); a tensor that a mode does not need has shape [0]. Strides and dilations
+are (height, width), paddings (left, right, top, bottom).
 """
 
 import importlib
 
 import torch
 
+_STEP = (
+    "int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize, float ema_decay,"
+    " bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale, Tensor? found_inf"
+)
+
 SCHEMAS = {
+    "batch_norm_act": "(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, int act,"
+    " bool residual_after) -> Tensor y",
+    "batch_norm_act_backward": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, Tensor? sum_dz, Tensor? sum_dz_xhat, float count, int act, bool residual_after, bool need_dx,"
+    " bool need_dresidual) -> (Tensor dx, Tensor dresidual)",
+    "batch_norm_act_reduce": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, int act, bool residual_after) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
+    "batch_norm_act_stats": "(Tensor x) -> (Tensor mean, Tensor m2)",
+    "batch_norm_act_update_": "(Tensor mean, Tensor m2, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
+    " float count, float momentum, float eps) -> Tensor rstd",
     "channel_pool": "(Tensor x, int pool, int in_act) -> (Tensor pooled, Tensor peak, Tensor ties)",
     "channel_pool_backward": "(Tensor dpooled, Tensor x, Tensor peak, Tensor ties, int pool, int in_act) -> Tensor dx",
     "channel_scale": "(Tensor x, Tensor gate, int in_act) -> Tensor y",
@@ -30,22 +45,30 @@ SCHEMAS = {
     " Tensor logits, Tensor peak, Tensor ties, int act, int gate, int pool, int in_act, bool need_dx, bool need_dw)"
     " -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
     "grad_norm": "(Tensor[] grads) -> Tensor norm",
-    "optimizer_step_": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
-    " Tensor(e!)[] ema, int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize,"
-    " float ema_decay, bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale,"
-    " Tensor? found_inf) -> ()",
+    "optimizer_step_": f"(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
+    f" Tensor(e!)[] ema, {_STEP}) -> ()",
+}
+# The same on tables of addresses that fusedtrain._host.Gatherer fills on the CPU. Compiled only, never traced.
+TABLES = {
+    "grad_norm_table": "(Tensor[] tables) -> Tensor norm",
+    "optimizer_step_table_": f"(Tensor table, {_STEP}) -> ()",
 }
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
+def stem(name: str) -> str:
+    """Returns the op that operator ``name`` is a part of: the one whose name it continues."""
+    return min((op for op in SCHEMAS if f"{name}_".startswith(f"{op.removesuffix('_')}_")), key=len).removesuffix("_")
+
+
 def _triton_launcher(name: str):
     """Calls ``fusedtrain.kernels.<stem>.<name>``; Triton is imported at the first call."""
-    stem = name.removesuffix("_backward").removesuffix("_")
+    module = f"fusedtrain.kernels.{stem(name)}"
 
     def launch(*args):
-        return getattr(importlib.import_module(f"fusedtrain.kernels.{stem}"), name)(*args)
+        return getattr(importlib.import_module(module), name)(*args)
 
     return launch
 
@@ -55,6 +78,10 @@ for _name, _signature in SCHEMAS.items():
     LIBRARY.define(f"{_name}.triton" + _signature, tags=_TAGS)
     for _device in ("CUDA", "CPU"):  # on the CPU Triton's interpreter runs them
         LIBRARY.impl(f"{_name}.triton", _triton_launcher(_name), _device)
+
+
+for _name, _signature in TABLES.items():
+    LIBRARY.define(_name + _signature)
 
 
 def register_fake(name: str):

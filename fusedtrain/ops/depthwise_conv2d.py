@@ -60,50 +60,56 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
     return dx, weight.new_empty(weight.shape if need_dw else (0,)), weight.new_empty(weight.shape[0] if need_db else 0)
 
 
-# Where stock PyTorch (oneDNN) was measured faster on a CPU: (layout, dtype, stride) -> the largest such kernel, without
-# multiplier and dilation. The measurement stands in benchmarks/LOG.md. Larger kernels and multipliers must not go there
-# whatever is measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with
-# a multiplier corrupt the heap.
+# Where stock PyTorch (oneDNN) was measured faster on a CPU, without multiplier and dilation: (layout, dtype, stride) ->
+# {kernel: largest x in MiB}. The measurement stands in benchmarks/LOG.md. Kernels that are not square, and other sizes
+# up to those listed, go to stock at any size of x. Larger kernels and multipliers must not go there whatever is
+# measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with a multiplier
+# corrupt the heap.
+_ALWAYS = float("inf")
 _STOCK_FASTER_UP_TO = {
     "forward": {
-        ("channels_last", torch.float32, 1): 5,
-        ("channels_last", torch.float32, 2): 5,
-        ("channels_last", torch.bfloat16, 1): 7,
-        ("channels_last", torch.bfloat16, 2): 5,
-        ("contiguous", torch.float32, 1): 7,
-        ("contiguous", torch.float32, 2): 5,
+        ("channels_last", torch.float32, 1): {3: 14, 5: 9},
+        ("channels_last", torch.float32, 2): {3: 0, 5: 9},
+        ("channels_last", torch.bfloat16, 1): {3: _ALWAYS, 5: _ALWAYS, 7: _ALWAYS},
+        ("channels_last", torch.bfloat16, 2): {3: 6, 5: 7},
+        ("contiguous", torch.float32, 1): {3: _ALWAYS, 5: _ALWAYS, 7: _ALWAYS},
+        ("contiguous", torch.float32, 2): {3: _ALWAYS, 5: _ALWAYS},
     },
     "backward": {
-        ("channels_last", torch.float32, 1): 3,
-        ("channels_last", torch.float32, 2): 3,
-        ("channels_last", torch.bfloat16, 1): 3,
-        ("contiguous", torch.float32, 1): 3,
+        ("channels_last", torch.float32, 1): {3: 0},
+        ("channels_last", torch.float32, 2): {3: 0},
+        ("channels_last", torch.bfloat16, 1): {3: 3},
+        ("contiguous", torch.float32, 1): {3: _ALWAYS},
     },
 }
 
 
 def _slower(direction: str):
-    limits = _STOCK_FASTER_UP_TO[direction]
+    table = _STOCK_FASTER_UP_TO[direction]
 
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        limit = limits.get((layout, x.dtype, max(stride)), 0)
-        if weight is None or max(weight.shape[2:]) > limit or weight.shape[0] != x.shape[1] or max(dilation) > 1:
+        limits = table.get((layout, x.dtype, max(stride)), {})
+        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None
-        return f"stock PyTorch was measured faster: {direction}, {layout}, {x.dtype}, kernels up to {limit}x{limit}"
+        kh, kw = weight.shape[2:]
+        if max(kh, kw) > max(limits, default=0):
+            return None
+        # The kernels without unpacked rows (csrc/cpu/depthwise_conv2d_direct.cpp) take at least a vector of channels.
+        usual = kh == kw and kh in limits and stride[0] == stride[1] and x.shape[1] * x.element_size() >= 64
+        if usual and x.numel() * x.element_size() > limits[kh] * 2**20:
+            return None
+        size = f", x up to {limits[kh]} MiB" if usual and limits[kh] < _ALWAYS else ""
+        return f"stock PyTorch was measured faster: {direction}, {layout}, {x.dtype}, {kh}x{kw} kernels{size}"
 
     return slower
-
-
-def _why_not_cuda(x: Tensor, *_) -> str:
-    return _common.why_not_cuda(x) or "depthwise_conv2d has no CUDA kernels yet"
 
 
 _OP, _BACKWARD = torch.ops.fusedtrain.depthwise_conv2d, torch.ops.fusedtrain.depthwise_conv2d_backward
 IMPLS = register(
     "depthwise_conv2d",
     {
-        "cuda": Impl(_OP.default, _BACKWARD.default, _why_not_cuda),
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
         "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower("forward")),
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
@@ -113,7 +119,7 @@ IMPLS = register(
 BACKWARD_IMPLS = register(
     "depthwise_conv2d_backward",
     {
-        "cuda": Impl(_BACKWARD.default, None, _why_not_cuda),
+        "cuda": Impl(_BACKWARD.default, None, _common.why_not_cuda),
         "cpu": Impl(_BACKWARD.default, None, _common.why_not_cpu, _slower("backward")),
         "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference_backward, None, _common.never_why_not),

@@ -7,6 +7,8 @@ r"""optimizer_step: clipping, unscaling, update, averaging and zeroing for a lis
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,46 +16,155 @@ from torch import Tensor
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
 
-# The number of states of each rule: exp_avg, exp_avg_sq, max_exp_avg_sq; -; momentum_buffer; exp_avg.
-STATES = {"adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1, "lion": 1}
+
+class Rule(NamedTuple):
+    """What a rule takes: states like the parameter, then states that are one number each, coefficients, step counts."""
+
+    states: tuple[str, ...]
+    coefficients: tuple[str, ...]
+    counts: bool = False
+    scalars: tuple[str, ...] = ()
 
 
-def _adam(p: Tensor, g: Tensor, s: list[Tensor], c: Sequence[float], lr: float, step: Tensor) -> Tensor:
-    beta1, beta2, eps = c
+_ADAM, _BETAS = ("exp_avg", "exp_avg_sq"), ("beta1", "beta2", "eps")
+_RMSPROP = ("alpha", "eps", "eps_in_root", "momentum", "lr_in_momentum")
+RULES = {
+    "adam": Rule(_ADAM, _BETAS, counts=True),
+    "amsgrad": Rule((*_ADAM, "max_exp_avg_sq"), _BETAS, counts=True),
+    "sgd": Rule((), ()),
+    "momentum": Rule(("momentum_buffer",), ("momentum", "dampening", "nesterov")),
+    "lion": Rule(("exp_avg",), ("beta1", "beta2")),
+    "rmsprop": Rule(("square_avg",), _RMSPROP, counts=True),
+    "rmsprop_momentum": Rule(("square_avg", "momentum_buffer"), _RMSPROP, counts=True),
+    "rmsprop_centered": Rule(("square_avg", "grad_avg"), _RMSPROP, counts=True),
+    "rmsprop_centered_momentum": Rule(("square_avg", "momentum_buffer", "grad_avg"), _RMSPROP, counts=True),
+    "adan": Rule((*_ADAM, "exp_avg_diff", "neg_pre_grad"), ("beta1", "beta2", "beta3", "eps"), counts=True),
+    "lamb": Rule(_ADAM, (*_BETAS, "grad_rate", "bias_correction", "trust_ratio", "trust_clip"), counts=True),
+    "novograd": Rule(("exp_avg",), (*_BETAS, "grad_rate"), counts=True, scalars=("exp_avg_sq",)),
+    "novograd_amsgrad": Rule(
+        ("exp_avg",), (*_BETAS, "grad_rate"), counts=True, scalars=("exp_avg_sq", "max_exp_avg_sq")
+    ),
+}
+
+
+class _Hyper(NamedTuple):
+    lr: float
+    weight_decay: float
+    decoupled: bool
+    coefficients: Sequence[float]
+
+    def decay(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        if self.weight_decay and self.decoupled:
+            return p * (1 - self.lr * self.weight_decay), g
+        return p, g + self.weight_decay * p if self.weight_decay else g
+
+
+# Each takes the parameter, the gradient, the states (a list that it renews), hyperparameters and the step, from 1 on.
+def _adam(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    beta1, beta2, eps = h.coefficients
+    p, g = h.decay(p, g)
     s[0] = s[0].lerp(g, 1 - beta1)
     s[1] = s[1] * beta2 + (1 - beta2) * g * g
     if len(s) == 3:
         s[2] = torch.maximum(s[2], s[1])
-    step = step.double()
-    size, scale = lr / (1 - beta1**step), (1 - beta2**step).sqrt()
+    size, scale = h.lr / (1 - beta1**step), (1 - beta2**step).sqrt()
     return p - size.to(p.dtype) * s[0] / (s[-1].sqrt() / scale.to(p.dtype) + eps)
 
 
-def _sgd(p: Tensor, g: Tensor, s: list[Tensor], c: Sequence[float], lr: float, step: Tensor) -> Tensor:
-    return p - lr * g
+def _sgd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    p, g = h.decay(p, g)
+    return p - h.lr * g
 
 
-def _momentum(p: Tensor, g: Tensor, s: list[Tensor], c: Sequence[float], lr: float, step: Tensor) -> Tensor:
-    momentum, dampening, nesterov = c
+def _momentum(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    momentum, dampening, nesterov = h.coefficients
+    p, g = h.decay(p, g)
     s[0] = momentum * s[0] + (1 - dampening) * g
-    return p - lr * (g + momentum * s[0] if nesterov else s[0])
+    return p - h.lr * (g + momentum * s[0] if nesterov else s[0])
 
 
-def _lion(p: Tensor, g: Tensor, s: list[Tensor], c: Sequence[float], lr: float, step: Tensor) -> Tensor:
-    beta1, beta2 = c
+def _lion(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    beta1, beta2 = h.coefficients
+    p, g = h.decay(p, g)
     update = (beta1 * s[0] + (1 - beta1) * g).sign()
     s[0] = beta2 * s[0] + (1 - beta2) * g
-    return p - lr * update
+    return p - h.lr * update
 
 
-_RULES = {"adam": _adam, "amsgrad": _adam, "sgd": _sgd, "momentum": _momentum, "lion": _lion}
+def _rmsprop(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, momentum=False, centered=False) -> Tensor:
+    alpha, eps, eps_in_root, rate, lr_in_momentum = h.coefficients
+    p, g = h.decay(p, g)
+    v = s[0] = alpha * s[0] + (1 - alpha) * g * g
+    if centered:
+        s[-1] = s[-1].lerp(g, 1 - alpha)
+        v = (v - s[-1] * s[-1]).clamp(min=0.0)
+    u = g / ((v + eps).sqrt() if eps_in_root else v.sqrt() + eps)
+    if not momentum:
+        return p - h.lr * u
+    s[1] = rate * s[1] + (h.lr * u if lr_in_momentum else u)
+    return p - (s[1] if lr_in_momentum else h.lr * s[1])
 
 
-def _factor_and_skip(norm, max_norm, skip_nonfinite, grad_scale, found_inf) -> tuple[Tensor, bool]:
+def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    beta1, beta2, beta3, eps = h.coefficients
+    difference = torch.where(s[3].isnan(), 0.0, s[3] + g)
+    s[0] = s[0].lerp(g, 1 - beta1)
+    s[2] = beta2 * s[2] + (1 - beta2) * difference
+    ahead = g + beta2 * difference
+    s[1] = beta3 * s[1] + (1 - beta3) * ahead * ahead
+    s[3] = -g
+    size_m, size_d = h.lr / (1 - beta1**step), h.lr * beta2 / (1 - beta2**step)
+    scale = (1 - beta3**step).sqrt()
+    u = (size_m.to(p.dtype) * s[0] + size_d.to(p.dtype) * s[2]) / (s[1].sqrt() / scale.to(p.dtype) + eps)
+    decay = h.lr * h.weight_decay
+    return p * (1 - decay) - u if h.decoupled else (p - u) / (1 + decay)
+
+
+def _lamb(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    beta1, beta2, eps, rate, bias_correction, trust_ratio, trust_clip = h.coefficients
+    s[0] = beta1 * s[0] + rate * g
+    s[1] = beta2 * s[1] + (1 - beta2) * g * g
+    correction, scale = (1 - beta1**step).to(p.dtype), (1 - beta2**step).sqrt().to(p.dtype)
+    u = s[0] / correction / (s[1].sqrt() / scale + eps) if bias_correction else s[0] / (s[1].sqrt() + eps)
+    p, u = h.decay(p, u)
+    ratio = p.norm() / u.norm()
+    ratio = torch.where((p.norm() > 0) & (u.norm() > 0), ratio.clamp(max=1.0) if trust_clip else ratio, 1.0)
+    return p - h.lr * (ratio if trust_ratio else 1.0) * u
+
+
+def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+    beta1, beta2, eps, rate = h.coefficients
+    norm = g.square().sum().to(s[1].dtype)
+    s[1] = torch.where(s[1] == 0, norm, beta2 * s[1] + (1 - beta2) * norm)
+    if len(s) == 3:
+        s[2] = torch.maximum(s[2], s[1])
+    p, u = h.decay(p, g / (s[-1].sqrt() + eps).to(p.dtype))
+    s[0] = beta1 * s[0] + rate * u
+    return p - h.lr * s[0]
+
+
+_FUNCTIONS = {
+    "adam": _adam,
+    "amsgrad": _adam,
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "lion": _lion,
+    "rmsprop": _rmsprop,
+    "rmsprop_momentum": partial(_rmsprop, momentum=True),
+    "rmsprop_centered": partial(_rmsprop, centered=True),
+    "rmsprop_centered_momentum": partial(_rmsprop, momentum=True, centered=True),
+    "adan": _adan,
+    "lamb": _lamb,
+    "novograd": _novograd,
+    "novograd_amsgrad": _novograd,
+}
+
+
+def _factor_and_skip(norm, max_norm, clip_eps, skip_nonfinite, grad_scale, found_inf) -> tuple[Tensor, bool]:
     scale = torch.ones((), dtype=torch.float64) if grad_scale is None else grad_scale.double()
     factor, skip = 1.0 / scale, found_inf is not None and bool(found_inf)
     if norm is not None:
-        factor = factor * (max_norm / (norm / scale + 1e-6)).clamp(max=1.0)
+        factor = factor * (max_norm / (norm / scale + clip_eps)).clamp(max=1.0)
         skip = skip or (skip_nonfinite and not bool(norm.isfinite()))
     return factor, skip
 
@@ -79,20 +190,19 @@ def reference(
     found_inf,
 ) -> None:
     name, count = _codes.RULES[rule], len(params)
-    factor, skip = _factor_and_skip(norm, max_norm, skip_nonfinite, grad_scale, found_inf)
+    elementwise, columns = len(RULES[name].states), len(RULES[name].states + RULES[name].scalars)
+    clip_eps = 0.0 if name == "lamb" else 1e-6  # clip_grad_norm_ has it, timm's LAMB has not
+    factor, skip = _factor_and_skip(norm, max_norm, clip_eps, skip_nonfinite, grad_scale, found_inf)
+    hyper = _Hyper(lr, weight_decay, decoupled, coefficients)
     for i, p in enumerate(params):
         if not skip:
             acc = _common.acc_dtype(p)
-            x, own = p.to(acc), [states[k * count + i] for k in range(STATES[name])]
+            x, own = p.to(acc), [states[k * count + i] for k in range(columns)]
             g = grads[i].to(acc) * factor.to(acc) * (-1 if maximize else 1)
-            if weight_decay and decoupled:
-                x = x * (1 - lr * weight_decay)
-            elif weight_decay:
-                g = g + weight_decay * x
-            if steps:
+            if steps and (i == 0 or steps[i] is not steps[i - 1]):
                 steps[i] += 1
-            s = [state.to(acc) for state in own]
-            p.copy_(_RULES[name](x, g, s, coefficients, lr, steps[i] if steps else None))
+            s = [state.to(acc) if k < elementwise else state for k, state in enumerate(own)]
+            p.copy_(_FUNCTIONS[name](x, g, s, hyper, steps[i].double() if steps else None))
             for state, value in zip(own, s):
                 state.copy_(value)
             if ema:
@@ -157,16 +267,16 @@ def optimizer_step_(
     Args:
         params: dense tensors (no gaps, any order of dimensions); float32, bfloat16, float16, float64 or a mixture.
         grads: one for each, with its shape, dtype and strides.
-        states: all first states, then all second ones, ..., each like its parameter: "adam" exp_avg, exp_avg_sq;
-            "amsgrad" also max_exp_avg_sq; "sgd" none; "momentum" momentum_buffer; "lion" exp_avg.
-        steps: for "adam" and "amsgrad" the number of updates so far, a float32 number per parameter.
+        states: all first states, then all second ones, ..., as ``RULES[rule].states`` names them, each like its
+            parameter; then those of ``RULES[rule].scalars``, a float32 number per parameter.
+        steps: where ``RULES[rule].counts`` the number of updates so far, a float32 number per parameter; neighbours may
+            share one.
         ema: running averages like ``params``, in float32 (float64 for float64), or none.
-        rule: "adam", "amsgrad", "sgd", "momentum" or "lion".
+        rule: a key of ``RULES``.
         lr: learning rate.
-        coefficients: "adam", "amsgrad": beta1, beta2, eps; "momentum": momentum, dampening, nesterov (0 or 1);
-            "lion": beta1, beta2.
+        coefficients: the numbers that ``RULES[rule].coefficients`` names; flags are 0 or 1.
         weight_decay: times the parameter it is added to the gradient; with ``decoupled`` the parameter shrinks by
-            ``1 - lr * weight_decay`` instead.
+            ``1 - lr * weight_decay`` instead. Without it "adan" divides by ``1 + lr * weight_decay``.
         maximize: ascend.
         ema_decay: the weight of the old average.
         zero_grads: leaves zeros in ``grads``.
@@ -180,19 +290,21 @@ def optimizer_step_(
         ValueError: an unknown rule, or a wrong number of coefficients or tensors.
         RuntimeError: a forced backend cannot run; a tensor does not match its parameter. Nothing was changed then.
 
-    Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries.
+    Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
+    "novograd" read parameters and states, or gradients, once more.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
     threads.
     """
     code = _codes.code("rule", rule, _codes.RULES)
-    wanted = {"adam": 3, "amsgrad": 3, "sgd": 0, "momentum": 3, "lion": 2}[rule]
+    info, count = RULES[rule], len(params)
+    wanted = len(info.coefficients)
     if len(coefficients) != wanted:
         raise ValueError(f"optimizer_step_: rule {rule!r} has {wanted} coefficients, got {len(coefficients)}")
-    counts = (len(params), STATES[rule] * len(params), len(params) if STATES[rule] > 1 else 0)
-    if (len(grads), len(states), len(steps)) != counts or len(ema) not in (0, len(params)):
+    counts = (count, len(info.states + info.scalars) * count, count if info.counts else 0)
+    if (len(grads), len(states), len(steps)) != counts or len(ema) not in (0, count):
         raise ValueError(
             f"optimizer_step_: rule {rule!r} takes {counts[0]} grads, {counts[1]} states and {counts[2]} steps"
-            f" for {len(params)} params, got {len(grads)}, {len(states)} and {len(steps)}; ema: {len(ema)}"
+            f" for {count} params, got {len(grads)}, {len(states)} and {len(steps)}; ema: {len(ema)}"
         )
     if not params:
         return

@@ -1,0 +1,103 @@
+#pragma once
+// batch_norm_act: batch normalisation, an activation and a residual, with
+//
+//   xhat = (x - mean[c]) rstd[c]          z = weight[c] xhat + bias[c] + before          y = a(z) + after
+//
+// where `before` and `after` are images as x, or null. In training mean and rstd come from the batch itself:
+//
+//   mean[c] = 1/count sum x          m2[c] = sum (x - mean)^2                              (batch_norm_act_stats)
+//   rstd[c] = 1 / sqrt(m2 / count + eps), and the running statistics move by `momentum`   (batch_norm_act_update)
+//
+// Backward, with dz = a'(z) dy, which is the gradient of `before`:
+//
+//   sum_dz[c] = sum dz = dbias          sum_dz_xhat[c] = sum dz xhat = dweight            (batch_norm_act_reduce)
+//   dx = weight rstd (dz - sum_dz / count - xhat sum_dz_xhat / count)                     (batch_norm_act_backward)
+//
+// The sums run over the batch and its pixels; `count` is their number, over all processes where those share statistics.
+// With fixed statistics (evaluation) dx = weight rstd dz. acc is the accumulation type: float, double for kFloat64.
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain {
+
+struct BatchNormStats {
+  Images images;
+  const void* x;  // [n, c, hw] or [n, hw, c]
+  void* partial;  // acc [n * reduce_chunks(images), 3, c]: shift, sum (x - shift), sum (x - shift)^2
+  void* mean;     // acc [c]; 0 for an empty batch
+  void* m2;       // acc [c]
+};
+
+struct BatchNormUpdate {
+  int64_t c;
+  DType dtype;          // of mean, m2 and rstd: kFloat32 or kFloat64
+  DType running_dtype;  // of running_mean and running_var
+  double count, momentum, eps;
+  const void* mean;    // acc [c]
+  const void* m2;      // acc [c]
+  void* running_mean;  // running_dtype [c], or null
+  void* running_var;   // running_dtype [c], or null; takes m2 / (count - 1)
+  void* rstd;          // acc [c]
+};
+
+// What both directions read.
+struct BatchNormInputs {
+  Images images;
+  Activation act;
+  const void* x;       // [n, c, hw] or [n, hw, c]
+  const void* before;  // as x, or null
+  const void* mean;    // acc [c]
+  const void* rstd;    // acc [c]
+  const void* weight;  // acc [c]
+  const void* bias;    // acc [c]
+};
+
+struct BatchNormAct {
+  BatchNormInputs in;
+  const void* after;  // as x, or null
+  void* y;            // as x
+};
+
+struct BatchNormReduce {
+  BatchNormInputs in;
+  const void* dy;     // as x
+  void* partial;      // acc [n * reduce_chunks(images), 2, c]: sum dz, sum dz (x - mean)
+  void* sum_dz;       // acc [c]
+  void* sum_dz_xhat;  // acc [c]
+};
+
+struct BatchNormBackward {
+  BatchNormInputs in;
+  double count;
+  const void* dy;           // as x
+  const void* sum_dz;       // acc [c], or null for fixed statistics
+  const void* sum_dz_xhat;  // acc [c], or null for fixed statistics
+  void* dx;                 // as x, or null
+  void* dbefore;            // as x, or null
+};
+
+namespace cpu {
+// Items: n * reduce_chunks for channels_last, n * c for contiguous.
+template <Isa I>
+void batch_norm_act_stats_partial(const BatchNormStats& a, int64_t begin, int64_t end);
+// Items: c.
+template <Isa I>
+void batch_norm_act_stats_finish(const BatchNormStats& a, int64_t begin, int64_t end);
+// Items: c.
+template <Isa I>
+void batch_norm_act_update(const BatchNormUpdate& a, int64_t begin, int64_t end);
+// Items: n * hw rows for channels_last, n * c planes for contiguous.
+template <Isa I>
+void batch_norm_act(const BatchNormAct& a, int64_t begin, int64_t end);
+// Items: n * reduce_chunks for channels_last, n * c for contiguous.
+template <Isa I>
+void batch_norm_act_reduce_partial(const BatchNormReduce& a, int64_t begin, int64_t end);
+// Items: c.
+template <Isa I>
+void batch_norm_act_reduce_finish(const BatchNormReduce& a, int64_t begin, int64_t end);
+// Items: n * hw rows for channels_last, n * c planes for contiguous.
+template <Isa I>
+void batch_norm_act_backward(const BatchNormBackward& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace fusedtrain

@@ -1,0 +1,182 @@
+#pragma once
+// fusedtrain._host.Gatherer: the tensors of an optimizer step as one table of StepTensor.
+//
+// A list of tensors costs the dispatcher a quarter of a microsecond each, several times what the update of a small
+// parameter takes. Here they are read through DLPack's C functions, which torch.Tensor offers from DLPack 1.3 on.
+#include <ATen/dlpack.h>  // DLPack's own header, a C interface
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "optimizer_step.h"
+
+#if DLPACK_MINOR_VERSION >= 3
+namespace py = pybind11;
+
+namespace fusedtrain::bindings {
+namespace {
+
+std::optional<DType> dtype_of(DLDataType type) {
+  if (type.lanes != 1) return {};
+  if (type.code == kDLBfloat && type.bits == 16) return DType::kBFloat16;
+  if (type.code != kDLFloat) return {};
+  return type.bits == 32   ? std::optional(DType::kFloat32)
+         : type.bits == 16 ? std::optional(DType::kFloat16)
+         : type.bits == 64 ? std::optional(DType::kFloat64)
+                           : std::nullopt;
+}
+
+int64_t numel_of(const DLTensor& t) {
+  int64_t numel = 1;
+  for (int d = 0; d < t.ndim; ++d) numel *= t.shape[d];
+  return numel;
+}
+
+// True when the elements fill one stretch of memory, in whatever order of dimensions.
+bool is_dense(const DLTensor& t, int64_t numel) {
+  int64_t covered = 1;  // by the dimensions that are faster
+  while (covered < numel) {
+    int d = t.ndim - 1;
+    while (d >= 0 && !(t.shape[d] > 1 && t.strides[d] == covered)) --d;
+    if (d < 0) return false;
+    covered *= t.shape[d];
+  }
+  return true;
+}
+
+// The shape and, where they matter, the strides of `p`.
+bool is_laid_out_like(const DLTensor& t, const DLTensor& p, int64_t numel) {
+  if (t.ndim != p.ndim) return false;
+  for (int d = 0; d < p.ndim; ++d) {
+    if (t.shape[d] != p.shape[d] || (numel > 0 && p.shape[d] > 1 && t.strides[d] != p.strides[d])) return false;
+  }
+  return true;
+}
+
+class Gatherer {
+ public:
+  // `tensor` is torch.Tensor, `parameter` torch.nn.Parameter: subclasses may mean something else by their data.
+  Gatherer(const py::object& tensor, const py::object& parameter)
+      : tensor_(reinterpret_cast<PyTypeObject*>(tensor.ptr())),
+        parameter_(reinterpret_cast<PyTypeObject*>(parameter.ptr())) {
+    const py::object capsule = tensor.attr("__dlpack_c_exchange_api__");
+    api_ = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api_ == nullptr) throw py::error_already_set();
+    if (api_->header.version.major != DLPACK_MAJOR_VERSION) throw py::value_error("another version of DLPack");
+  }
+
+  // What belongs to each parameter, by its name in the parameter's state.
+  struct Names {
+    py::tuple states, scalars;
+    py::object step;  // None, a name, or one tensor for all parameters
+    bool ema;
+  };
+  py::object gather(const py::list& params, const py::dict& state, const Names& names) const;
+
+ private:
+  bool read(PyObject* object, DLTensor* out) const {
+    if (Py_TYPE(object) != tensor_ && Py_TYPE(object) != parameter_) return false;
+    if (api_->dltensor_from_py_object_no_sync(object, out) == 0) return out->device.device_type == kDLCPU;
+    PyErr_Clear();
+    return false;
+  }
+  // The data of a tensor like `p`, or nothing.
+  std::optional<void*> like(PyObject* object, const DLTensor& p, int64_t numel, DType dtype) const {
+    DLTensor t;
+    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != dtype || !is_laid_out_like(t, p, numel)) {
+      return {};
+    }
+    return static_cast<char*>(t.data) + t.byte_offset;
+  }
+  // The number in a tensor of one float, or null.
+  float* number(PyObject* object) const {
+    DLTensor t;
+    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != DType::kFloat32 || numel_of(t) != 1) {
+      return nullptr;
+    }
+    return reinterpret_cast<float*>(static_cast<char*>(t.data) + t.byte_offset);
+  }
+  bool fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const;
+
+  PyTypeObject *tensor_, *parameter_;
+  const DLPackExchangeAPI* api_;
+  py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"};
+};
+
+bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const {
+  DLTensor p;
+  if (!read(param, &p)) return false;
+  const std::optional<DType> dtype = dtype_of(p.dtype);
+  const int64_t numel = numel_of(p);
+  if (!dtype || !is_dense(p, numel)) return false;
+  *row = {.numel = numel,
+          .dtype = *dtype,
+          .param = static_cast<char*>(p.data) + p.byte_offset,
+          .grad = nullptr,
+          .states = {},
+          .scalars = {},
+          .ema = nullptr,
+          .step = nullptr};
+  const auto assign = [&](void*& to, PyObject* object, DType wanted) {
+    const std::optional<void*> data = like(object, p, numel, wanted);
+    if (data) to = *data;
+    return data.has_value();
+  };
+  if (!assign(row->grad, grad, *dtype)) return false;
+  const bool own_step = PyUnicode_Check(names.step.ptr());
+  if (!own_step && !names.step.is_none() && (row->step = number(names.step.ptr())) == nullptr) return false;
+  if (names.states.empty() && !own_step && !names.ema) return true;
+  if (own == nullptr || !PyDict_Check(own)) return false;
+  const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
+  for (size_t k = 0; k < names.states.size(); ++k) {
+    if (!assign(row->states[k], value(names.states[k]), *dtype)) return false;
+  }
+  for (size_t k = 0; k < names.scalars.size(); ++k) {
+    if ((row->scalars[k] = number(value(names.scalars[k]))) == nullptr) return false;
+  }
+  const DType acc = *dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  if (names.ema && !assign(row->ema, value(ema_), acc)) return false;
+  return !own_step || (row->step = number(value(names.step))) != nullptr;
+}
+
+py::object Gatherer::gather(const py::list& params, const py::dict& state, const Names& names) const {
+  py::list with_grad, grads;
+  std::vector<StepTensor> rows;
+  rows.reserve(params.size());
+  for (const py::handle param : params) {
+    const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param.ptr(), grad_.ptr()));
+    if (!grad) throw py::error_already_set();
+    if (grad.is_none()) continue;
+    PyObject* own = PyDict_GetItemWithError(state.ptr(), param.ptr());
+    rows.emplace_back();
+    const bool taken = fill(&rows.back(), param.ptr(), grad.ptr(), own, names);
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    // DLPack does not tell views that are to be read with the other sign; autograd makes such of single numbers only.
+    if (!taken || (rows.back().numel == 1 && grad.attr(is_neg_)().cast<bool>())) return py::none();
+    with_grad.append(param);
+    grads.append(grad);
+  }
+  return py::make_tuple(py::bytearray(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(StepTensor)),
+                        with_grad, grads);
+}
+
+void bind_step_table(py::module_& m) {
+  py::class_<Gatherer>(m, "Gatherer", "Reads the tensors of an optimizer step without the dispatcher.")
+      .def(py::init<const py::object&, const py::object&>(), py::arg("tensor"), py::arg("parameter"))
+      .def(
+          "gather",
+          [](const Gatherer& self, const py::list& params, const py::dict& state, py::tuple states, py::tuple scalars,
+             py::object step, bool ema) {
+            if (states.size() > kMaxStates || scalars.size() > kMaxScalars) throw py::value_error("too many states");
+            return self.gather(params, state, {std::move(states), std::move(scalars), std::move(step), ema});
+          },
+          py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"), py::arg("ema"),
+          "Returns (table, params, grads) of the parameters that have a gradient, or None where a tensor is missing, "
+          "a subclass, not dense, not on the CPU, or unlike its parameter.");
+}
+
+}  // namespace
+}  // namespace fusedtrain::bindings
+#endif

@@ -1,0 +1,276 @@
+// depthwise_conv2d on the CPU, channels_last images and square kernels of 3, 5 or 7: y and dx without unpacked rows.
+//   y[oy, ox]  = act(bias + sum_{ky, kx} weight[ky, kx] * x[oy * s + ky - top, ox * s + kx - left])
+//   dx[iy, ix] = sum_{ky, kx: oy * s + ky - top = iy, ...} weight[ky, kx] * dy[oy, ox]
+// A tile of neighbouring pixels of a row stays in registers; of every input row it reads each input vector once and the
+// weights of one kernel row once. Columns outside the image are skipped.
+// dx at stride 1 is the forward pass with mirrored weights. At stride 2 each dy is spread over its k outputs of the
+// row.
+#include "cpu/depthwise_direct.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// out[t] = sum over taps of tap * in: which tap links output t and input column j of a tile.
+// A tile moves by kInStep input columns where it moves by kOutStep outputs. Forward: in[t * kStride + tap].
+template <int kTaps, int kStride>
+struct Gathered {
+  static constexpr int kSize = kTaps, kOutStep = 1, kInStep = kStride;
+  static constexpr int kAhead = kTaps - kStride;  // columns that the tile before has read too
+  static constexpr int columns(int wide) { return (wide - 1) * kStride + kTaps; }
+  static constexpr int tap(int t, int j) { return j - t * kStride; }
+};
+// Stride 2, backward: out[2 * j + tap], where column 0 is the first that reaches the tile.
+template <int kTaps>
+struct Spread {
+  static constexpr int kSize = kTaps, kOutStep = 2, kInStep = 1;
+  static constexpr int kAhead = (kTaps - 1) / 2;
+  static constexpr int columns(int wide) { return (wide - 1) / 2 + (kTaps - 1) / 2 + 1; }
+  static constexpr int tap(int t, int j) { return t - 2 * (j - (kTaps - 1) / 2); }
+};
+
+// The input rows of one row of output.
+template <class T>
+struct Rows {
+  const T* in;  // column 0 of the first row
+  int64_t in_step;
+  const Acc<T>* taps;  // [column of the kernel][vector][lane] for the first row
+  int64_t tap_step;
+  int64_t count;
+};
+
+template <class T>
+struct Tile {
+  Rows<T> rows;
+  const T* ahead;         // column 0 of the first row that the next row of output is the first to read
+  int64_t column, width;  // the first input column, may be outside of [0, width)
+  int64_t pitch;          // channels per pixel of input and output
+  const T* bias;          // [channels] or null
+  const Acc<T>* init;     // [vector][lane] or null
+  Activation act;
+  bool streams;        // out is written past the caches
+  T* out;              // of output 0
+  int64_t begin, end;  // the outputs to be stored
+};
+
+// Apart, so that it takes no registers from where there is no activation.
+template <class V>
+[[gnu::noinline]] V activated(Activation act, V x) {
+  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(
+      act, [&]<Activation A>() { x = Act<A>::value(x); });
+  return x;
+}
+
+// kWide outputs of a row.
+template <class T, class Form, int kWide, bool kInside>
+void run_tile(const Tile<T>& tile) {
+  using G = Group<T>;
+  using V = typename G::V;
+  V acc[kWide][G::kVecs];
+  unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+    const V init = tile.init ? load<V>(tile.init + v * V::kLanes) : V(0);
+    unroll<kWide>([&](auto t) __attribute__((always_inline)) { acc[t][v] = init; });
+  });
+  // What the next row of output will be the first to read is on its way meanwhile: hardware does not see rows coming.
+  const T* ahead = tile.ahead + tile.column * tile.pitch;
+  for (int64_t i = 0; i < Form::kInStep; ++i, ahead += tile.width * tile.pitch) {
+    unroll<kWide / Form::kOutStep * Form::kInStep>([&](auto j) __attribute__((always_inline)) {
+      __builtin_prefetch(ahead + (j + Form::kAhead) * tile.pitch, 0, 2);
+    });
+  }
+  for (int64_t i = 0; i < tile.rows.count; ++i) {
+    const T* p = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
+    const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
+    V tap[Form::kSize][G::kVecs];
+    unroll<Form::kSize>([&](auto k) __attribute__((always_inline)) {
+      unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+        tap[k][v] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
+      });
+    });
+    unroll<Form::columns(kWide)>([&](auto j) __attribute__((always_inline)) {
+      if (kInside || uint64_t(tile.column + j) < uint64_t(tile.width)) {
+        unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+          const V x = G::template get<v>(p);
+          unroll<kWide>([&](auto t) __attribute__((always_inline)) {
+            constexpr int k = Form::tap(t, j);
+            if constexpr (k >= 0 && k < Form::kSize) acc[t][v] += tap[k][v] * x;
+          });
+        });
+      }
+      p += tile.pitch;
+    });
+  }
+  if (tile.act != Activation::kIdentity) {
+    for (auto& pixel : acc) {
+      for (V& x : pixel) x = activated(tile.act, x);
+    }
+  }
+  T* out = tile.out;
+  unroll<kWide>([&](auto t) __attribute__((always_inline)) {
+    if (kInside || (t >= tile.begin && t < tile.end))
+      tile.streams ? G::stream(out + t * tile.pitch, acc[t]) : G::put(out + t * tile.pitch, acc[t]);
+  });
+}
+
+// Whether results are written past the caches: they are large and consist of whole lines.
+constexpr int64_t kStreamBytes = 8 << 20;
+template <class T>
+bool streams(const DepthwiseSizes& s, const T* out, int64_t pixels) {
+  constexpr int64_t kLine = 64;
+  const int64_t pixel = s.c * int64_t(sizeof(T));
+  return s.n * pixels * pixel >= kStreamBytes && pixel % kLine == 0 && reinterpret_cast<uintptr_t>(out) % kLine == 0;
+}
+
+// A range of groups of channels, of one row of outputs.
+template <class T>
+struct Row {
+  const DepthwiseSizes& s;
+  int64_t begin, end;  // groups
+  Tile<T> tile;        // of channel 0 and group 0
+  int64_t tap_group;   // distance of the weights of neighbouring groups
+};
+
+// Tiles of nearly equal width from left to right, all groups of each, so that memory is read and written in long runs.
+// Tiles begin at multiples of kOutStep outputs, `skip` of which are before the row. `column` is that of the first tile.
+template <class T, class Form>
+void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
+  constexpr int kIn = Form::kInStep, kOut = Form::kOutStep;
+  const int64_t units = ceil_div(count + skip, kOut), tiles = ceil_div(units, kMostWide / kOut);
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t from = units * i / tiles * kOut, wide = units * (i + 1) / tiles * kOut - from;
+    visit<4, 5, 6, 7, 8>(wide, [&]<int kWide>() {
+      if constexpr (kWide % kOut == 0) {
+        Tile<T> tile = row.tile;
+        tile.column = column + from / kOut * kIn;
+        tile.begin = skip - from;
+        tile.end = count + skip - from;
+        const bool inside = tile.column >= 0 && tile.column + Form::columns(kWide) <= tile.width && tile.begin <= 0 &&
+                            tile.end >= kWide;
+        for (int64_t group = row.begin; group < row.end; ++group) {
+          const int64_t channel = first_channel<T>(row.s, group);
+          tile.rows.in = row.tile.rows.in + channel;
+          tile.ahead = row.tile.ahead + channel;
+          tile.rows.taps = row.tile.rows.taps + group * row.tap_group;
+          tile.out = row.tile.out + (from - skip) * tile.pitch + channel;
+          Acc<T> init[Group<T>::kChannels];
+          if (row.tile.bias) load_group(row.tile.bias + channel, init);
+          tile.init = row.tile.bias ? init : nullptr;
+          inside ? run_tile<T, Form, kWide, true>(tile) : run_tile<T, Form, kWide, false>(tile);
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+
+template <>
+DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
+  DepthwiseDirect direct{0, 0};
+  const bool usual = s.layout == Layout::kChannelsLast && s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 &&
+                     s.dil_w == 1 && std::min(s.w, s.wo) >= kLeastWide;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    if (!usual || s.c < Group<T>::kChannels) return;
+    visit_kernel(s, [&]<int kTaps, int kStride>() {
+      direct = {ceil_div(s.c, Group<T>::kChannels), (kTaps * kTaps + 1) * Group<T>::kChannels};
+    });
+  });
+  return direct;
+}
+
+template <>
+void depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin,
+                                                int64_t end) {
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    using G = Group<T>;
+    const int64_t k = s.kh * s.kw;
+    for (int64_t block = begin; block < end; ++block) {
+      const T* from = static_cast<const T*>(weight) + first_channel<T>(s, block) * k;
+      auto* out = static_cast<Acc<T>*>(taps) + block * k * G::kChannels;
+      for (int64_t tap = 0; tap < k; ++tap, out += G::kChannels) {
+        T channels[G::kChannels];
+        for (int i = 0; i < G::kChannels; ++i) channels[i] = from[i * k + tap];
+        load_group(channels, out);
+      }
+    }
+  });
+}
+
+template <>
+void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, DepthwisePart part) {
+  const DepthwiseSizes& s = a.sizes;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    visit_kernel(s, [&]<int kTaps, int kStride>() {
+      constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
+      const T* x = static_cast<const T*>(a.x) + part.image * s.h * s.w * s.c;
+      T* y = static_cast<T*>(a.y) + part.image * s.ho * s.wo * s.c;
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow};
+      Tile<T>& tile = row.tile;
+      tile.width = s.w;
+      tile.pitch = s.c;
+      tile.bias = static_cast<const T*>(a.bias);
+      tile.act = a.act;
+      tile.streams = streams(s, y, s.ho * s.wo);
+      for (int64_t oy = s.ho * part.band / bands(s); oy < s.ho * (part.band + 1) / bands(s); ++oy) {
+        const int64_t top = oy * kStride - s.top;
+        const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.h - top, from, kTaps);
+        tile.rows = {x + (top + from) * s.w * s.c, s.w * s.c, static_cast<const Acc<T>*>(taps) + from * kTapRow,
+                     kTapRow, to - from};
+        tile.ahead = x + (top + kTaps) * s.w * s.c;
+        tile.out = y + oy * s.wo * s.c;
+        run_row<T, Gathered<kTaps, kStride>>(row, s.wo, 0, -s.left);
+      }
+      stream_fence();
+    });
+  });
+}
+
+template <>
+void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
+                                              DepthwisePart part) {
+  const DepthwiseSizes& s = a.sizes;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    visit_kernel(s, [&]<int kTaps, int kStride>() {
+      constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
+      const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c;
+      const auto* weights = static_cast<const Acc<T>*>(taps);
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow};
+      Tile<T>& tile = row.tile;
+      tile.width = s.wo;
+      tile.pitch = s.c;
+      tile.act = Activation::kIdentity;
+      tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w);
+      if constexpr (kStride == 1) {
+        auto* mirrored = static_cast<Acc<T>*>(scratch) - part.begin * kTaps * kTapRow;
+        for (int64_t group = part.begin; group < part.end; ++group) {
+          for (int64_t tap = 0; tap < kTaps * kTaps; ++tap) {
+            std::copy_n(weights + group * kTaps * kTapRow + tap * Group<T>::kChannels, Group<T>::kChannels,
+                        mirrored + group * kTaps * kTapRow + (kTaps * kTaps - 1 - tap) * Group<T>::kChannels);
+          }
+        }
+        weights = mirrored;
+      }
+      for (int64_t iy = s.h * part.band / bands(s); iy < s.h * (part.band + 1) / bands(s); ++iy) {
+        tile.out = static_cast<T*>(a.dx) + (part.image * s.h + iy) * s.w * s.c;
+        if constexpr (kStride == 1) {
+          const int64_t top = iy + s.top - (kTaps - 1);
+          const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.ho - top, from, kTaps);
+          tile.rows = {dy + (top + from) * s.wo * s.c, s.wo * s.c, weights + from * kTapRow, kTapRow, to - from};
+          tile.ahead = dy + (top + kTaps) * s.wo * s.c;
+          run_row<T, Gathered<kTaps, 1>>(row, s.w, 0, s.left - (kTaps - 1));
+        } else {
+          // oy = (iy + top - ky) / 2 for the ky of one parity, downwards from the first.
+          const int64_t odd = (iy + s.top) % 2, most = (iy + s.top - odd) / 2, count = (kTaps - odd + 1) / 2;
+          const int64_t from = std::clamp<int64_t>(most - s.ho + 1, 0, count);
+          const int64_t to = std::clamp<int64_t>(most + 1, from, count);
+          tile.rows = {dy + (most - from) * s.wo * s.c, -s.wo * s.c, weights + (odd + 2 * from) * kTapRow, 2 * kTapRow,
+                       to - from};
+          tile.ahead = dy + (most + 1) * s.wo * s.c;
+          run_row<T, Spread<kTaps>>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
+        }
+      }
+      stream_fence();
+    });
+  });
+}
+
+}  // namespace fusedtrain::cpu

@@ -1,0 +1,179 @@
+// depthwise_conv2d on the CPU, channels_last images and square kernels of 3, 5 or 7: dw and db without unpacked rows.
+//   dw[ky, kx] = sum_{n, oy, ox} dy[oy, ox] * x[oy * s + ky - top, ox * s + kx - left]
+//   db         = sum_{n, oy, ox} dy[oy, ox]
+#include "cpu/depthwise_direct.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// The sums of a few rows of dy against kRows rows of the kernel.
+template <class T>
+struct DotRows {
+  const T *x, *dy;  // of the first row of dy: x at kernel row 0 and column 0 of the image; the group's first channel
+  int64_t x_row;    // of the image, may be outside of [0, h)
+  int64_t h, w, wo, left, pitch, rows;
+  Acc<T>* sums;  // [kh][kw][vector][lane]
+};
+
+template <class T, int kTaps, int kStride, int kRows, int v>
+void dot_rows(const DotRows<T>& task) {
+  using G = Group<T>;
+  using V = typename G::V;
+  constexpr int kPixels = kRows * kTaps <= kSums - 2 ? 4 : 2;
+  V sums[kRows][kTaps];
+  const auto each_sum = [&](auto f) __attribute__((always_inline)) {
+    unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
+      unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { f(ky, kx); });
+    });
+  };
+  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { sums[ky][kx] = V(0); });
+  const int64_t x_pitch = task.w * task.pitch, left = task.left;
+  for (int64_t row = 0; row < task.rows; ++row) {
+    const T* x = task.x + row * kStride * x_pitch;
+    const int64_t x_row = task.x_row + row * kStride;
+    const T* dy = task.dy + row * task.wo * task.pitch;
+    const auto step = [&](auto pixels, auto inside, int64_t col) __attribute__((always_inline)) {
+      V g[pixels];
+      unroll<pixels>([&](auto i) __attribute__((always_inline)) {
+        g[i] = G::template get<v>(dy + (col + i) * task.pitch);
+        // As in run_tile.
+        const T* x_ahead = x + kRows * x_pitch + (col + i) * kStride * task.pitch;
+        unroll<kStride>([&](auto new_row) __attribute__((always_inline)) {
+          unroll<kStride>([&](auto j) __attribute__((always_inline)) {
+            __builtin_prefetch(x_ahead + new_row * x_pitch + j * task.pitch, 0, 2);
+          });
+        });
+        __builtin_prefetch(dy + (task.wo + col + i) * task.pitch, 0, 2);
+      });
+      unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
+        if (uint64_t(x_row + ky) >= uint64_t(task.h)) return;
+        const int64_t first = col * kStride - left;
+        const T* p = x + ky * x_pitch + first * task.pitch;
+        unroll<(pixels - 1) * kStride + kTaps>([&](auto j) __attribute__((always_inline)) {
+          if (inside || uint64_t(first + j) < uint64_t(task.w)) {
+            const V value = G::template get<v>(p);
+            unroll<pixels>([&](auto i) __attribute__((always_inline)) {
+              constexpr int kx = j - i * kStride;
+              if constexpr (kx >= 0 && kx < kTaps) sums[ky][kx] += g[i] * value;
+            });
+          }
+          p += task.pitch;
+        });
+      });
+    };
+    constexpr std::integral_constant<int, kPixels> kMany{};
+    constexpr std::integral_constant<int, 1> kOne{};
+    int64_t col = 0;
+    for (; col + kPixels <= task.wo; col += kPixels) {
+      const int64_t first = col * kStride - left;
+      if (first >= 0 && first + (kPixels - 1) * kStride + kTaps <= task.w) {
+        step(kMany, std::true_type{}, col);
+      } else {
+        step(kMany, std::false_type{}, col);
+      }
+    }
+    for (; col < task.wo; ++col) step(kOne, std::false_type{}, col);
+  }
+  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) {
+    auto* total = task.sums + ((ky * kTaps + kx) * G::kVecs + v) * V::kLanes;
+    store(total, load<V>(total) + sums[ky][kx]);
+  });
+}
+
+// All sums of one vector of a group, in parts that fit the registers.
+template <class T, int kTaps, int kStride, int v>
+void dot(DotRows<T> task) {
+  constexpr int kRows = tap_rows(kTaps), kRest = kTaps % kRows;
+  const auto advance = [&](int rows) {
+    task.x += rows * task.w * task.pitch;
+    task.x_row += rows;
+    task.sums += rows * kTaps * Group<T>::kVecs * Vec<Acc<T>>::kLanes;
+  };
+  for (int ky = 0; ky + kRows <= kTaps; ky += kRows) {
+    dot_rows<T, kTaps, kStride, kRows, v>(task);
+    advance(kRows);
+  }
+  if constexpr (kRest > 0) dot_rows<T, kTaps, kStride, kRest, v>(task);
+}
+
+// sum[vector][lane] += the sum over pixels.
+template <class T>
+void add_pixels(const T* dy, int64_t pixels, int64_t pitch, Acc<T>* sum) {
+  using G = Group<T>;
+  using V = typename G::V;
+  unroll<G::kVecs>([&](auto v) {
+    V parts[4] = {V(0), V(0), V(0), V(0)};
+    for (int64_t i = 0; i < pixels; ++i) parts[i % 4] += G::template get<v>(dy + i * pitch);
+    auto* total = sum + v * V::kLanes;
+    store(total, load<V>(total) + ((parts[0] + parts[1]) + (parts[2] + parts[3])));
+  });
+}
+
+constexpr int64_t kSumRows = 8;  // rows of dy summed in registers
+
+}  // namespace
+
+template <>
+void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, DepthwiseUnit unit, void* partial,
+                                              bool begins) {
+  const DepthwiseSizes& s = a.sizes;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    using G = Group<T>;
+    const int64_t k = s.kh * s.kw, first = first_channel<T>(s, unit.block);
+    const T* x = static_cast<const T*>(a.x) + unit.image * s.h * s.w * s.c + first;
+    const T* dy = static_cast<const T*>(a.dy) + unit.image * s.ho * s.wo * s.c + first;
+    auto* total = static_cast<Acc<T>*>(partial);
+    if (begins) std::fill_n(total, (k + 1) * G::kChannels, Acc<T>(0));
+    const int64_t end = s.ho * (unit.band + 1) / bands(s);
+    for (int64_t oy = s.ho * unit.band / bands(s); oy < end; oy += kSumRows) {
+      const int64_t x_row = oy * s.sh - s.top, rows = std::min(kSumRows, end - oy);
+      const DotRows<T> task{.x = x + x_row * s.w * s.c,
+                            .dy = dy + oy * s.wo * s.c,
+                            .x_row = x_row,
+                            .h = s.h,
+                            .w = s.w,
+                            .wo = s.wo,
+                            .left = s.left,
+                            .pitch = s.c,
+                            .rows = rows,
+                            .sums = total};
+      if (a.dw) {
+        visit_kernel(
+            s, [&]<int kTaps, int kStride>() { unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, v>(task); }); });
+      }
+      if (a.db) add_pixels(task.dy, rows * s.wo, s.c, total + k * G::kChannels);
+    }
+  });
+}
+
+template <>
+void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end) {
+  const DepthwiseSizes& s = a.sizes;
+  const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    using G = Group<T>;
+    using V = typename G::V;
+    const int64_t k = s.kh * s.kw;
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = first_channel<T>(s, block), repeated = block * G::kChannels - first;
+      for (int64_t tap = 0; tap <= k; ++tap) {
+        V totals[G::kVecs];
+        for (int v = 0; v < G::kVecs; ++v) {
+          totals[v] = V(0);
+          const int64_t at = block * direct.size + tap * G::kChannels + v * V::kLanes;
+          for (int64_t group = 0; group < groups(s); ++group) {
+            totals[v] += load<V>(static_cast<const Acc<T>*>(a.partial) + group * direct.blocks * direct.size + at);
+          }
+        }
+        T channels[G::kChannels];
+        G::put(channels, totals);
+        for (int64_t i = repeated; i < G::kChannels; ++i) {
+          if (tap < k && a.dw) static_cast<T*>(a.dw)[(first + i) * k + tap] = channels[i];
+          if (tap == k && a.db) static_cast<T*>(a.db)[first + i] = channels[i];
+        }
+      }
+    }
+  });
+}
+
+}  // namespace fusedtrain::cpu

@@ -1,0 +1,163 @@
+"""Batch normalisation with the activation behind it as one op: timm's BatchNormAct2d and torch's BatchNorm layers."""
+
+import torch
+from torch import Tensor, nn
+
+from fusedtrain.nn._activation import Layer, create, observed, op_name
+from fusedtrain.ops import batch_norm_act
+
+torch.fx.wrap("batch_norm_act")  # recorded as a single node
+
+
+def normalise(
+    layer: nn.Module,
+    x: Tensor,
+    act: str = "identity",
+    residual: Tensor | None = None,
+    residual_after: bool = False,
+    process_group=None,
+) -> Tensor:
+    """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``; counts the batch as the layer would."""
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:  # the plain average of all batches
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    by_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
+    keeps = layer.track_running_stats or not layer.training
+    running = (layer.running_mean, layer.running_var) if keeps else (None, None)
+    return batch_norm_act(
+        *(x, *running, layer.weight, layer.bias, by_batch, momentum, layer.eps),
+        act=act,
+        residual=residual,
+        residual_after=residual_after,
+        process_group=process_group,
+    )
+
+
+def _then_act(layer: nn.Module, x: Tensor, process_group=None) -> Tensor:
+    """Normalises, then calls ``layer.drop`` and ``layer.act``; as one op where that computes the same."""
+    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    name = "identity" if act is None else op_name(act)
+    if name is not None and (drop is None or (type(drop) is nn.Identity and not observed(drop))):
+        return normalise(layer, x, name, process_group=process_group)
+    y = normalise(layer, x, process_group=process_group)
+    y = y if drop is None else drop(y)
+    return y if act is None else act(y)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    r"""Batch normalisation of images, in the place of ``nn.BatchNorm2d``.
+
+    .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+
+    Args:
+        num_features: channels C of the images.
+        eps: added to the variance.
+        momentum: share of each batch in the running statistics; None for the plain average of all batches.
+        affine: whether :math:`\gamma` and :math:`\beta` are learned.
+        track_running_stats: whether running statistics are kept, and used in evaluation.
+        device: of the parameters.
+        dtype: of the parameters.
+        bias: whether :math:`\beta` is learned, where the torch at hand knows that argument.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
+        ``weight``, ``bias``, ``running_mean``, ``running_var``, each ``[C]``, and ``num_batches_tracked``.
+
+    Raises:
+        ValueError: the images have another shape, or one value per channel in training.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.batch_norm_act`.
+    Source: ``torch.nn.BatchNorm2d``
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return normalise(self, input)
+
+
+class BatchNormAct2d(BatchNorm2d):
+    r"""Batch normalisation and an activation as one op, in the place of timm's ``BatchNormAct2d``.
+
+    .. math:: y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta\right)
+
+    Args:
+        num_features: channels C of the images.
+        eps: added to the variance.
+        momentum: share of each batch in the running statistics; None for the plain average of all batches.
+        affine: whether :math:`\gamma` and :math:`\beta` are learned.
+        track_running_stats: whether running statistics are kept, and used in evaluation.
+        apply_act: False leaves the activation out.
+        act_layer: :math:`a`, a module class, a name such as "relu" or "silu", or None for none.
+        act_kwargs: arguments of ``act_layer``.
+        inplace: passed on to ``act_layer``; without effect where the op computes the activation.
+        drop_layer: called without arguments for a layer between normalisation and activation, which then are two ops.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
+        that of ``nn.BatchNorm2d``. The layers ``act`` and ``drop`` may be replaced; hooks on them are called.
+
+    Raises:
+        ValueError: an activation's name is unknown; the images have another shape, or one value per channel in
+            training.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.batch_norm_act`; an activation that the ops lack is a separate op.
+    Source: ``timm.layers.BatchNormAct2d``
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        apply_act: bool = True,
+        act_layer: Layer | None = nn.ReLU,
+        act_kwargs: dict | None = None,
+        inplace: bool = True,
+        drop_layer: type[nn.Module] | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.drop = nn.Identity() if drop_layer is None else drop_layer()
+        options = {"inplace": inplace} | (act_kwargs or {})
+        self.act = create(act_layer, **options) if apply_act and act_layer is not None else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _then_act(self, x)
+
+
+class SyncBatchNormAct(nn.SyncBatchNorm):
+    """Batch normalisation over all processes of a group, in the place of ``nn.SyncBatchNorm`` and timm's class.
+
+    Layers made by ``nn.SyncBatchNorm.convert_sync_batchnorm`` or ``timm.layers.convert_sync_batchnorm`` become this by
+    :func:`fusedtrain.fuse`: convert first, fuse then. Works on any device and ``torch.distributed`` backend; the
+    batches of the processes may differ in size, or be empty. Without an initialised process group it is plain batch
+    normalisation.
+
+    Args:
+        As ``nn.SyncBatchNorm``. The layers ``drop`` and ``act``, set by timm's conversion, follow the normalisation.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
+        that of ``nn.SyncBatchNorm``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+
+    Cost: one gather of ``2 C + 1`` numbers forward, one sum of ``2 C`` backward.
+    Source: ``torch.nn.SyncBatchNorm``; ``timm.layers.SyncBatchNormAct``
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        distributed, group = torch.distributed, None
+        if self.training and distributed.is_available() and distributed.is_initialized():
+            group = self.process_group or distributed.group.WORLD
+            group = group if distributed.get_world_size(group) > 1 else None
+        return _then_act(self, x, group)

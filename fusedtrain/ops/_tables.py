@@ -1,0 +1,105 @@
+"""The tensors of an optimizer step as a table of addresses, gathered in C++: the dispatcher takes longer for a list of
+small tensors than their update takes.
+
+A table is filled anew for each step and holds every tensor it points to; nothing is cached that could go stale.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from fusedtrain import _extension
+from fusedtrain.backend import select
+from fusedtrain.ops import _codes
+from fusedtrain.ops.grad_norm import IMPLS as NORMS
+from fusedtrain.ops.optimizer_step import IMPLS as STEPS
+from fusedtrain.ops.optimizer_step import RULES
+
+
+def _gatherer():
+    """None without the compiled half, and with a torch that has no DLPack exchange table."""
+    if not _extension.LOADED or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        return None
+    from fusedtrain import _host
+
+    return _host.Gatherer(torch.Tensor, torch.nn.Parameter) if hasattr(_host, "Gatherer") else None
+
+
+_GATHERER = _gatherer()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of csrc/optimizer_step.h's StepTensor as bytes, and the tensors they point to."""
+
+    rows: Tensor
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+def usable() -> bool:
+    """False where nothing can be gathered, and where calls are traced: tracers see lists of tensors, not addresses."""
+    return _GATHERER is not None and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+
+
+def gather(params: list, state: dict, rule: str, step: str | Tensor, ema: bool) -> Table | None:
+    """The table of those of ``params`` that have a gradient, their states by the rule's names.
+
+    ``step`` is the name of the state that counts updates, or one count for all.
+
+    None where the CPU kernels do not run or a tensor is not what they take: a state is missing, a gradient has other
+    strides than its parameter, a tensor has gaps or is a subclass. The lists then make it so, or say what is wrong.
+    """
+    info = RULES[rule]
+    gathered = _GATHERER.gather(params, state, info.states, info.scalars, step if info.counts else None, ema)
+    if gathered is None:
+        return None
+    rows, params, grads = gathered
+    for op, impls in (("grad_norm", NORMS), ("optimizer_step", STEPS)) if params else ():
+        if select(op, impls, params[0]) is not impls["cpu"]:
+            return None
+    return Table(torch.frombuffer(rows, dtype=torch.uint8) if params else torch.empty(0), params, grads)
+
+
+def grad_norm(tables: list[Table]) -> Tensor:
+    """:func:`fusedtrain.ops.grad_norm` of the gradients of all tables."""
+    return torch.ops.fusedtrain.grad_norm_table([table.rows for table in tables])
+
+
+def optimizer_step_(
+    table: Table,
+    *,
+    rule,
+    lr,
+    coefficients=(),
+    weight_decay=0.0,
+    decoupled=False,
+    maximize=False,
+    ema_decay=0.0,
+    zero_grads=False,
+    norm=None,
+    max_norm=float("inf"),
+    skip_nonfinite=False,
+    grad_scale=None,
+    found_inf=None,
+) -> None:
+    """:func:`fusedtrain.ops.optimizer_step_` on a table."""
+    torch.ops.fusedtrain.optimizer_step_table_(
+        table.rows,
+        _codes.RULES.index(rule),
+        lr,
+        weight_decay,
+        decoupled,
+        coefficients,
+        maximize,
+        ema_decay,
+        zero_grads,
+        norm,
+        max_norm,
+        skip_nonfinite,
+        grad_scale,
+        found_inf,
+    )
+    torch.autograd.graph.increment_version([*table.params, *table.grads] if zero_grads else table.params)

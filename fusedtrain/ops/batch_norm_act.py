@@ -1,0 +1,339 @@
+r"""batch_norm_act: batch normalisation, an activation and a residual.
+
+.. math:: y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta + r\right)
+    \quad\text{or}\quad y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta\right) + r
+
+Five operators, which other ops compose too: ``_stats`` gathers mean and m2 (the sum of squares about the mean) over a
+batch, ``_update_`` turns them into rstd and moves the running statistics, ``batch_norm_act`` applies; ``_reduce``
+gathers the sums of the backward pass, which are the gradients of bias and weight, and ``_backward`` applies those.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _activation, _codes, _common, _schema
+
+
+def reference(
+    x, running_mean, running_var, weight, bias, training, momentum, eps, act: str, residual, residual_after
+) -> Tensor:
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if residual is None or residual_after:
+        y = _activation.REFERENCE[act](y)
+        return y if residual is None else y + residual
+    return _activation.REFERENCE[act](y + residual)
+
+
+# The five operators in plain PyTorch: what the reference runs where processes share their statistics.
+
+
+def _columns(*vectors: Tensor | None) -> list[Tensor | None]:
+    return [v if v is None else v[:, None, None] for v in vectors]
+
+
+def _reference_stats(x):
+    if x.numel() == 0:
+        return x.new_zeros(2, x.shape[1], dtype=_common.acc_dtype(x)).unbind()
+    var, mean = torch.var_mean(x.to(_common.acc_dtype(x)), (0, 2, 3), correction=0)
+    return mean, var * (x.numel() // x.shape[1])
+
+
+def _reference_update(mean, m2, running_mean, running_var, count, momentum, eps):
+    for running, to in ((running_mean, mean), (running_var, m2 / (count - 1))):
+        if running is not None:
+            running.copy_(momentum * to + (1 - momentum) * running)
+    return torch.rsqrt(m2 / count + eps)
+
+
+def _normalised(x, mean, rstd, weight, bias, residual, residual_after):
+    mean, rstd, weight, bias = _columns(mean, rstd, weight, bias)
+    xhat = (x - mean) * rstd
+    z = xhat if weight is None else xhat * weight
+    z = z if bias is None else z + bias
+    return xhat, z if residual is None or residual_after else z + residual
+
+
+def _reference_apply(x, mean, rstd, weight, bias, residual, act, residual_after):
+    _, z = _normalised(x, mean, rstd, weight, bias, residual, residual_after)
+    y = _activation.REFERENCE[_codes.ACTIVATIONS[act]](z)
+    return (y + residual if residual is not None and residual_after else y).to(x.dtype)
+
+
+def _reference_dz(dy, x, mean, rstd, weight, bias, residual, act, residual_after):
+    xhat, z = _normalised(x, mean, rstd, weight, bias, residual, residual_after)
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        (dz,) = torch.autograd.grad(_activation.REFERENCE[_codes.ACTIVATIONS[act]](z), z, dy.to(z.dtype))
+    return xhat, dz
+
+
+def _reference_reduce(dy, x, *args):
+    xhat, dz = _reference_dz(dy, x, *args)
+    return dz.sum((0, 2, 3)), (dz * xhat).sum((0, 2, 3))
+
+
+def _reference_backward(
+    dy, x, mean, rstd, weight, bias, residual, sum_dz, sum_dz_xhat, count, act, residual_after, need_dx, need_dresidual
+):
+    xhat, dz = _reference_dz(dy, x, mean, rstd, weight, bias, residual, act, residual_after)
+    dx = dz
+    if sum_dz is not None:
+        sum_dz, sum_dz_xhat = _columns(sum_dz, sum_dz_xhat)
+        dx = dz - sum_dz / count - xhat * (sum_dz_xhat / count)
+    dx = dx * _columns(rstd if weight is None else weight * rstd)[0]
+    return dx.to(x.dtype), dz.to(x.dtype)
+
+
+@_schema.register_fake("batch_norm_act_stats")
+def _fake_stats(x):
+    mean = x.new_empty(x.shape[1], dtype=_common.acc_dtype(x))
+    return mean, torch.empty_like(mean)
+
+
+@_schema.register_fake("batch_norm_act_update_")
+def _fake_update(mean, m2, running_mean, running_var, count, momentum, eps):
+    return torch.empty_like(mean)
+
+
+@_schema.register_fake("batch_norm_act")
+def _fake(x, mean, rstd, weight, bias, residual, act, residual_after):
+    return torch.empty_like(x)
+
+
+@_schema.register_fake("batch_norm_act_reduce")
+def _fake_reduce(dy, x, mean, rstd, weight, bias, residual, act, residual_after):
+    return _fake_stats(x)
+
+
+@_schema.register_fake("batch_norm_act_backward")
+def _fake_backward(
+    dy, x, mean, rstd, weight, bias, residual, sum_dz, sum_dz_xhat, count, act, residual_after, need_dx, need_dresidual
+):
+    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for needed in (need_dx, need_dresidual))
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchNormImpl(Impl):
+    """``forward`` and ``backward`` apply given statistics and sums; these are the operators that gather them."""
+
+    stats: Callable = _reference_stats
+    update: Callable = _reference_update
+    reduce: Callable = _reference_reduce
+
+
+def _why_not_cuda(x: Tensor, *_) -> str:
+    return _common.why_not_cuda(x) or "batch_norm_act has no CUDA kernels yet"
+
+
+def _slower(x: Tensor, group=None, *_) -> str | None:
+    """Where stock BatchNorm and activation were measured faster on a CPU, see benchmarks/LOG.md."""
+    if group is not None:  # stock has no statistics over processes on a CPU
+        return None
+    if _common.is_channels_last(x):
+        return "channels_last images of fewer than 2^22 elements: stock was faster" if x.numel() < 2**22 else None
+    if x.numel() < 250_000:
+        return "contiguous images of fewer than 250,000 elements: stock was faster"
+    small = x.element_size() == 2 and x.shape[2] * x.shape[3] < 1024
+    return "contiguous 16-bit images of fewer than 1024 pixels: stock was faster" if small else None
+
+
+def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
+    ops = (getattr(torch.ops.fusedtrain, f"batch_norm_act{part}") for part in ("", "_backward"))
+    parts = (getattr(torch.ops.fusedtrain, f"batch_norm_act_{part}") for part in ("stats", "update_", "reduce"))
+    forward, backward, stats, update, reduce = (getattr(op, overload) for op in (*ops, *parts))
+    return _BatchNormImpl(forward, backward, why_not, slower, stats, update, reduce)
+
+
+IMPLS = register(
+    "batch_norm_act",
+    {
+        "cuda": _impl("default", _why_not_cuda),
+        "cpu": _impl("default", _common.why_not_cpu, _slower),
+        "triton": _impl("triton", _common.why_not_triton, _common.triton_slower),
+        "reference": _BatchNormImpl(reference, None, _common.never_why_not),
+    },
+)
+_REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common.never_why_not)
+
+
+class _BatchNormAct(torch.autograd.Function):
+    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, mean, rstd, count, act, residual_after, group, impl):
+        keeps_residual = residual is not None and not residual_after and act != 0
+        ctx.save_for_backward(x, weight, bias, residual if keeps_residual else None, mean, rstd)
+        ctx.count, ctx.codes, ctx.group, ctx.impl = count, (act, residual_after), group, impl
+        ctx.passes_dy = residual_after or act == 0
+        return impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, residual, mean, rstd = ctx.saved_tensors
+        need_dx, need_dw, need_db, need_dr = ctx.needs_input_grad[:4]
+        dy = _common.dense_like(dy, x)
+        inputs = (dy, x, mean, rstd, weight, bias, residual)
+        trained, writes_dr = ctx.count is not None, need_dr and not ctx.passes_dy
+        dw = db = dx = dr = None
+        sums = (None, None)
+        if need_dw or need_db or (need_dx and trained):
+            sums = db, dw = ctx.impl.reduce(*inputs, *ctx.codes)
+        if ctx.group is not None and trained:
+            sums = _all_reduced(*sums, ctx.group)
+        if need_dx or writes_dr:
+            sums = sums if trained else (None, None)
+            dx, dr = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *ctx.codes, need_dx, writes_dr)
+        return (
+            dx if need_dx else None,
+            dw.to(weight.dtype) if need_dw else None,
+            db.to(bias.dtype) if need_db else None,
+            (dy if ctx.passes_dy else dr) if need_dr else None,
+            *(None,) * 7,
+        )
+
+
+def _all_reduced(sum_dz: Tensor, sum_dz_xhat: Tensor, group) -> tuple[Tensor, Tensor]:
+    sums = torch.stack([sum_dz, sum_dz_xhat])
+    torch.distributed.all_reduce(sums, group=group)
+    return sums.unbind()
+
+
+def _gathered(mean: Tensor, m2: Tensor, count: float, group) -> tuple[Tensor, Tensor, float]:
+    """Returns mean, m2 and count of the batches of all processes together, the same bits on each of them."""
+    own = torch.cat([mean.double(), m2.double(), mean.new_full((1,), count, dtype=torch.float64)])
+    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, own, group=group)
+    parts, c = torch.stack(parts), mean.numel()
+    means, m2s, counts = parts[:, :c], parts[:, c:-1], parts[:, -1:]
+    total = counts.sum()
+    together = (counts * means).sum(0) / total
+    m2 = (m2s + counts * (means - together).square()).sum(0)
+    return together.to(mean.dtype), m2.to(mean.dtype), float(total)
+
+
+def _check(x: Tensor, residual: Tensor | None, **vectors: Tensor | None) -> None:
+    c = x.shape[1]
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (c,):
+            raise ValueError(f"batch_norm_act: {name} must have shape [{c}] or be None, got {list(vector.shape)}")
+        if vector is not None and vector.dtype not in (x.dtype, _common.acc_dtype(x)):
+            raise TypeError(
+                f"batch_norm_act: {name} must have the dtype of x ({x.dtype}) or {_common.acc_dtype(x)},"
+                f" got {vector.dtype}"
+            )
+    kinds = {vector.dtype for vector in vectors.values() if vector is not None}
+    if len(kinds) > 1:
+        raise TypeError(
+            "batch_norm_act: weight, bias, running_mean and running_var must share one dtype,"
+            f" got {', '.join(sorted(str(kind) for kind in kinds))}"
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"batch_norm_act: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
+        )
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(f"batch_norm_act: residual must have the dtype of x ({x.dtype}), got {residual.dtype}")
+    _common.check_same_device("batch_norm_act", x, residual=residual, **vectors)
+
+
+def _check_statistics(x: Tensor, running_mean, running_var, training: bool, synchronised: bool) -> None:
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("batch_norm_act: running_mean and running_var must both be given or both be None")
+    if not training and running_mean is None:
+        raise ValueError("batch_norm_act: running_mean and running_var are needed when training is False")
+    if training and not synchronised and x.shape[0] * x.shape[2] * x.shape[3] == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+
+
+def batch_norm_act(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    act: str = "identity",
+    residual: Tensor | None = None,
+    residual_after: bool = False,
+    process_group=None,
+) -> Tensor:
+    r"""Normalises every channel over the batch, then activates, with a residual added before or after the activation.
+
+    .. math:: z = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta, \qquad
+        y = a(z + r) \quad\text{or}\quad y = a(z) + r
+
+    Args:
+        x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
+            bfloat16, float16 or float64.
+        running_mean: ``[C]``, moved in place in training; :math:`\mu` in evaluation. None: not kept.
+        running_var: ``[C]``, moved towards the unbiased variance; :math:`\sigma^2` in evaluation. None: not kept.
+        weight: :math:`\gamma`, ``[C]``, None for ones; these four share one dtype, that of ``x`` or float32.
+        bias: :math:`\beta`, ``[C]``, None for zeros.
+        training: normalise by the statistics of this batch, not by the running ones.
+        momentum: share of this batch in the new running statistics.
+        eps: added to the variance.
+        act: the activation :math:`a`: "identity", "relu", "silu", "gelu", "hard_swish", "sigmoid", "hard_sigmoid",
+            "tanh" or "half_tanh".
+        residual: :math:`r`, of the shape and dtype of ``x``, or None.
+        residual_after: add it after the activation (MobileNet) instead of before (ResNet).
+        process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as by
+            ``nn.SyncBatchNorm``, on any device; the batches may differ in size. None: this process alone.
+
+    Returns:
+        ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside
+        it ``[C]`` vectors, and the residual where the activation follows it.
+
+    Raises:
+        ValueError: a shape does not fit, a name is unknown, running statistics are missing, or a training batch has one
+            value per channel.
+        TypeError: a dtype is not supported.
+        RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
+
+    Cost: in training forward reads x twice and writes y, backward reads x and dy twice and writes dx; the activation is
+    computed again. Stock BatchNorm and activation take 5 and 8 such passes.
+    Numerics: sums of squares are taken about the mean, in float32 chunks added up in float64; one rounding at the end;
+    deterministic, independent of threads.
+    Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``
+    """
+    _common.check_images("batch_norm_act", x)
+    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    _check_statistics(x, running_mean, running_var, training, process_group is not None)
+    code = _codes.code("act", act, _codes.ACTIVATIONS)
+    group = process_group if training else None
+    impl = select("batch_norm_act", IMPLS, x, group)
+    if group is None and (impl.backward is None or x.numel() == 0):
+        statistics = (running_mean, running_var, weight, bias, training, momentum, eps)
+        return reference(x, *statistics, act, residual, residual_after)
+    if impl.backward is None:
+        impl = _REFERENCE_PARTS
+    x = _common.dense(x)
+    residual = None if residual is None else _common.dense_like(residual, x)
+    mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl)
+    if _common.needs_autograd(x, weight, bias, residual):
+        return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, count, code, residual_after, group, impl)
+    return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)
+
+
+@torch.no_grad()
+def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl):
+    """Returns mean, rstd and how many values per channel they come from, None for fixed statistics."""
+    dtype = _common.acc_dtype(x)
+    if not training:
+        return running_mean.to(dtype), torch.rsqrt(running_var.to(dtype) + eps), None
+    mean, m2 = impl.stats(x)
+    count = float(x.shape[0] * x.shape[2] * x.shape[3])
+    if group is not None:
+        mean, m2, count = _gathered(mean, m2, count, group)
+        if count == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    return mean, impl.update(mean, m2, running_mean, running_var, count, momentum, eps), count

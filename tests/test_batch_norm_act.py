@@ -1,0 +1,367 @@
+"""batch_norm_act: y = a(batch_norm(x) + residual), or a(batch_norm(x)) + residual."""
+
+import copy
+import functools
+import subprocess
+import sys
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+from fusedtrain import backend
+from fusedtrain.ops import _codes, batch_norm_act
+from fusedtrain.ops.batch_norm_act import IMPLS, reference
+
+RESIDUALS = ("none", "before", "after")
+CASES = cases.pairwise(
+    shape=[name for name in cases.SHAPES if name != "no_channels"],  # which torch's own batch_norm refuses
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    act=_codes.ACTIVATIONS,
+    training=[True, False],
+    residual=RESIDUALS,
+    vectors=["as x", "float32", "none"],
+)
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+
+
+def make(
+    device, shape=(3, 13, 7, 9), layout="contiguous", dtype=torch.float32, residual="none", vectors="as x", seed=0
+) -> dict:
+    inputs = {"x": harness.images(shape, layout, dtype, device, seed)}
+    if vectors != "none":
+        kind = dtype if vectors == "as x" or dtype == torch.float64 else torch.float32
+        options = {"dtype": kind, "device": device}
+        inputs["weight"] = harness.normal(shape[1], **options, seed=seed + 100).sigmoid()
+        inputs["bias"] = harness.normal(shape[1], **options, seed=seed + 200)
+    if residual != "none":
+        inputs["residual"] = harness.images(shape, layout, dtype, device, seed + 300)
+    return inputs
+
+
+def run(operation, names, training, act, residual, running, *tensors):
+    """``operation`` on tensors called ``names``; with ``running`` statistics as further outputs."""
+    given = dict(zip(names, tensors))
+    x = given["x"]
+    like = given.get("weight", x)  # torch wants parameters and running statistics in one dtype
+    mean = torch.linspace(-1, 1, x.shape[1], dtype=torch.float64).to(like)
+    var = torch.linspace(0.5, 2, x.shape[1], dtype=torch.float64).to(like)
+    y = operation(
+        *(x, mean, var, given.get("weight"), given.get("bias"), training, 0.3, 1e-3),
+        *(act, given.get("residual"), residual == "after"),
+    )
+    return (y, mean, var) if running else y
+
+
+def ours(x, mean, var, weight, bias, training, momentum, eps, act, residual, after):
+    statistics = (mean, var, weight, bias, training, momentum, eps)
+    return batch_norm_act(x, *statistics, act=act, residual=residual, residual_after=after)
+
+
+def function(inputs, training=True, act="silu", residual="none", running=False):
+    return functools.partial(run, ours, tuple(inputs), training, act, residual, running)
+
+
+def reference_of(inputs, training=True, act="silu", residual="none", running=False):
+    return functools.partial(run, reference, tuple(inputs), training, act, residual, running)
+
+
+@pytest.mark.parametrize("case", CASES, ids=cases.label)
+def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, backend, case):
+    harness.skip_unless_runs(backend, device, "batch_norm_act", case["dtype"])
+    shape = cases.SHAPES[case["shape"]]
+    options = {name: case[name] for name in ("training", "act", "residual")} | {"running": True}
+    options["training"] &= shape != (1, 1, 1, 1)  # one value per channel has a test of its own
+
+    def draw(seed):
+        names = ("layout", "dtype", "residual", "vectors")
+        return make(device, shape, *(case[name] for name in names), seed)
+
+    draws = harness.draws(draw, device, backend)
+    harness.assert_op_as_good_as_torch(
+        function(draws[0], **options), reference_of(draws[0], **options), draws, "batch_norm_act"
+    )
+
+
+@dense_layouts
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+def test_a_large_mean_hides_no_variance(device, backend, layout, dtype):
+    draws = [make(device, (4, 5, 17, 31), layout, dtype, seed=seed) for seed in range(2)]
+    for draw in draws:
+        draw["x"] = (draw["x"] * 0.05 + 1000).to(dtype) if dtype == torch.float32 else draw["x"] + 30
+    harness.assert_op_as_good_as_torch(
+        function(draws[0], act="relu", running=True), reference_of(draws[0], act="relu", running=True), draws, layout
+    )
+
+
+@dense_layouts
+@modes
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_gradients_are_derivatives(device, backend, layout, training, residual):
+    harness.skip_unless_runs(backend, device, "batch_norm_act", torch.float64)
+    inputs = make(device, (2, 3, 3, 2), layout, torch.float64, residual)
+    for act in ("identity", "silu"):
+        properties.assert_gradients_are_derivatives(function(inputs, training, act, residual), inputs)
+
+
+@dense_layouts
+def test_operators_agree_with_schema_and_fake(device, kernels, layout):
+    x, weight, bias, residual = make(device, layout=layout, dtype=torch.bfloat16, residual="before").values()
+    impl, silu = IMPLS[kernels], _codes.ACTIVATIONS.index("silu")
+    properties.assert_opcheck(impl.stats, x)
+    mean, m2 = impl.stats(x)
+    for running in ((None, None), (mean.clone(), m2.clone()), (bias.clone(), weight.clone())):
+        properties.assert_opcheck(impl.update, mean, m2, *running, 189.0, 0.1, 1e-5)
+    rstd = impl.update(mean, m2, None, None, 189.0, 0.1, 1e-5)
+    for rest in (
+        (weight, bias, residual, silu, False),
+        (None, None, None, 0, False),
+        (weight, None, residual, 1, True),
+    ):
+        properties.assert_opcheck(impl.forward, x, mean, rstd, *rest)
+        properties.assert_opcheck(impl.reduce, x, x, mean, rstd, *rest)
+        sums = impl.reduce(x, x, mean, rstd, *rest)
+        for given, needs in ((sums, (True, True)), (sums, (True, False)), ((None, None), (False, True))):
+            arguments = (*rest[:3], *given, 189.0, *rest[3:], *needs)
+            properties.assert_opcheck(impl.backward, x, x, mean, rstd, *arguments)
+
+
+@dense_layouts
+@modes
+def test_compiles_as_one_graph_and_once(device, backend, layout, training):
+    inputs = make(device, layout=layout, dtype=torch.bfloat16, residual="before")
+    properties.assert_compiles(function(inputs, training, residual="before"), inputs)
+
+
+@dense_layouts
+def test_keeps_vectors_beside_its_inputs(device, kernels, layout):
+    for residual in RESIDUALS:
+        inputs = make(device, (2, 16, 9, 9), layout, torch.bfloat16, residual)
+        leaves = [t.requires_grad_() for t in inputs.values()]
+        extra = harness.extra_saved_bytes(function(inputs, residual=residual), *leaves)
+        assert extra == 2 * 16 * 4  # mean and rstd
+
+
+@modes
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, training):
+    inputs = make(device, layout=layout, residual="before")
+    call = function(inputs, training, "gelu", "before")
+    properties.assert_repeats_bitwise(call, inputs)
+    properties.assert_writes_every_element(call, inputs)
+
+
+@dense_layouts
+def test_threads_change_nothing(device, kernels, layout):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels run on threads")
+    inputs = make(device, (5, 24, 33, 31), layout, residual="before")
+    properties.assert_threads_change_nothing(function(inputs, residual="before", running=True), inputs)
+
+
+@dense_layouts
+@modes
+def test_frozen_inputs_change_nothing(device, kernels, layout, training):
+    for residual in RESIDUALS[1:]:
+        inputs = make(device, layout=layout, residual=residual)
+        properties.assert_frozen_inputs_change_nothing(function(inputs, training, residual=residual), inputs)
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, kernels, layout):
+    inputs = make(device, layout=layout, residual="before")
+    properties.assert_takes_any_incoming_gradient(function(inputs, residual="before"), inputs)
+
+
+def test_second_derivative_is_refused(device, kernels):
+    inputs = make(device)
+    properties.assert_second_derivative_is_refused(function(inputs), inputs)
+
+
+@dense_layouts
+def test_images_do_not_mix_in_evaluation(device, kernels, layout):
+    inputs = make(device, (3, 13, 17, 19), layout, residual="after")
+    properties.assert_images_do_not_mix(function(inputs, False, residual="after"), inputs, ("x", "residual"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_dtype_of_x_as_torch_does(device, backend, dtype):
+    for x_dtype in (torch.float32, dtype):
+        x, weight, bias = make(device, dtype=x_dtype, vectors="float32").values()
+        running = torch.zeros_like(bias), torch.ones_like(bias)
+        with torch.autocast(device, dtype=dtype):
+            y = batch_norm_act(x, *running, weight, bias, True, act="silu")
+            stock = nn.functional.silu(nn.functional.batch_norm(x, *running, weight, bias, True))
+        assert y.dtype == stock.dtype == x_dtype
+
+
+X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "batch_norm_act: x must be a Tensor, got list"),
+        ({"x": torch.ones(2, 3, 4)}, ValueError, r"x must have shape \[N, C, H, W\], got \[2, 3, 4\]"),
+        ({"weight": torch.ones(4)}, ValueError, r"weight must have shape \[3\] or be None, got \[4\]"),
+        ({"bias": ONES.half()}, TypeError, r"bias must have the dtype of x .* got torch.float16"),
+        ({"running_mean": None}, ValueError, "must both be given or both be None"),
+        ({"running_mean": None, "running_var": None}, ValueError, "needed when training is False"),
+        (
+            {"x": X.half(), "running_var": ONES.half()},
+            TypeError,
+            "must share one dtype, got torch.float16, torch.float32",
+        ),
+        ({"residual": torch.ones(2, 3, 4, 1)}, ValueError, r"residual must have the shape of x, \[2, 3, 4, 4\]"),
+        ({"residual": X.half()}, TypeError, r"residual must have the dtype of x \(torch.float32\)"),
+        ({"weight": torch.ones(3, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
+        ({"act": "mish"}, ValueError, "act must be one of identity, relu, .* got 'mish'"),
+        ({"x": torch.ones(1, 3, 1, 1), "training": True}, ValueError, "Expected more than 1 value per channel"),
+    ],
+)
+def test_bad_arguments_are_named_and_change_nothing(changes, error, message):
+    running = {"running_mean": ONES.clone(), "running_var": ONES.clone()}
+    with pytest.raises(error, match=message):
+        batch_norm_act(**({"x": X, "weight": ONES, "bias": ONES, "act": "relu"} | running | changes))
+    assert torch.equal(running["running_mean"], ONES) and torch.equal(running["running_var"], ONES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype", "chosen"),
+    [
+        ((16, 96, 112, 112), "contiguous", torch.float32, "cpu"),
+        ((16, 1152, 7, 7), "contiguous", torch.float32, "cpu"),
+        ((16, 1152, 7, 7), "contiguous", torch.bfloat16, "reference"),
+        ((16, 480, 14, 14), "channels_last", torch.float32, "reference"),
+        ((16, 256, 56, 56), "channels_last", torch.bfloat16, "cpu"),
+        ((2, 64, 14, 14), "contiguous", torch.float32, "reference"),
+    ],
+)
+def test_what_was_measured_slower_goes_to_stock(shape, layout, dtype, chosen):
+    if IMPLS["cpu"].why_not(X) is not None:
+        pytest.skip(IMPLS["cpu"].why_not(X))
+    n, c, h, w = shape
+    order = (0, 3, 1, 2) if layout == "channels_last" else (0, 1, 2, 3)
+    stored = (n, h, w, c) if layout == "channels_last" else shape
+    x = torch.empty(stored, dtype=dtype).permute(order)
+    assert backend.select("batch_norm_act", IMPLS, x) is IMPLS[chosen]
+    assert backend.select("batch_norm_act", IMPLS, x, "a group") is IMPLS["cpu"]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "plain": {},
+    "silu": {"act_layer": nn.SiLU, "momentum": 0.3, "eps": 1e-3},
+    "identity": {"apply_act": False},
+    "cumulative": {"momentum": None},
+    "untracked": {"track_running_stats": False},
+    "bare": {"affine": False, "act_layer": nn.GELU},
+    "leaky": {"act_layer": nn.LeakyReLU, "act_kwargs": {"negative_slope": 0.3}},
+    "drop": {"drop_layer": functools.partial(nn.Dropout, 0.0)},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layer_follows_timms_through_training(zoo, kernels, device, options):
+    stock, layer = zoo.timm.layers.BatchNormAct2d(13, **options), fusedtrain.nn.BatchNormAct2d(13, **options)
+    assert str(layer) == str(stock) and list(layer.state_dict()) == list(stock.state_dict())
+    stock, layer = stock.to(device), layer.to(device)
+    layer.load_state_dict(stock.state_dict())
+    for seed in range(3):
+        x = harness.images((3, 13, 7, 9), device=device, seed=seed)
+        harness.assert_module_as_good_as_torch(layer, stock, x, "training")
+        layer(x), stock(x)
+    for name, value in layer.state_dict().items():
+        torch.testing.assert_close(value, stock.state_dict()[name], msg=name)
+    assert layer.num_batches_tracked is None or layer.num_batches_tracked >= 3
+    stock.load_state_dict(layer.state_dict())
+    harness.assert_module_as_good_as_torch(layer.eval(), stock.eval(), x, "evaluation")
+
+
+def test_hooks_on_the_activation_are_called():
+    layer, calls = fusedtrain.nn.BatchNormAct2d(3), []
+    layer.act.register_forward_hook(lambda *_: calls.append("act"))
+    layer(X)
+    assert calls == ["act"]
+
+
+def test_layer_traces_as_one_node():
+    graph = torch.fx.symbolic_trace(fusedtrain.nn.BatchNormAct2d(3).eval())
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [batch_norm_act]
+    assert torch.equal(graph(X), fusedtrain.nn.BatchNormAct2d(3).eval()(X))
+
+
+# --- statistics over processes ----------------------------------------------------------------------------------------
+
+SIZES = ((3, 5), (1, 4), (2, 0))  # the images of each of two processes
+SYNC_CHILD = """
+import os, sys, torch, fusedtrain
+from torch import nn
+rank, folder, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+results = []
+for images in torch.load(f"{folder}/images.pt"):
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(5)))
+    assert len(fusedtrain.fuse(layer).swapped) == 1
+    layer[0].act = nn.SiLU()
+    with fusedtrain.use_backend(name):
+        x = images[rank].requires_grad_()
+        y = layer(x)
+        y.backward(y.detach().cos())
+    gradients = [p.grad for p in layer.parameters()]
+    results.append((y.detach(), x.grad, *gradients, *layer.buffers()))
+torch.save(results, f"{folder}/{rank}.pt")
+torch.distributed.barrier()  # gloo's threads end the process with an abort, at times, when the other one has gone
+torch.distributed.destroy_process_group()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path):
+    images = [[harness.images((n, 5, 3, 4), seed=7 * i + j) for j, n in enumerate(ns)] for i, ns in enumerate(SIZES)]
+    torch.save(images, tmp_path / "images.pt")
+    command = [sys.executable, "-W", "ignore", "-c", SYNC_CHILD]
+    children = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), name], env=harness.environment(OMP_NUM_THREADS="1"))
+        for rank in range(2)
+    ]
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for i, parts in enumerate(images):
+        whole = torch.cat(parts)
+
+        def union(dtype, x=whole):
+            layer = nn.Sequential(nn.BatchNorm2d(5), nn.SiLU()).to(dtype)
+            x = x.to(dtype, copy=True).requires_grad_()
+            y = layer(x)
+            y.backward(y.detach().cos())
+            return [y.detach(), x.grad, *(p.grad for p in layer.parameters()), *list(layer.buffers())[:2]]
+
+        for k, (stock, truth) in enumerate(zip(union(torch.float32), union(torch.float64))):
+            both = [results[i][k] for results in ranks]
+            if k >= 4:  # running statistics: the same bits on each process
+                assert torch.equal(*both)
+            together = torch.cat(both) if k < 2 else both[0] + both[1] if k < 4 else both[0]
+            harness.assert_as_good_as_torch(together, stock, truth, f"sizes {SIZES[i]}, result {k}")
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def test_efficientnet_trains_as_well_with_fused_norms(zoo):
+    from test_fuse import assert_model_as_good_as_torch
+
+    torch.manual_seed(0)
+    stock = zoo.timm.create_model("efficientnet_b0", num_classes=10, drop_rate=0.0, drop_path_rate=0.0).train()
+    fused = copy.deepcopy(stock)
+    kinds = [c.before.rpartition(".")[2] for c in fusedtrain.fuse(fused).swapped]
+    assert kinds.count("BatchNormAct2d") == 49
+    assert_model_as_good_as_torch(fused, stock, "efficientnet_b0")

@@ -1,0 +1,128 @@
+"""The CUDA files on a machine without a GPU: nvcc compiles them without warnings, spills or local memory, and the
+machine code moves 16 bytes at a time where it should."""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import compiler
+import pytest
+
+SOURCES = sorted(compiler.CSRC.glob("cuda/*.cu"))
+# The architectures that the gates hold for, by what each is compiled from. From the same PTX sm_90 costs little beside
+# sm_80; each from its own, as setup.py does, is slow.
+SLOW = os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1"
+ARCHS = {"compute_75": ["sm_75"], "compute_80": ["sm_80"], "compute_90": ["sm_90"]}
+ARCHS = ARCHS if SLOW else {"compute_80": ["sm_80", "sm_90"]}
+CODES = [code for codes in ARCHS.values() for code in codes]
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+class Usage(NamedTuple):
+    """What ptxas says of one kernel on one architecture; bytes are per thread."""
+
+    kernel: str
+    arch: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    registers: int
+
+
+USAGE = re.compile(
+    r"Compiling entry function '(\w+)' for '(\w+)'\n"
+    r".*Function properties for .*\n"
+    r"\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+    r".*Used (\d+) registers"
+)
+
+
+def compile_cuda(source: Path, target: Path) -> subprocess.CompletedProcess:
+    """Compiles one file for every architecture, with the warnings of nvcc, ptxas and the host compiler as errors."""
+    codes = (f"-gencode=arch={arch},code=[{','.join(codes)}]" for arch, codes in ARCHS.items())
+    gates = ["-Werror", "all-warnings,default-stream-launch", "-Xcompiler", "-Wall,-Wextra"]
+    command = ["nvcc", "-O3", "-std=c++20", *codes, *gates, "-Xptxas", "-v", f"-I{compiler.CSRC}"]
+    return subprocess.run([*command, "-c", source, "-o", target], capture_output=True, text=True, check=False)
+
+
+def usages(result: subprocess.CompletedProcess) -> list[Usage]:
+    """What ptxas reports of every kernel; fails with nvcc's words where it did not compile."""
+    assert result.returncode == 0, result.stderr[-5000:]
+    found = [Usage(*match[:2], *map(int, match[2:])) for match in USAGE.findall(result.stderr)]
+    assert len(found) == result.stderr.count("Compiling entry function"), "ptxas' report has another form"
+    return found
+
+
+def spilling(usages: list[Usage]) -> list[Usage]:
+    return [usage for usage in usages if usage.stack or usage.spill_stores or usage.spill_loads]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """(folder of the object files, {stem: what nvcc said})"""
+    folder = tmp_path_factory.mktemp("nvcc")
+    longest_first = sorted(SOURCES, key=lambda source: source.stat().st_size, reverse=True)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {s.stem: pool.submit(compile_cuda, s, folder / f"{s.stem}.o") for s in longest_first}
+        return folder, {stem: job.result() for stem, job in jobs.items()}
+
+
+@pytest.mark.parametrize("stem", [source.stem for source in SOURCES])
+def test_compiles_without_warnings_spills_or_local_memory(compiled, stem):
+    found = usages(compiled[1][stem])
+    assert {usage.arch for usage in found} == set(CODES)
+    bad = spilling(found)
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_a_kernel_that_spills_is_found(tmp_path):
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        "__global__ void __launch_bounds__(1024) fits(float* p) { p[threadIdx.x] += 1; }\n"
+        "__global__ void __launch_bounds__(1024) spills(double* p) {\n"
+        "  double v[64];\n"
+        "  for (int i = 0; i < 64; ++i) v[i] = p[i * 1024 + threadIdx.x];\n"
+        "  __syncthreads();\n"
+        "  for (int i = 0; i < 64; ++i) p[(63 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 7) % 64];\n"
+        "}\n"
+    )
+    found = usages(compile_cuda(source, tmp_path / "spills.o"))
+    assert len(found) == 2 * len(CODES)
+    bad = spilling(found)
+    assert [usage.arch for usage in bad] == CODES
+    assert all("spills" in usage.kernel and usage.spill_loads and usage.registers <= 64 for usage in bad)
+
+
+@pytest.fixture(scope="session")
+def cuobjdump() -> str:
+    spec = find_spec("triton")
+    bundled = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec else Path("/nowhere")
+    tool = shutil.which("cuobjdump") or (str(bundled) if bundled.exists() else None)
+    if tool is None:
+        pytest.skip("no cuobjdump, neither of CUDA nor of triton")
+    return tool
+
+
+def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
+    """Mangled name -> machine code of every kernel of an object file for one architecture."""
+    command = [tool, "-sass", "-arch", arch, path]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"^\s*Function : (\S+)$", sass, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+# Kernels of core/cuda_images.h end in the elements N of a pack: 4 of float32, 8 of bfloat16 and float16.
+def test_images_move_16_bytes_at_a_time(compiled, cuobjdump):
+    kernels = machine_code(compiled[0] / "channel_scale.o", cuobjdump, CODES[0])
+    vectors = {name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*ELi[48]E", name)}
+    assert len(vectors) >= 3 * 5 * 2  # element types, activations, layouts
+    for name, code in vectors.items():
+        assert re.search(r"LDG\.E\.128", code), name
+        if "map_" in name:
+            assert re.search(r"STG\.E\.128", code), name
