@@ -5,14 +5,6 @@ import torch
 from fusedtrain.optim._fused import FusedStep
 
 
-def _refuse(name: str, **unsupported: bool) -> None:
-    for argument, value in unsupported.items():
-        if value:
-            raise NotImplementedError(
-                f"fusedtrain.optim.{name} does not support {argument}=True; torch.optim.{name} does"
-            )
-
-
 class Adam(FusedStep, torch.optim.Adam):
     r"""Adam as one pass over memory: unscaling, clipping, update, averaging and zeroing together.
 
@@ -67,13 +59,10 @@ class Adam(FusedStep, torch.optim.Adam):
         differentiable=False,
         fused=None,
         decoupled_weight_decay=False,
-        max_grad_norm: float | None = None,
-        nonfinite: str = "propagate",
-        ema_decay: float | None = None,
-        zero_grads: bool = False,
+        **extras,
     ):
-        _refuse(type(self).__name__, capturable=capturable, differentiable=differentiable)
-        self._set_options(max_grad_norm, nonfinite, ema_decay, zero_grads)
+        self._refuse(capturable=capturable, differentiable=differentiable)
+        self._set_options(**extras)
         torch.optim.Adam.__init__(
             self,
             params,
@@ -88,11 +77,9 @@ class Adam(FusedStep, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
 
-    def _update(self, group: dict) -> dict:
-        names = ("exp_avg", "exp_avg_sq")
+    def _rule(self, group: dict) -> dict:
         return {
             "rule": "amsgrad" if group["amsgrad"] else "adam",
-            "names": (*names, "max_exp_avg_sq") if group["amsgrad"] else names,
             "coefficients": (*map(float, group["betas"]), group["eps"]),
             "weight_decay": float(group["weight_decay"]),
             "decoupled": group["decoupled_weight_decay"],
@@ -108,41 +95,5 @@ class AdamW(Adam, torch.optim.AdamW):
     Source: Loshchilov, Hutter, https://arxiv.org/abs/1711.05101
     """
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        *,
-        maximize=False,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        fused=None,
-        max_grad_norm: float | None = None,
-        nonfinite: str = "propagate",
-        ema_decay: float | None = None,
-        zero_grads: bool = False,
-    ):
-        Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            max_grad_norm=max_grad_norm,
-            nonfinite=nonfinite,
-            ema_decay=ema_decay,
-            zero_grads=zero_grads,
-        )
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, **keywords):
+        Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **keywords)

@@ -1,6 +1,6 @@
 """Lion with the arguments and the state of timm's."""
 
-from fusedtrain.optim._fused import FusedStep
+from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
 
 
 class Lion(FusedStep):
@@ -15,16 +15,20 @@ class Lion(FusedStep):
         lr: learning rate :math:`\eta`, a number or a tensor.
         betas: :math:`\beta_1, \beta_2`.
         weight_decay: :math:`\lambda`.
+        caution: not supported.
+        corrected_weight_decay: the decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
+            :math:`\eta_0` being the one given here.
         maximize: ascends.
         foreach: chooses among timm's implementations; without effect here.
-        max_grad_norm, nonfinite, ema_decay, zero_grads: see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.
+        NotImplementedError: ``caution`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
-    threads. The state dict is that of ``timm.optim.Lion`` (without ``caution`` and ``corrected_weight_decay``).
+    threads. The state dict is that of ``timm.optim.Lion`` and is exchanged both ways.
     Source: Chen et al., https://arxiv.org/abs/2302.06675
     """
 
@@ -34,39 +38,31 @@ class Lion(FusedStep):
         lr=1e-4,
         betas=(0.9, 0.99),
         weight_decay=0.0,
-        *,
+        caution=False,
+        corrected_weight_decay=False,
         maximize=False,
         foreach=None,
-        max_grad_norm: float | None = None,
-        nonfinite: str = "propagate",
-        ema_decay: float | None = None,
-        zero_grads: bool = False,
+        **extras,
     ):
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        self._set_options(max_grad_norm, nonfinite, ema_decay, zero_grads)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
+        check_arguments(betas, learning_rate=lr, weight_decay_value=weight_decay)
+        self._refuse(caution=caution)
+        self._set_options(**extras)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "caution": caution,
+            "corrected_weight_decay": corrected_weight_decay,
+            "max_lr_snapshot": max_lr_snapshot(lr, corrected_weight_decay),
+            "foreach": foreach,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults)
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        for group in state_dict["param_groups"]:
-            for argument in ("caution", "corrected_weight_decay"):
-                if group.get(argument):
-                    raise NotImplementedError(
-                        f"fusedtrain.optim.Lion does not support {argument}=True; timm's Lion does"
-                    )
-        super().load_state_dict(state_dict)
-
-    def _update(self, group: dict) -> dict:
+    def _rule(self, group: dict) -> dict:
         return {
             "rule": "lion",
-            "names": ("exp_avg",),
             "coefficients": tuple(map(float, group["betas"])),
-            "weight_decay": float(group["weight_decay"]),
+            "weight_decay": corrected_decay(group),
             "decoupled": True,
         }

@@ -3,7 +3,6 @@
 import torch
 
 from fusedtrain.optim._fused import FusedStep
-from fusedtrain.optim.adamw import _refuse
 
 
 class SGD(FusedStep, torch.optim.SGD):
@@ -22,7 +21,7 @@ class SGD(FusedStep, torch.optim.SGD):
         foreach: chooses among torch's implementations; without effect here.
         differentiable: not supported.
         fused: as ``foreach``.
-        max_grad_norm, nonfinite, ema_decay, zero_grads: see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -47,13 +46,10 @@ class SGD(FusedStep, torch.optim.SGD):
         foreach=None,
         differentiable=False,
         fused=None,
-        max_grad_norm: float | None = None,
-        nonfinite: str = "propagate",
-        ema_decay: float | None = None,
-        zero_grads: bool = False,
+        **extras,
     ):
-        _refuse("SGD", differentiable=differentiable)
-        self._set_options(max_grad_norm, nonfinite, ema_decay, zero_grads)
+        self._refuse(differentiable=differentiable)
+        self._set_options(**extras)
         torch.optim.SGD.__init__(
             self,
             params,
@@ -77,9 +73,9 @@ class SGD(FusedStep, torch.optim.SGD):
             ({**group, "dampening": 0.0}, [p for p in params if p in first]),
         ]
 
-    def _update(self, group: dict) -> dict:
+    def _rule(self, group: dict) -> dict:
         decay = {"weight_decay": float(group["weight_decay"])}
         if group["momentum"] == 0:
-            return {"rule": "sgd", "names": (), **decay}
+            return {"rule": "sgd", **decay}
         coefficients = (group["momentum"], group["dampening"], float(group["nesterov"]))
-        return {"rule": "momentum", "names": ("momentum_buffer",), "coefficients": coefficients, **decay}
+        return {"rule": "momentum", "coefficients": coefficients, **decay}
