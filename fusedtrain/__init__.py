@@ -1,9 +1,10 @@
 """fusedtrain: fused training ops for convolutional networks in PyTorch."""
 
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-from fusedtrain import _extension, backend, nn, ops, optim
+from fusedtrain import _extension, backend, nn, ops
 from fusedtrain._info import info
 from fusedtrain.backend import explain, use_backend
 from fusedtrain.nn.fuse import fuse, unfuse
@@ -16,4 +17,16 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 if not _extension.LOADED:
     warnings.warn(f"fusedtrain runs CPU ops in plain PyTorch: {_extension.WHY_NOT}", stacklevel=2)
 
-__all__ = ["backend", "explain", "fuse", "info", "nn", "ops", "optim", "unfuse", "use_backend"]
+if "timm.optim" in sys.modules:
+    from fusedtrain import optim  # registers its optimizers with timm's factory
+
+
+def __getattr__(name: str):
+    if name in ("diagnose", "optim"):  # imported at their first use; diagnose is a package that can be called
+        import importlib
+
+        return importlib.import_module(f"fusedtrain.{name}")
+    raise AttributeError(f"module 'fusedtrain' has no attribute {name!r}")
+
+
+__all__ = ["backend", "diagnose", "explain", "fuse", "info", "nn", "ops", "optim", "unfuse", "use_backend"]

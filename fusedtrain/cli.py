@@ -1,22 +1,27 @@
 """The command ``fusedtrain``."""
 
 import argparse
+import os
 import sys
 
 import fusedtrain
 
 COMMANDS = {
-    "train": "train a small network on handwritten digits, fused beside stock layers",
+    "train": "train --model NAME on --data DIR; alone: a small network on digits, fused beside stock layers",
+    "monitor": "show what a running training uses: GPU, CPU, memory, page faults, disk, network",
+    "diagnose": "find out what makes a training script slow, and prove what makes it faster",
+    "tune": "find batch size, workers, learning rate, options or backends by measurement",
+    "verify-checkpoint": "read a checkpoint, or all of a folder, and say what is damaged",
     "info": "print versions, build, devices and which backends can run",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 1 for a missing package, 2 for bad input."""
+    """Runs one command and returns the exit status: 0, 1 for a missing package or a damaged file, 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="fusedtrain",
         description="Fused training ops for convolutional networks in PyTorch.",
-        epilog="\n".join(f"  {name:<8}{text}" for name, text in COMMANDS.items())
+        epilog="\n".join(f"  {name:<19}{text}" for name, text in COMMANDS.items())
         + "\n\nfusedtrain COMMAND --help shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -24,7 +29,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    return {"train": _train, "info": _info}[args.command](args.arguments)
+    commands = {
+        "train": _train,
+        "info": _info,
+        "verify-checkpoint": _verify,
+        "monitor": _monitor,
+        "diagnose": _diagnose,
+        "tune": _tune,
+    }
+    if args.command == "train":
+        return _train(args.arguments, direct=argv is None)
+    return commands[args.command](args.arguments)
 
 
 def _info(arguments: list[str]) -> int:
@@ -34,7 +49,52 @@ def _info(arguments: list[str]) -> int:
     return 0
 
 
-def _train(arguments: list[str]) -> int:
+def _diagnose(arguments: list[str]) -> int:
+    from fusedtrain.diagnose import command
+
+    return command.main(arguments)
+
+
+def _verify(arguments: list[str]) -> int:
+    from fusedtrain.train.checkpoint import CheckpointError, verify
+
+    name = "verify-checkpoint"
+    parser = argparse.ArgumentParser(prog=f"fusedtrain {name}", description=COMMANDS[name])
+    parser.add_argument("path", metavar="PATH", help="a file, or the folder of a run")
+    path = parser.parse_args(arguments).path
+    try:
+        problems = verify(path)
+    except CheckpointError as error:
+        print(f"fusedtrain {name}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(problems) if problems else f"{path}: whole")
+    return 1 if problems else 0
+
+
+def _monitor(arguments: list[str]) -> int:
+    from fusedtrain import monitor
+
+    return monitor.main(arguments)
+
+
+def _tune(arguments: list[str]) -> int:
+    from fusedtrain.tune import command
+
+    return command.main(arguments)
+
+
+def _restart(device: str) -> None:
+    """Starts this command once more with the allocator's settings in its environment, where the CPU will train."""
+    from fusedtrain import _allocator
+    from fusedtrain.train.config import resolve_device
+
+    variables = _allocator.variables() if resolve_device(device).type == "cpu" else {}
+    if variables:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, "-m", "fusedtrain", *sys.argv[1:]], os.environ | variables)
+
+
+def _train(arguments: list[str], direct: bool = False) -> int:
     try:
         import sklearn  # noqa: F401
         import tyro
@@ -46,7 +106,16 @@ def _train(arguments: list[str]) -> int:
             raise
         return _fail(f"needs the package {package}, which is not installed: pip install 'fusedtrain[train]'", 1)
     try:
-        digits.run(tyro.cli(digits.Options, args=arguments, prog="fusedtrain train"))
+        if any(word.partition("=")[0] in ("--model", "--data", "--config") for word in arguments):
+            from fusedtrain.train import run
+
+            options = run.parse(arguments)
+            run.check(options)
+            if direct:
+                _restart(options.train.device)
+            run.run(options)
+        else:
+            digits.run(tyro.cli(digits.Options, args=arguments, prog="fusedtrain train"))
     except digits.InputError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:

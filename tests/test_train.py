@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fusedtrain.train import Batches, InputError, SmallNet, TrainConfig, Trainer, load_digits
+from fusedtrain.train import Batches, InputError, Schedule, SmallNet, TrainConfig, Trainer, load_digits
 from fusedtrain.train.checkpoint import write_atomic
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS
-from fusedtrain.train.schedule import warmup_cosine
 
 
 def small_net(layers: str = "fused", seed: int = 0, **options) -> SmallNet:
@@ -49,12 +48,15 @@ def test_fused_and_stock_start_from_the_same_weights():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("seed", range(3))
-def test_first_losses_of_fused_layers_are_as_good_as_those_of_stock_layers(device, precision, seed):
+def test_first_losses_of_fused_layers_are_as_good_as_those_of_stock_layers(device, precision):
     def losses(layers, dtype, precision):
-        run = trainer(small_net(layers, seed).to(dtype), precision=precision, device=device, warmup_epochs=0)
-        data = batches(5 * 64, 64, dtype, seed=seed)
-        return torch.tensor(run.fit(data, data).step_losses, dtype=dtype)
+        runs = []
+        for seed in range(4):  # the losses of one bf16 run are too few to judge rounding by
+            options = {"precision": precision, "device": device, "schedule": Schedule(warmup_epochs=0)}
+            run = trainer(small_net(layers, seed).to(dtype), **options)
+            data = batches(5 * 32, 32, dtype, seed=seed)
+            runs.append(run.fit(data, data).step_losses)
+        return torch.tensor(runs, dtype=dtype)
 
     ours, stock = (losses(layers, torch.float32, precision) for layers in ("fused", "stock"))
     truth = losses("stock", torch.float64, "fp32")
@@ -115,8 +117,10 @@ def test_evaluation_changes_nothing():
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
     data = batches(64, 16)
     data.images[40] = float("nan")
-    run = trainer(small_net(), checkpoint=tmp_path / "weights.pt")
-    with pytest.raises(RuntimeError, match=r"the loss became nan in step \d of epoch 1"):
+    run = trainer(small_net(), weights=tmp_path / "weights.pt")
+    with pytest.raises(
+        RuntimeError, match=r"step \d of epoch 1 was not made: input 0 of the batch is not finite for samples \d+ of"
+    ):
         run.fit(data, batches(16, 16))
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +141,7 @@ def test_a_step_does_not_wait_for_the_gpu():
 def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    schedule = warmup_cosine(optimizer, steps=12, warmup_steps=4)
+    schedule = Schedule(warmup_epochs=1.0).build(optimizer, epochs=3, steps=4)
     rates = []
     for _ in range(13):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -154,10 +158,10 @@ def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16, got 'fp8'"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"warmup_epochs": 2.0}, r"warmup_epochs must lie between 0 and epochs \(1\), got 2.0"),
-        ({"checkpoint": "no/such/folder/weights.pt"}, "the checkpoint's folder does not exist: no/such/folder"),
+        ({"schedule": Schedule(warmup_epochs=2.0)}, r"warmup_epochs must lie between 0 and epochs \(1\), got 2.0"),
+        ({"weights": "no/such/folder/weights.pt"}, "the folder for the weights does not exist: no/such/folder"),
         ({"device": "tpu9"}, "device must be auto, cpu or cuda, got 'tpu9'"),
         ({"device": "meta"}, "device must be auto, cpu or cuda, got 'meta'"),
         ({"device": "cuda:99"}, "device 'cuda:99': "),
@@ -182,15 +186,15 @@ IMAGES, TARGETS = torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.int64)
     ("data", "message"),
     [
         ([], "the training data hold no batch"),
-        ([IMAGES], r"must be a pair of tensors \(images, targets\), got float32\[4, 1, 16, 16\]"),
+        ([IMAGES], r"must be a pair of tensors \(inputs, targets\), got float32\[4, 1, 16, 16\]"),
         ([(IMAGES, TARGETS, TARGETS)], r"must be a pair .*, got tuple\(float32\[4, 1, 16, 16\], int64\[4\], int64"),
         ([{"image": IMAGES}], "must be a pair .*, got dict"),
-        ([(IMAGES, TARGETS[:3])], r"int64 class indices \[N\], got tuple\(float32\[4, 1, 16, 16\], int64\[3\]\)"),
-        ([(IMAGES, TARGETS.float())], r"int64 class indices \[N\], got .*float32\[4\]"),
-        ([(IMAGES[0], TARGETS)], r"images \[N, C, H, W\]"),
+        ([(IMAGES, TARGETS[:3])], r"as many inputs as targets, got tuple\(float32\[4, 1, 16, 16\], int64\[3\]\)"),
+        ([(IMAGES, TARGETS.float())], r"the loss cannot take a training batch .*float32\[4\]\): "),
+        ([(IMAGES[0], TARGETS)], r"as many inputs as targets, got tuple\(float32\[1, 16, 16\]"),
         ([(IMAGES, TARGETS + 10)], "the model has 10 classes, but the training labels go from 10 to 10"),
         ([(IMAGES, TARGETS - 1)], "the model has 10 classes, but the training labels go from -1 to -1"),
-        ([(IMAGES.expand(4, 3, 16, 16), TARGETS)], r"the model cannot take training images of shape \[4, 3, 16, 16\]"),
+        ([(IMAGES.expand(4, 3, 16, 16), TARGETS)], r"the model cannot take training inputs of shape \[4, 3, 16, 16\]"),
     ],
 )
 def test_data_that_do_not_fit_are_refused_before_the_first_step(data, message):
@@ -213,7 +217,9 @@ def test_a_label_outside_the_classes_is_found_wherever_it_lies():
 def test_a_model_without_logits_is_refused():
     data = batches(16, 16)
     model = nn.Conv2d(1, 10, 3)
-    with pytest.raises(InputError, match=r"the model must return logits \[N, classes\], got \[16, 10, 14, 14\]"):
+    with pytest.raises(
+        InputError, match=r"for class indices the model must return logits \[N, classes\], got \[16, 10, 14, 14\]"
+    ):
         trainer(model).fit(data, data)
 
 
@@ -268,7 +274,7 @@ def test_the_digits_are_split_alike_every_time_and_share_no_image():
 def test_the_checkpoint_loads_into_the_stock_model(tmp_path, device):
     model = small_net("fused")
     data = batches(64, 32)
-    run = trainer(model, checkpoint=tmp_path / "weights.pt", device=device)
+    run = trainer(model, weights=tmp_path / "weights.pt", device=device)
     run.fit(data, data)
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert {tensor.device.type for tensor in state.values()} == {"cpu"}

@@ -1,58 +1,133 @@
-"""What a training run is told, and the error for what it cannot be told."""
+"""What a training run is told."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from fusedtrain.train import precision
+from fusedtrain.train.accumulation import Accumulation
+from fusedtrain.train.activation import ActivationCheckpointing
+from fusedtrain.train.distributed import Distributed
+from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.logging import Logging
+from fusedtrain.train.precision import Precision
+from fusedtrain.train.profile import Profile
+from fusedtrain.train.schedule import Schedule
+from fusedtrain.train.stopping import EarlyStopping
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+NONFINITE = ("raise", "skip")
 
 
-class InputError(ValueError):
-    """The user's options, data or model do not fit together; the message is one line and says what to change."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """When and where the whole state of a run is saved, so that it continues after any end as if there had been none.
+
+    Args:
+        directory: of the checkpoints, made where it is missing; None saves none.
+        every_steps: save after so many updates; None: after every epoch only.
+        keep: how many stay.
+        asynchronous: a thread writes while training goes on.
+        resume: continue from the newest checkpoint in ``directory``, where there is one.
+    """
+
+    directory: Path | None = None
+    every_steps: int | None = None
+    keep: int = 3
+    asynchronous: bool = False
+    resume: bool = True
+
+    def __post_init__(self):
+        every = self.every_steps
+        require(every is None or every >= 1, f"every_steps must be at least 1 or None, got {every}")
+        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How :class:`Trainer` trains.
+    """How :class:`~fusedtrain.train.Trainer` trains.
 
     Args:
         epochs: passes over the training data.
-        warmup_epochs: the learning rate rises linearly for this many epochs, then falls along a cosine to 0; a part of
-            an epoch is allowed.
-        precision: "fp32", or "bf16" for autocast (weights, sums and loss stay in float32).
-        device: where to train: "auto" takes the first GPU, or the CPU where there is none.
-        channels_last: keep the model and the images in channels_last memory, the faster one for convolutions.
+        device: where to train: "auto" takes the GPU of this process, or the CPU where there is none.
         seed: of everything random in the loop; the model and the order of the data are seeded by who makes them.
-        checkpoint: file that receives the weights at the end, under the state_dict keys of the stock model.
+        channels_last: keep the model and the images in channels_last memory, the faster one for convolutions.
+        compile: mode of ``torch.compile``: default, reduce-overhead (CUDA graphs), max-autotune; None does not.
+        cudnn_benchmark: let cuDNN try its algorithms, once per shape.
+        max_grad_norm: clip the L2 norm of all gradients together to this; None does not.
+        ema_decay: keep averages of the weights; evaluation and the saved weights are those. None does not.
+        nonfinite: raise: stop before the update when the loss or a gradient is not finite; skip: leave the update out.
+        max_skipped: updates in a row that may be left out before the run stops.
+        weights: file that receives the weights at the end, under the state_dict keys of the stock model.
+        best_weights: the same of the best epoch, see ``early_stopping``.
+        precision: a :class:`Precision`, or its name: "fp32", "bf16", "fp16".
+        accumulation: an :class:`Accumulation`, or the micro-batches per update.
+        schedule: a :class:`Schedule`, or its name.
+        activation_checkpointing: see :class:`ActivationCheckpointing`.
+        early_stopping: what makes an epoch the best, and when to stop.
+        checkpoint: see :class:`Checkpoint`, or the directory.
+        distributed: see :class:`Distributed`.
+        logging: see :class:`Logging`.
+        profile: see :class:`Profile`.
 
     Raises:
-        InputError: a value is out of range, or the folder of ``checkpoint`` does not exist.
+        InputError: a value is out of range, or the folder of ``weights`` does not exist.
     """
 
     epochs: int = 10
-    warmup_epochs: float = 1.0
-    precision: str = "fp32"
     device: str = "auto"
-    channels_last: bool = True
     seed: int = 0
-    checkpoint: Path | None = None
+    channels_last: bool = True
+    compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    cudnn_benchmark: bool = True
+    max_grad_norm: float | None = None
+    ema_decay: float | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    max_skipped: int = 10
+    weights: Path | None = None
+    best_weights: Path | None = None
+    precision: Precision = field(default_factory=Precision)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    schedule: Schedule = field(default_factory=Schedule)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    distributed: Distributed = field(default_factory=Distributed)
+    logging: Logging = field(default_factory=Logging)
+    profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self):
-        if self.epochs < 1:
-            raise InputError(f"epochs must be at least 1, got {self.epochs}")
-        if not 0 <= self.warmup_epochs <= self.epochs:
-            raise InputError(f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {self.warmup_epochs}")
-        if self.precision not in precision.PRECISIONS:
-            raise InputError(f"precision must be one of {', '.join(precision.PRECISIONS)}, got {self.precision!r}")
-        if self.checkpoint is not None and not Path(self.checkpoint).parent.is_dir():
-            raise InputError(f"the checkpoint's folder does not exist: {Path(self.checkpoint).parent}")
+        short = {"precision": Precision, "accumulation": Accumulation, "schedule": Schedule, "checkpoint": Checkpoint}
+        for name, part in short.items():
+            if not isinstance(getattr(self, name), part):
+                object.__setattr__(self, name, part(getattr(self, name)))
+        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        warmup = self.schedule.warmup_epochs
+        require(warmup <= self.epochs, f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {warmup}")
+        modes = ", ".join(COMPILE_MODES)
+        require(self.compile in (None, *COMPILE_MODES), f"compile must be one of {modes}, got {self.compile!r}")
+        require(self.nonfinite in NONFINITE, f"nonfinite must be raise or skip, got {self.nonfinite!r}")
+        norm, decay = self.max_grad_norm, self.ema_decay
+        require(norm is None or norm > 0, f"max_grad_norm must be positive, got {norm}")
+        require(decay is None or 0 <= decay < 1, f"ema_decay must lie in [0, 1), got {decay}")
+        for path in (self.weights, self.best_weights):
+            if path is not None:
+                require(Path(path).parent.is_dir(), f"the folder for the weights does not exist: {Path(path).parent}")
+        budget = self.activation_checkpointing.activation_budget_gib
+        require(not budget or self.compile is None, "activation_budget_gib measures blocks, which compile= fuses")
+        fsdp16 = self.distributed.strategy == "fsdp" and self.precision.precision == "fp16"
+        require(not fsdp16, "strategy fsdp does not go with precision fp16; take bf16")
 
 
 def resolve_device(name: str) -> torch.device:
     """Returns the device that ``name`` ("auto", "cpu", "cuda", "cuda:1") means here; InputError where there is none."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        # one process per GPU, as torchrun numbers them
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

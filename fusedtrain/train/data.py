@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedtrain.train.sampler import EpochSampler
+
 
 class Batches:
     """Iterates over images and targets in batches; every epoch has an order of its own that only the seed decides.
@@ -14,37 +16,47 @@ class Batches:
     Args:
         images: ``[N, C, H, W]``.
         targets: class indices ``[N]``, int64.
-        batch_size: images per batch; the last one may be shorter, none is dropped.
+        batch_size: images per batch and process; the last one may be shorter, none is dropped.
         shuffle: False keeps the order, as evaluation wants it.
-        seed: of the order. Batch ``i`` of epoch ``e`` is a function of (seed, e, i) alone.
+        seed: of the order.
+        rank, world_size: this process among how many; each gets its part of every step, see :class:`EpochSampler`.
 
     Yields:
         Pairs ``(images [B, C, H, W], targets [B])``.
     """
 
-    def __init__(self, images: Tensor, targets: Tensor, batch_size: int, *, shuffle: bool, seed: int = 0):
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         if len(images) != len(targets):
             raise ValueError(f"images and targets must be equally many, got {len(images)} and {len(targets)}")
         self.images, self.targets = images, targets
-        self.batch_size, self.shuffle, self.seed, self.epoch = batch_size, shuffle, seed, 0
+        self.sampler = EpochSampler(
+            len(images), batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass."""
-        self.epoch = epoch
+        self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return -(-len(self.images) // self.batch_size)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.shuffle:
-            yield from zip(self.images.split(self.batch_size), self.targets.split(self.batch_size))
-            return
-        # seed + epoch would give seed 1 the epochs of seed 0, one later; the factor is Knuth's, 2**32 / golden ratio.
-        generator = torch.Generator().manual_seed((self.seed * 2654435761 + self.epoch) % 2**32)
-        for batch in torch.randperm(len(self.images), generator=generator).split(self.batch_size):
-            yield self.images[batch], self.targets[batch]
+        for batch in self.sampler:
+            if self.sampler.shuffle:
+                yield self.images[batch], self.targets[batch]
+            else:
+                part = slice(batch[0], batch[-1] + 1)
+                yield self.images[part], self.targets[part]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import tyro
 
 from fusedtrain import _allocator, _extension, _info
 from fusedtrain.train import report
-from fusedtrain.train.config import InputError, TrainConfig, resolve_device
+from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.data import Batches, load_digits
+from fusedtrain.train.errors import InputError
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS, SmallNet
 from fusedtrain.train.trainer import Trainer
@@ -29,6 +30,9 @@ class Options:
     layers, and compares accuracy, loss, speed and peak memory.
 
     The output folder receives results.json, the weights of each variant and, where matplotlib is installed, loss.png.
+
+    To train another model on images of yours: fusedtrain train --model NAME --data DIR; its options are shown by
+    fusedtrain train --model NAME --help.
     """
 
     epochs: int = 10
@@ -74,7 +78,7 @@ def run(options: Options) -> dict[str, report.Result]:
     return results
 
 
-def train_variant(options: Options, layers: str, checkpoint: Path) -> report.Result:
+def train_variant(options: Options, layers: str, weights: Path) -> report.Result:
     """Trains one variant in this process and writes its weights."""
     device = resolve_device(options.device)
     digits = load_digits()
@@ -87,7 +91,7 @@ def train_variant(options: Options, layers: str, checkpoint: Path) -> report.Res
         precision=options.precision,
         device=options.device,
         seed=options.seed,
-        checkpoint=checkpoint,
+        weights=weights,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05)
     memory = PeakMemory(device)  # not before: the optimizer imports 140 MB of torch

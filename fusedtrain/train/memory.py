@@ -30,6 +30,16 @@ class PeakMemory:
         return None if self._start is None else _status("VmHWM") - self._start
 
 
+def memory_text(device: torch.device) -> str:
+    """Returns the memory in use as text for a line; empty where the system does not tell."""
+    if device.type == "cuda":
+        return f"  {torch.cuda.memory_allocated(device) / 2**30:.1f} GiB"
+    try:
+        return f"  {_status('VmRSS') / 2**30:.1f} GiB"
+    except OSError:
+        return ""
+
+
 def _status(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024

@@ -7,6 +7,7 @@ those of timm's EfficientNet.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtrain.nn import DepthwiseConv2d
 from fusedtrain.nn import SqueezeExcite as FusedSqueezeExcite
 
 
@@ -25,18 +26,20 @@ class SqueezeExcite(nn.Module):
         return x * self.gate(self.conv_expand(self.act1(self.conv_reduce(pooled))))
 
 
-LAYERS = {"fused": FusedSqueezeExcite, "stock": SqueezeExcite}
+# depthwise convolution, squeeze-and-excitation
+LAYERS = {"fused": (DepthwiseConv2d, FusedSqueezeExcite), "stock": (nn.Conv2d, SqueezeExcite)}
 
 
 class InvertedResidual(nn.Module):
     """Expansion 1x1, depthwise k x k, squeeze-and-excitation, projection 1x1; a shortcut where the shape is kept."""
 
-    def __init__(self, c: int, c_out: int, kernel: int, stride: int, expand: int, squeeze_excite: type[nn.Module]):
+    def __init__(self, c: int, c_out: int, kernel: int, stride: int, expand: int, layers: str):
         super().__init__()
         wide = c * expand
+        conv, squeeze_excite = LAYERS[layers]
         self.conv_pw = nn.Conv2d(c, wide, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(wide)
-        self.conv_dw = nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False)
+        self.conv_dw = conv(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False)
         self.bn2 = nn.BatchNorm2d(wide)
         self.se = squeeze_excite(wide, rd_channels=c // 4, act_layer=nn.SiLU)
         self.conv_pwl = nn.Conv2d(wide, c_out, 1, bias=False)
@@ -72,7 +75,7 @@ class SmallNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(c)
         blocks = []
         for c_out, kernel, stride in self.BLOCKS:
-            blocks.append(InvertedResidual(c, c_out, kernel, stride, self.EXPAND, LAYERS[layers]))
+            blocks.append(InvertedResidual(c, c_out, kernel, stride, self.EXPAND, layers))
             c = c_out
         self.blocks = nn.Sequential(*blocks)
         self.conv_head = nn.Conv2d(c, self.WIDTH, 1, bias=False)

@@ -1,10 +1,68 @@
-"""The arithmetic of a step: full precision, or autocast."""
+"""The arithmetic of a step: full precision, or autocast, with a scaled loss where the numbers are small."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-PRECISIONS = ("fp32", "bf16")
+from fusedtrain.train.errors import require
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Returns the context in which the model runs forward."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+@dataclass(frozen=True)
+class Precision:
+    """Which arithmetic the layers use. Weights, sums and the loss stay in float32.
+
+    Args:
+        precision: fp32; bf16 or fp16: autocast. fp16 scales the loss, so that small gradients do not become zero, and
+            leaves out the steps whose gradients overflow.
+        tf32: on GPUs that have it, fp32 matrix products and convolutions keep 10 bits of the mantissa, and are faster.
+        init_scale: first loss scale of fp16; it halves at every overflow.
+        growth_interval: steps without overflow after which the loss scale of fp16 doubles.
+    """
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    tf32: bool = False
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+
+    def __post_init__(self):
+        names = ", ".join(PRECISIONS)
+        require(self.precision in PRECISIONS, f"precision must be one of {names}, got {self.precision!r}")
+        require(self.init_scale > 0, f"init_scale must be positive, got {self.init_scale}")
+        require(self.growth_interval > 0, f"growth_interval must be at least 1, got {self.growth_interval}")
+
+    def set_tf32(self, device: torch.device) -> None:
+        """Lets fp32 products use TF32 or not, for the whole process."""
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            torch.backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
+
+    def autocast(self, device: torch.device):
+        """Returns the context in which the model runs forward."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=_HALF[self.precision])
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """Returns the scaler of the loss for fp16, else None."""
+        if self.precision != "fp16":
+            return None
+        scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which a resumed group needs before a loss
+        return scaler
+
+
+def full(output):
+    """``output`` with 16-bit tensors in float32: exponentials and sums of a loss want more bits."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, (tuple, list)):
+        return type(output)(map(full, output))
+    if isinstance(output, dict):
+        return type(output)((name, full(value)) for name, value in output.items())
+    return output

@@ -1,18 +1,29 @@
-"""What a run shows while it runs: a bar on a terminal, one line per epoch everywhere."""
+"""What a run shows while it runs: a bar on a terminal, lines elsewhere."""
 
 import importlib.util
 import sys
+import time
+
+BAR_SECONDS, LINE_SECONDS = 0.1, 30.0
 
 
 class Progress:
-    """Context manager around a run; nothing it shows makes the CPU wait for the device within an epoch."""
+    """Context manager around a run; nothing it shows makes the CPU wait for the device within an epoch.
 
-    def __init__(self, title: str, epochs: int, steps: int):
-        self.title, self.epochs, self.steps = title, epochs, steps
+    Args:
+        title: of the run.
+        epochs: of the run.
+        steps: per epoch; None where that is not known.
+        shown: False prints nothing, for all processes but the first.
+    """
+
+    def __init__(self, title: str, epochs: int, steps: int | None, done: int = 0, shown: bool = True):
+        self.title, self.epochs, self.steps, self.done, self.shown = title, epochs, steps, done, shown
         self._bar = None
+        self._next = time.perf_counter() + LINE_SECONDS
 
     def __enter__(self):
-        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        if self.shown and sys.stdout.isatty() and importlib.util.find_spec("rich"):
             from rich import progress
 
             self._bar = progress.Progress(
@@ -21,30 +32,58 @@ class Progress:
                 progress.TaskProgressColumn(),
                 progress.MofNCompleteColumn(),
                 "steps",
+                "{task.fields[values]}",
                 progress.TimeElapsedColumn(),
                 "left",
                 progress.TimeRemainingColumn(),
                 transient=True,
             )
-            self._task = self._bar.add_task(self.title, total=self.epochs * self.steps)
+            total = None if self.steps is None else self.epochs * self.steps
+            self._task = self._bar.add_task(self.title, total=total, completed=self.done, values="")
             self._bar.start()
+            self._next = 0.0
         return self
 
     def __exit__(self, *exc_info):
         if self._bar is not None:
             self._bar.stop()
 
-    def step_done(self) -> None:
+    def step_done(self, now: float, values) -> None:
+        """Counts a step.
+
+        Args:
+            now: time.perf_counter().
+            values: called, now and then, for the text beside the bar.
+        """
+        self.done += 1
+        if now < self._next or not self.shown:
+            return
         if self._bar is not None:
-            self._bar.advance(self._task)
+            self._next = now + BAR_SECONDS
+            self._bar.update(self._task, completed=self.done, values=values())
+        else:
+            self._next = now + LINE_SECONDS
+            total = "" if self.steps is None else f"/{self.epochs * self.steps}"
+            print(f"{self.title}  step {self.done}{total}  {values()}", flush=True)
 
     def epoch_done(self, epoch) -> None:
-        line = (
-            f"{self.title}  epoch {epoch.epoch:>{len(str(self.epochs))}}/{self.epochs}"
-            f"  loss {epoch.train_loss:.4f}  val loss {epoch.valid_loss:.4f}"
-            f"  val accuracy {epoch.valid_accuracy:7.2%}  {epoch.images_per_second:,.0f} images/s"
-        )
+        parts = [
+            f"{self.title}  epoch {epoch.epoch:>{len(str(self.epochs))}}/{self.epochs}",
+            f"loss {epoch.train_loss:.4f}",
+            *(f"val {_metric(name, value)}" for name, value in epoch.metrics.items()),
+            f"{epoch.images_per_second:,.0f} images/s",
+        ]
+        self.line("  ".join(parts))
+
+    def line(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if not self.shown:
+            return
         if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
+            self._bar.console.print(text, highlight=False)
         else:
-            print(line, flush=True)
+            print(text, flush=True)
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{name} {value:7.2%}" if name == "accuracy" else f"{name} {value:.4f}"

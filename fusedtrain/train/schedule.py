@@ -1,27 +1,136 @@
-"""Learning rates as functions of the step."""
+"""Learning rates as functions of the step, by name, on torch's schedulers."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from fusedtrain.train.errors import InputError, require
+
+SCHEDULES = ("cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau")
 
 
-def warmup_cosine(optimizer: Optimizer, steps: int, warmup_steps: int) -> LambdaLR:
-    r"""Scales every group's learning rate step by step: linearly up, then along a cosine down to 0.
-
-    .. math:: f(t) = \frac{t + 1}{w} \;(t < w), \qquad f(t) = \tfrac12 + \tfrac12 \cos\Bigl(\pi\frac{t - w}{T - w}\Bigr)
+@dataclass(frozen=True)
+class Schedule:
+    r"""How the learning rate moves. The optimizer's rates are the peaks; every schedule but onecycle multiplies them.
 
     Args:
-        optimizer: its present learning rates are the peaks.
-        steps: :math:`T`, all steps of the run.
-        warmup_steps: :math:`w`, those of them in the rise.
+        schedule: cosine: to ``min_factor`` at the end. constant. step: times ``gamma`` every ``step_epochs``.
+            multistep: times ``gamma`` at each of ``milestones``. exponential: times ``gamma`` every epoch.
+            polynomial: :math:`(1 - t / T)^{power}`. onecycle: torch's OneCycleLR, momentum too. plateau: times
+            ``gamma`` when the monitored metric has not improved for ``patience`` epochs.
+        warmup_epochs: the rate rises linearly for this many epochs first; a part of an epoch is allowed.
+        per: when the rate moves: step, after every update; epoch, after every epoch (plateau: always).
+        gamma: see ``schedule``.
+        step_epochs: see ``schedule``.
+        milestones: epochs, see ``schedule``.
+        power: see ``schedule``.
+        min_factor: cosine, polynomial and plateau fall to this part of the peak.
+        patience: epochs, see ``schedule``.
 
-    Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983; Goyal et al., https://arxiv.org/abs/1706.02677
+    Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983; Goyal et al., https://arxiv.org/abs/1706.02677;
+    Smith and Topin, https://arxiv.org/abs/1708.07120
     """
 
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))
+    schedule: Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"] = (
+        "cosine"
+    )
+    warmup_epochs: float = 1.0
+    per: Literal["step", "epoch"] = "step"
+    gamma: float = 0.1
+    step_epochs: int = 30
+    milestones: tuple[int, ...] = ()
+    power: float = 1.0
+    min_factor: float = 0.0
+    patience: int = 10
 
-    return LambdaLR(optimizer, factor)
+    def __post_init__(self):
+        names = ", ".join(SCHEDULES)
+        require(self.schedule in SCHEDULES, f"schedule must be one of {names}, got {self.schedule!r}")
+        require(self.per in ("step", "epoch"), f"per must be step or epoch, got {self.per!r}")
+        require(self.warmup_epochs >= 0, f"warmup_epochs must be at least 0, got {self.warmup_epochs}")
+        require(0 < self.gamma <= 1, f"gamma must lie in (0, 1], got {self.gamma}")
+        require(self.step_epochs >= 1, f"step_epochs must be at least 1, got {self.step_epochs}")
+        require(0 <= self.min_factor <= 1, f"min_factor must lie in [0, 1], got {self.min_factor}")
+        require(self.patience >= 0, f"patience must be at least 0, got {self.patience}")
+        ascending = all(a < b for a, b in zip(self.milestones, self.milestones[1:]))
+        require(
+            ascending and all(m > 0 for m in self.milestones),
+            f"milestones must be rising epochs, got {self.milestones}",
+        )
+        require(self.schedule != "multistep" or bool(self.milestones), "the schedule multistep needs milestones")
+
+    def build(self, optimizer: Optimizer, epochs: int, steps: int) -> LRScheduler:
+        """Returns torch's scheduler for a run of ``epochs`` epochs of ``steps`` updates; it sets the first rate.
+
+        Raises:
+            InputError: onecycle cannot cycle the momentum of this optimizer.
+        """
+        ticks = steps if self.per == "step" else 1  # per epoch
+        if self.schedule == "onecycle":
+            return _one_cycle(optimizer, ticks * epochs)
+        warmup, factor = round(self.warmup_epochs * ticks), self._factor(ticks, ticks * epochs)
+        if self.schedule == "plateau":
+            return Plateau(optimizer, warmup_steps=round(self.warmup_epochs * steps), schedule=self)
+        return LambdaLR(optimizer, lambda t: (t + 1) / warmup if t < warmup else factor(t, warmup))
+
+    def _factor(self, ticks: int, total: int) -> Callable[[int, int], float]:
+        """The factor of tick ``t`` after a warm-up of ``w`` ticks."""
+
+        def fall(height: Callable[[float], float]) -> Callable[[int, int], float]:
+            low = self.min_factor
+            return lambda t, w: low + (1 - low) * height(min(1.0, (t - w) / max(1, total - w)))
+
+        return {
+            "constant": lambda t, w: 1.0,
+            "cosine": fall(lambda part: 0.5 + 0.5 * math.cos(math.pi * part)),
+            "polynomial": fall(lambda part: (1 - part) ** self.power),
+            "step": lambda t, w: self.gamma ** (t // (ticks * self.step_epochs)),
+            "multistep": lambda t, w: self.gamma ** sum(t >= ticks * epoch for epoch in self.milestones),
+            "exponential": lambda t, w: self.gamma ** (t // ticks),
+        }.get(self.schedule)
+
+
+def _one_cycle(optimizer: Optimizer, total: int) -> OneCycleLR:
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    cycles = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
+    try:
+        return OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
+    except ValueError as error:
+        raise InputError(f"the schedule onecycle does not fit the optimizer: {error}") from None
+
+
+class Plateau:
+    """torch's ReduceLROnPlateau behind a linear warm-up: :meth:`step` after every update, :meth:`observe` after every
+    epoch."""
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int, schedule: Schedule, mode: str = "min"):
+        self.optimizer, self.warmup_steps, self.last_epoch = optimizer, warmup_steps, 0
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        lows = [schedule.min_factor * peak for peak in self.peaks]
+        self.plateau = ReduceLROnPlateau(optimizer, mode, schedule.gamma, schedule.patience, min_lr=lows, eps=0.0)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        if self.last_epoch < self.warmup_steps:
+            for group, peak in zip(self.optimizer.param_groups, self.peaks):
+                group["lr"] = peak * (self.last_epoch + 1) / self.warmup_steps
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        self._warm_up()
+
+    def observe(self, value: float) -> None:
+        """Counts an epoch with this value of the metric; the warm-up's do not count."""
+        if self.last_epoch >= self.warmup_steps:
+            self.plateau.step(value)
+
+    def state_dict(self) -> dict:
+        return {"last_epoch": self.last_epoch, "peaks": self.peaks, "plateau": self.plateau.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.last_epoch, self.peaks = state["last_epoch"], state["peaks"]
+        self.plateau.load_state_dict(state["plateau"])

@@ -1,0 +1,168 @@
+"""Activation checkpointing: blocks that compute their activations again in backward instead of keeping them."""
+
+import contextlib
+import fnmatch
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from fusedtrain.train.errors import InputError, require
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Which blocks are computed twice to save memory. Generators are put back for the second time, so that dropout is
+    the same; not reentrant, so that it goes with DDP, autocast and compile.
+
+    Args:
+        checkpoint_modules: patterns of module names, as in ``fnmatch``: "blocks.*"; a module in a chosen one is not
+            chosen again.
+        activation_budget_gib: GiB that activations may take, for batches like the first: blocks are measured with
+            two of its samples, and those that cost the least time for what they save are chosen until it fits. 0: no
+            budget.
+    """
+
+    checkpoint_modules: tuple[str, ...] = ()
+    activation_budget_gib: float = 0.0
+
+    def __post_init__(self):
+        budget = self.activation_budget_gib
+        require(budget >= 0, f"activation_budget_gib must be at least 0, got {budget}")
+        require(not (budget and self.checkpoint_modules), "give checkpoint_modules or activation_budget_gib, not both")
+
+
+def wrap(model: nn.Module, names: list[str]) -> None:
+    """Lets the modules of these names compute their activations again in backward; names and classes stay."""
+    for name in names:
+        module = model.get_submodule(name)
+        if "forward" in vars(module):
+            raise InputError(f"activation checkpointing: the forward of {name} has been replaced already")
+        module.forward = functools.partial(_forward, module)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Takes back what :func:`wrap` did."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is _forward:
+            del module.forward
+
+
+def _forward(module: nn.Module, *args, **kwargs):
+    forward = functools.partial(type(module).forward, module)
+    if not module.training or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def matching(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Names of the outermost modules that match; InputError where a pattern matches none."""
+    chosen: list[str] = []
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        require(any(fnmatch.fnmatchcase(n, pattern) for n in names), f"checkpoint_modules: nothing matches {pattern!r}")
+    for name in names:
+        inside = any(name.startswith(outer + ".") for outer in chosen)
+        if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            chosen.append(name)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block keeps for backward beyond its inputs, in bytes, and takes for forward, in seconds."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """The children, with parameters, of the model's lists and sequences, the innermost that are more than a layer."""
+    found = []
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        in_list = bool(name) and isinstance(parent, (nn.Sequential, nn.ModuleList))
+        is_block = next(module.children(), None) is not None and not isinstance(module, (nn.Sequential, nn.ModuleList))
+        if in_list and is_block:
+            found.append(name)
+    return [name for name in found if not any(name.startswith(other + ".") for other in found)]
+
+
+def part_of(batch, samples: int):
+    """Returns the first samples of a batch, and by how much the batch is larger."""
+    sizes = [len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    size = sizes[0] if sizes else samples
+    if size <= samples:
+        return batch, 1.0
+    small = tree_map(lambda t: t[:samples] if isinstance(t, Tensor) and t.dim() and len(t) == size else t, batch)
+    return small, size / samples
+
+
+def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Block]]:
+    """Runs ``forward()`` once to warm up and once under observation.
+
+    Returns:
+        The bytes that all of it keeps for backward, times ``scale``, and the same for each candidate.
+    """
+    forward()
+    storages: dict[int, int] = {}
+    blocks: list[Block] = []
+
+    def pack(t: Tensor) -> Tensor:
+        storages.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        return t
+
+    kept = []  # outputs stay alive, so that no storage is counted under the address of another
+
+    def begin(module, args):
+        module._measured = sum(storages.values()), time.perf_counter()
+
+    def end(name, module, args, output):
+        before, start = vars(module).pop("_measured")
+        inputs = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        own = sum(size for pointer, size in storages.items() if pointer not in inputs) - before
+        blocks.append(Block(name, int(scale * max(0, own)), time.perf_counter() - start))
+        kept.append(output)
+
+    with contextlib.ExitStack() as stack:
+        for name in candidates(model):
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(functools.partial(end, name)).remove)
+        for p in model.parameters():
+            storages[p.untyped_storage().data_ptr()] = 0
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        kept.append(forward())
+    return int(scale * sum(storages.values())), blocks
+
+
+def choose(total: int, blocks: list[Block], budget: int) -> list[str]:
+    """Returns the blocks to compute again so that what is kept fits into ``budget`` bytes, for little time.
+
+    While one of them is computed again in backward, its own activations are there too: the largest is counted.
+
+    Raises:
+        InputError: it does not fit with all of them either.
+    """
+    chosen: list[Block] = []
+    left = sorted(blocks, key=lambda block: block.seconds / max(1, block.bytes))
+    while total - sum(b.bytes for b in chosen) + max((b.bytes for b in chosen), default=0) > budget:
+        if not left:
+            least = total - sum(b.bytes for b in chosen) + max((b.bytes for b in chosen), default=0)
+            raise InputError(
+                f"activation_budget_gib: {budget / 2**30:.3g} is too small: with every block computed again the"
+                f" activations of this batch take {least / 2**30:.3g}"
+            )
+        chosen.append(left.pop(0))
+    # What a later, larger block has made unnecessary goes again, the most expensive first.
+    for block in sorted(chosen, key=lambda b: -b.seconds):
+        rest = [b for b in chosen if b is not block]
+        if total - sum(b.bytes for b in rest) + max((b.bytes for b in rest), default=0) <= budget:
+            chosen = rest
+    return [block.name for block in blocks if block in chosen]

@@ -1,0 +1,44 @@
+"""The points of a run at which other code is called."""
+
+
+class Callback:
+    """Does nothing at every point of a run; subclass it and override some. ``trainer`` is the running Trainer.
+
+    ``on_step_end`` comes after every update, applied or skipped (``trainer.step_count`` counts them, and
+    ``trainer.last_loss`` is its loss); ``on_validation_end`` gets the metrics of the validation; ``on_epoch_end`` gets
+    the :class:`~fusedtrain.train.Epoch`; ``on_fit_end`` comes also when the run ends by an error, which it gets.
+    """
+
+    def on_fit_start(self, trainer) -> None: ...
+    def on_epoch_start(self, trainer, epoch: int) -> None: ...
+    def on_step_end(self, trainer) -> None: ...
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None: ...
+    def on_epoch_end(self, trainer, epoch) -> None: ...
+    def on_fit_end(self, trainer, error: BaseException | None) -> None: ...
+
+
+POINTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Callbacks:
+    """Calls those callbacks that override a point; the others cost nothing."""
+
+    def __init__(self, callbacks):
+        for point in POINTS:
+            own = [
+                getattr(c, point) for c in callbacks if getattr(type(c), point, None) is not getattr(Callback, point)
+            ]
+            setattr(self, point, _call_all(own) if own else None)
+
+    def call(self, point: str, *args) -> None:
+        function = getattr(self, point)
+        if function is not None:
+            function(*args)
+
+
+def _call_all(functions):
+    def call(*args) -> None:
+        for function in functions:
+            function(*args)
+
+    return call

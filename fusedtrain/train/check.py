@@ -1,0 +1,84 @@
+"""What can be known to go wrong before the first step."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fusedtrain.train.errors import InputError
+from fusedtrain.train.feed import set_epoch
+
+
+def check_data(trainer, name: str, batches: Iterable) -> dict:
+    """Runs the first batch through ``trainer.validation_step`` and returns the metrics it gives.
+
+    Raises:
+        InputError: the data hold no batch, or not pairs; model, loss or classes do not fit them.
+    """
+    set_epoch(batches, 0)
+    batch = next(iter(batches), None)
+    if batch is None:
+        raise InputError(f"the {name} data hold no batch")
+    if not trainer.overridden:
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        if not is_pair or not all(isinstance(t, Tensor) for t in batch):
+            raise InputError(f"a {name} batch must be a pair of tensors (inputs, targets), got {describe(batch)}")
+        inputs, targets = batch
+        if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
+            raise InputError(f"a {name} batch must hold as many inputs as targets, got {describe(batch)}")
+    trainer.model.eval()  # a training pass would move the BatchNorms
+    with torch.random.fork_rng():
+        batch = trainer.to_device(batch)
+        if not trainer.overridden:
+            _check_classes(trainer, name, batches, *batch)
+        try:
+            with trainer.no_gradients():
+                return trainer.validation_step(batch)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
+
+
+def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, targets: Tensor) -> None:
+    try:
+        with trainer.no_gradients():
+            outputs = trainer.forward(inputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"the model cannot take {name} inputs of shape {list(inputs.shape)}: {reason}") from error
+    if not isinstance(outputs, Tensor) or targets.dtype != torch.int64 or targets.dim() != 1:
+        return
+    if outputs.dim() != 2 or len(outputs) != len(inputs):
+        raise InputError(f"for class indices the model must return logits [N, classes], got {list(outputs.shape)}")
+    labels = getattr(batches, "targets", targets)  # of all data, where they are at hand
+    ignored = getattr(trainer.loss, "ignore_index", None)
+    if ignored is not None:
+        labels = labels[labels != ignored]
+    if len(labels) and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
+        raise InputError(
+            f"the model has {outputs.shape[1]} classes, but the {name} labels go from {int(labels.min())} to"
+            f" {int(labels.max())}"
+        )
+
+
+def describe(batch) -> str:
+    """A batch as text: types, dtypes and shapes."""
+    if isinstance(batch, (tuple, list)):
+        return f"{type(batch).__name__}({', '.join(describe(item) for item in batch)})"
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    return type(batch).__name__
+
+
+def to_device(batch, device: torch.device, memory_format: torch.memory_format):
+    """``batch`` with its tensors on ``device``, images in ``memory_format``; copies do not make the CPU wait."""
+    if type(batch) in (tuple, list) and len(batch) == 2 and all(type(t) is Tensor for t in batch):
+        return [_move(t, device, memory_format) for t in batch]  # the usual case, without a walk over a tree
+    return tree_map(lambda t: _move(t, device, memory_format) if isinstance(t, Tensor) else t, batch)
+
+
+def _move(t: Tensor, device: torch.device, memory_format: torch.memory_format) -> Tensor:
+    if t.dim() == 4 and t.is_floating_point():
+        return t.to(device, memory_format=memory_format, non_blocking=True)
+    return t if t.device == device else t.to(device, non_blocking=True)

@@ -1,0 +1,204 @@
+"""Several processes that train one model: who they are, what wraps the model, how they agree."""
+
+import contextlib
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from fusedtrain.train.errors import InputError, require
+
+STRATEGIES = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """What several processes, started by torchrun, do with the model. One process ignores all of it.
+
+    Args:
+        strategy: ddp: every process holds the model. fsdp: parameters, gradients and states are sharded (FSDP2), for
+            models beyond one device.
+        static_graph: ddp: the same parameters take part in every step, which saves work; but gradients travel after
+            every micro-batch.
+        gradient_as_bucket_view: ddp: gradients live in the buffers that are sent; saves their memory once.
+        find_unused_parameters: ddp: some parameters take no part in some steps.
+        bf16_compress: ddp: gradients travel as bfloat16: half the bytes, and rounded.
+        sync_batchnorm: BatchNorms take their statistics over the batches of all processes.
+        timeout: seconds after which a process that waits for another one fails instead of waiting on.
+    """
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    bf16_compress: bool = False
+    sync_batchnorm: bool = False
+    timeout: float = 600.0
+
+    def __post_init__(self):
+        names = ", ".join(STRATEGIES)
+        require(self.strategy in STRATEGIES, f"strategy must be one of {names}, got {self.strategy!r}")
+        require(self.timeout > 0, f"timeout must be positive, got {self.timeout}")
+        for option in ("static_graph", "bf16_compress", "find_unused_parameters"):
+            require(self.strategy == "ddp" or not getattr(self, option), f"{option} belongs to the strategy ddp")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises InputError for a model that somebody has wrapped already."""
+    if isinstance(model, DataParallel):
+        raise InputError(
+            "DataParallel copies the model to every device in every step and gathers all outputs on one; start one"
+            " process per device instead (torchrun) and pass the bare model"
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise InputError("pass the bare model: the Trainer wraps it in DistributedDataParallel itself")
+
+
+def in_torchrun() -> bool:
+    """Whether this process was started as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+class World:
+    """The processes of a run. Numbers and decisions go through gloo, between CPUs, so that no GPU is waited for.
+
+    The first one made joins the group that torchrun describes, or uses the one that is there.
+    """
+
+    _control = None
+
+    def __init__(self, config: Distributed, device: torch.device):
+        self.config, self.device = config, device
+        self.rank, self.size = 0, 1
+        if dist.is_initialized() or in_torchrun():
+            timeout = datetime.timedelta(seconds=config.timeout)
+            if not dist.is_initialized():
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if self.size > 1 and World._control is None:
+            World._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    # --- agreement ----------------------------------------------------------------------------------------------------
+
+    def sum(self, *values: float) -> list[float]:
+        """Returns the sums of the values over all processes; NaN and infinity included."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, *values: float) -> list[float]:
+        """Returns the largest of each value over all processes."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values, operation) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        t = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(t, operation, group=World._control)
+        return t.tolist()
+
+    def decide(self, value):
+        """Returns rank 0's ``value`` on all processes."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=World._control)
+        return box[0]
+
+    def gather(self, value) -> list:
+        """Returns the values of all processes, on all of them."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=World._control)
+        return values
+
+    @torch.no_grad()
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives all processes the buffers of rank 0, such as running means."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        return self.size > 1 and self.config.strategy == "fsdp"
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Returns what to call in training: ``model`` itself on one process."""
+        if self.size == 1:
+            return model
+        if self.config.strategy == "fsdp":
+            return _shard(model, optimizer, self)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            static_graph=self.config.static_graph,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            find_unused_parameters=self.config.find_unused_parameters,
+        )
+        if self.config.bf16_compress:
+            require(self.device.type == "cuda", "bf16_compress: torch sends bfloat16 between GPUs only")
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+            wrapped.register_comm_hook(None, bf16_compress_hook)
+        return wrapped
+
+    def sync(self, wrapped: nn.Module, last: bool):
+        """The context of a micro-batch: gradients travel only after the last one of a group."""
+        if self.size == 1:
+            return _NOTHING
+        if self.sharded:
+            wrapped.set_requires_gradient_sync(last)
+            return _NOTHING
+        # torch's static graph does not take no_sync; averaging once more what is averaged already changes nothing.
+        return _NOTHING if last or self.config.static_graph else wrapped.no_sync()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
+    """FSDP2: one shard unit per block (children of lists and sequences that hold parameters), and the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from fusedtrain.optim._fused import FusedStep
+
+    if isinstance(optimizer, FusedStep):
+        raise InputError("strategy fsdp needs an optimizer of torch.optim: the fused ones take no sharded parameters")
+    if optimizer.state:
+        raise InputError("strategy fsdp shards the parameters: the optimizer must not have made a step before")
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    old = {id(p): name for name, p in model.named_parameters()}
+    for parent in model.modules():
+        if isinstance(parent, (nn.Sequential, nn.ModuleList)):
+            for child in parent:
+                if sum(p.numel() for p in child.parameters()):
+                    fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    new = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [new[old[id(p)]] if id(p) in old else p for p in group["params"]]
+    return model
+
+
+def sync_batchnorm(model: nn.Module, world: World) -> nn.Module:
+    """Returns the model with SyncBatchNorms where that is wanted and there is more than one process.
+
+    Raises:
+        InputError: torch's SyncBatchNorm runs on GPUs only.
+    """
+    if not world.config.sync_batchnorm or world.size == 1:
+        return model
+    if world.device.type != "cuda":
+        raise InputError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)

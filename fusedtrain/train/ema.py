@@ -1,0 +1,80 @@
+"""Averages of the weights, kept by the optimizer's own pass where it offers that, else by one pass more."""
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedtrain.optim._fused import FusedStep
+
+
+class Averages:
+    r"""Exponential moving averages :math:`e \leftarrow e + (1 - d)(p - e)` of the trainable parameters, in float32.
+
+    Args:
+        model: whose parameters are averaged.
+        decay: :math:`d`.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self.params.items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Follows an update that was applied."""
+        values, params = list(self.values.values()), [p.detach() for p in self.params.values()]
+        if any(value.dtype != p.dtype for value, p in zip(values, params)):
+            params = [p.to(value.dtype) for value, p in zip(values, params)]
+        torch._foreach_lerp_(values, params, 1 - self.decay)
+
+    @contextlib.contextmanager
+    def swap(self):
+        """Within the ``with`` block the parameters hold their averages."""
+        with torch.no_grad():
+            own = [p.clone() for p in self.params.values()]
+            for p, value in zip(self.params.values(), self.values.values()):
+                p.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self.params.values(), own):
+                    p.copy_(value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, value in self.values.items():
+            value.copy_(state[name])
+
+
+class OptimizersAverages:
+    """The same, kept inside the step of a ``fusedtrain.optim`` optimizer, whose state holds them."""
+
+    def __init__(self, optimizer: Optimizer):
+        self.swap = optimizer.swap_ema
+
+    def update(self) -> None:
+        pass
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+def averages(model: nn.Module, optimizer: Optimizer, decay: float | None) -> Averages | OptimizersAverages | None:
+    """Returns what keeps the averages of a run, or None where there are none to keep."""
+    if isinstance(optimizer, FusedStep):
+        if decay is not None:
+            optimizer._options["ema_decay"] = decay
+        return None if optimizer._options["ema_decay"] is None else OptimizersAverages(optimizer)
+    return None if decay is None else Averages(model, decay)

@@ -1,0 +1,171 @@
+"""The batches of a loader, epoch by epoch: with a position, weights, and equally many on every process."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from fusedtrain.train.accumulation import Group
+from fusedtrain.train.distributed import World
+from fusedtrain.train.errors import InputError
+
+
+class Feed:
+    """Iterates over ``batches`` and knows where it stands.
+
+    Where the loader, its ``batch_sampler`` or its ``sampler`` has ``advance``, ``state_dict`` and ``load_state_dict``
+    (:class:`fusedtrain.train.EpochSampler`, :func:`fusedtrain.data.loader`), it keeps the position; a run that goes on
+    continues there at once. Otherwise the batches that were used are read again and left out.
+
+    A process whose loader ends earlier than that of another one gets its last batch once more, with weight 0.
+
+    Args:
+        batches: any iterable that gives batches anew each time it is iterated over.
+        world: the processes of the run.
+        name: of the data, for messages.
+    """
+
+    def __init__(self, batches: Iterable, world: World, name: str = "training"):
+        self.batches, self.world, self.name = batches, world, name
+        owners = [batches, getattr(batches, "batches", None)]  # the second: of a prefetcher
+        owners += [getattr(o, part, None) for o in owners[:2] for part in ("batch_sampler", "sampler")]
+        self._owners = [owner for owner in owners if owner is not None]
+        self._position = self._first("advance", "state_dict", "load_state_dict")
+        self._sampler = self._first("counts", "remaining")
+        if isinstance(batches, Iterator):
+            raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
+        if world.size > 1:
+            self._check_shards()
+        self.epoch, self.used, self.iterating = 0, 0, False
+
+    def _first(self, *methods: str):
+        return next((o for o in self._owners if all(hasattr(o, method) for method in methods)), None)
+
+    def _check_shards(self) -> None:
+        if not hasattr(self.batches, "__len__"):
+            raise InputError(f"several processes need {self.name} data with a length, to take equally many steps")
+        loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
+        if loader is None or isinstance(loader.dataset, IterableDataset):
+            return
+        if type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler) and self._sampler is None:
+            raise InputError(
+                f"every one of {self.world.size} processes would see all {self.name} data: pass"
+                " batch_sampler=fusedtrain.train.EpochSampler(..., rank=rank, world_size=world_size)"
+            )
+
+    # --- position -----------------------------------------------------------------------------------------------------
+
+    def rewind(self, epoch: int) -> None:
+        """Goes to the start of ``epoch``."""
+        self.epoch, self.used, self.iterating = epoch, 0, False
+        owner = self._first("set_epoch")
+        if owner is not None:
+            owner.set_epoch(epoch + 1)  # samplers stay where they are when it is the same epoch
+            owner.set_epoch(epoch)
+
+    def steps(self) -> int | None:
+        """Batches of a whole epoch, the most of any process; None where the loader does not know."""
+        if not hasattr(self.batches, "__len__"):
+            return None
+        return int(self.world.max(len(self.batches))[0])
+
+    def state_dict(self) -> dict:
+        state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating}
+        return state | ({"position": self._position.state_dict()} if self._position is not None else {})
+
+    def load_state_dict(self, state: dict) -> None:
+        self.rewind(state["epoch"])
+        self.used, self.iterating = state["used"], state["iterating"]
+        if self._position is not None and "position" in state:
+            self._position.load_state_dict(state["position"])
+
+    def to_start(self):
+        """Goes to the start of the epoch, for a pass that is no training; returns what :meth:`restore` takes."""
+        if self._position is None:
+            return None
+        position = self._position.state_dict()
+        self.rewind(position.get("epoch", 0))
+        return position
+
+    def restore(self, position) -> None:
+        """Goes back to where :meth:`to_start` was called."""
+        if position is not None:
+            self._position.load_state_dict(position)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Starts the loader's workers at the position."""
+        self._left = None  # one process goes on until there are no more
+        if self.world.size > 1:
+            own = len(self.batches) - self.used if self._sampler is None else self._sampler.remaining()
+            self._left = int(self.world.max(own)[0])
+        self._iterator = iter(self.batches)
+        if self._position is None:
+            for _ in range(self.used):
+                next(self._iterator, None)
+        self._batch, self.iterating = None, True
+
+    def next(self, ahead: int = 0):
+        """Returns the next batch and whether its samples count; None at the end of the epoch.
+
+        Args:
+            ahead: batches since the position that :meth:`advance` was not told of.
+        """
+        if self._left == 0:
+            return None
+        batch = next(self._iterator, None)
+        if self._left is not None:
+            self._left -= 1
+        if batch is None:
+            if self._left is None:
+                self._left = 0
+                return None
+            if self._batch is None:
+                raise InputError(f"rank {self.world.rank} has no {self.name} batch at all, but other ranks have")
+            return self._batch, False
+        self._batch = batch if self.world.size > 1 else None
+        counts = self.world.size == 1 or self._sampler is None or self._sampler.counts(ahead)[self.world.rank] > 0
+        return batch, counts
+
+    def advance(self) -> None:
+        """Notes that a batch is used up."""
+        self.used += 1
+        if self._position is not None:
+            self._position.advance()
+
+    def groups(self, group: Group, guard=contextlib.nullcontext) -> Iterator[Iterator]:
+        """Yields, for each update of the rest of the epoch, an iterator over (batch, counts, last of the group).
+
+        Args:
+            group: says how many micro-batches are still to come.
+            guard: context in which batches are waited for.
+        """
+        while True:
+            with guard():
+                first = self.next()
+            if first is None and not group.done:
+                return
+            yield self._group(first, group, guard)
+
+    def _group(self, first, group: Group, guard) -> Iterator:
+        item = first
+        while item is not None:
+            last = group.done + 1 == group.size or self._left == 0
+            yield *item, last
+            if last:
+                return
+            with guard():
+                item = self.next()
+
+    def close(self) -> None:
+        """Lets go of the iterator, and so of its workers."""
+        self._iterator = self._batch = None
+
+
+def set_epoch(batches: Iterable, epoch: int) -> None:
+    """Tells a loader or its sampler the epoch, where it wants to know."""
+    for owner in (batches, getattr(batches, "batch_sampler", None), getattr(batches, "sampler", None)):
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+            return

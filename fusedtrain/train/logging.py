@@ -1,0 +1,129 @@
+"""Where the numbers of a run go: JSON lines, TensorBoard, Weights & Biases, MLflow, or an object of yours."""
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusedtrain.train.errors import InputError, require
+
+PACKAGES = {"jsonl": None, "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is logged where.
+
+    Args:
+        log_dir: folder of metrics.jsonl and of TensorBoard's files; None logs nothing.
+        loggers: of jsonl, tensorboard, wandb and mlflow.
+        log_every: updates between two lines; an epoch's end always makes one.
+    """
+
+    log_dir: Path | None = None
+    loggers: tuple[str, ...] = ("jsonl",)
+    log_every: int = 10
+
+    def __post_init__(self):
+        unknown = [name for name in self.loggers if name not in PACKAGES]
+        require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
+        require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
+        for name in self.loggers if self.log_dir is not None else ():
+            try:
+                importlib.import_module(PACKAGES[name] or "json")
+            except ModuleNotFoundError as error:
+                raise InputError(
+                    f"the logger {name} needs the package {error.name}: pip install {error.name}"
+                ) from None
+
+    def open(self, config: dict, step: int) -> list:
+        """Returns the loggers of a run that begins, or goes on, after ``step`` updates."""
+        if self.log_dir is None:
+            return []
+        Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        kinds = {"jsonl": JSONLines, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+        return [kinds[name](Path(self.log_dir), config, step) for name in self.loggers]
+
+
+class JSONLines:
+    """One JSON object per line in metrics.jsonl. A run that goes on from an earlier step drops the later lines."""
+
+    def __init__(self, directory: Path, config: dict, step: int):
+        path = directory / "metrics.jsonl"
+        kept = [line for line in path.read_bytes().splitlines(True) if _step(line) <= step] if path.exists() else []
+        self._file = open(path, "w", buffering=1 << 16)  # noqa: SIM115  (closed by close())
+        self._file.write(b"".join(kept).decode() if step else "")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: bytes) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # half a line of a run that was killed
+
+
+class TensorBoard:
+    """Scalars under their names, as ``tensorboard --logdir`` shows them."""
+
+    def __init__(self, directory: Path, config: dict, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases, in the run that is open or a new one."""
+
+    def __init__(self, directory: Path, config: dict, step: int):
+        import wandb
+
+        self._run = wandb.run or wandb.init(dir=str(directory), config=config)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow, in the run that is active or a new one."""
+
+    def __init__(self, directory: Path, config: dict, step: int):
+        import mlflow
+
+        self._mlflow = mlflow
+        if mlflow.active_run() is None:
+            mlflow.start_run()
+        mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._mlflow.log_metrics(values, step=step)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._mlflow.end_run()

@@ -1,0 +1,87 @@
+"""Options as YAML: written beside the results of a run, read to start it again."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+
+from fusedtrain._extras import need
+from fusedtrain.train.errors import InputError
+
+VERSION = 1
+
+
+def write_yaml(path: Path, options) -> None:
+    """Writes a dataclass with all its parts."""
+    yaml = need("yaml", "train")
+    text = yaml.safe_dump({"version": VERSION, **_plain(dataclasses.asdict(options))}, sort_keys=False)
+    Path(path).write_text(text)
+
+
+def read_yaml(path: Path, kind: type):
+    """Returns an object of the dataclass ``kind`` with the values of the file and the defaults of the others.
+
+    Raises:
+        InputError: the file cannot be read, is of a newer version, or holds an unknown option.
+    """
+    yaml = need("yaml", "train")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no options")
+    version = content.pop("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(f"{path} was written by a newer version ({version}); this one reads up to {VERSION}")
+    return _build(kind, content, str(path))
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _build(kind: type, content: dict, where: str):
+    if not isinstance(content, dict):
+        raise InputError(f"{where} must hold options, got {content!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in content if key not in hints]
+    if unknown:
+        raise InputError(f"{where}: unknown option {', '.join(map(str, unknown))}; known are {', '.join(hints)}")
+    try:
+        return kind(**{key: _value(hints[key], value, f"{where}: {key}") for key, value in content.items()})
+    except TypeError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _value(hint, value, where: str):
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        hint = next(a for a in arguments if a is not type(None))
+        return _value(hint, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(arguments[0], item, where) for item in value)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise InputError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:  # YAML reads 1e-3 as text
+            return float(value)
+        except ValueError:
+            raise InputError(f"{where} must be a number, got {value!r}") from None
+    if (isinstance(hint, type) and not isinstance(value, hint)) or (isinstance(value, bool) and hint in (int, float)):
+        raise InputError(f"{where} must be {hint.__name__}, got {value!r}")
+    return value

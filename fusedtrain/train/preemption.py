@@ -1,0 +1,101 @@
+"""Signals that ask a run to save and end."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+
+class Preempted(SystemExit):
+    """A signal asked the run to stop. Not caught, it ends the process with status 128 + the number of the signal.
+
+    A SystemExit, so that ``except Exception`` in somebody's dataset does not swallow it.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+    def __str__(self) -> str:
+        return f"stopped by {self.signal.name}"
+
+
+class StopSignals(contextlib.AbstractContextManager):
+    """Within the ``with`` block SIGTERM, SIGINT and SIGUSR1 are noted instead of ending the process.
+
+    ::
+
+        with StopSignals() as stop:
+            while True:
+                with stop.interruptible():  # nothing in here changes the state that will be saved
+                    batch = next(batches)
+                step(batch)
+                stop.check()
+
+    The first signal sets :attr:`requested`; inside :meth:`interruptible` it raises :class:`Preempted` at once. A second
+    signal ends the process on the spot, by that signal's own default. Processes forked inside the block, such as the
+    workers of a DataLoader, ignore what they get: Ctrl-C reaches them too, and whether they end is for the run to say.
+
+    Args:
+        together: signals within so many seconds of the first are the same request: a terminal and a launcher both pass
+            on one Ctrl-C.
+    """
+
+    def __init__(self, together: float = 1.0):
+        self.requested: int | None = None
+        self._together, self._when = together, 0.0
+        self._interruptible = False
+        self._previous: dict[int, object] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> "StopSignals":
+        self._process, self.requested = os.getpid(), None
+        if threading.current_thread() is not threading.main_thread():
+            warnings.warn("signals do not stop this run cleanly: it is not in the main thread", stacklevel=2)
+            return self
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            # None: a handler that was not set from Python, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def check(self) -> None:
+        """Raises :class:`Preempted` when a signal has come."""
+        if self.requested is not None:
+            raise Preempted(self.requested)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within the block a signal raises :class:`Preempted` at once; so does, at the end of it, one that came before,
+        also in the place of an error: workers that were stopped by the same signal make a DataLoader fail."""
+        self._interruptible = True
+        try:
+            self.check()
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            self._interruptible = False
+        self.check()
+
+    def _handle(self, number: int, frame) -> None:
+        if os.getpid() != self._process:
+            return
+        if self.requested is not None:
+            if time.monotonic() - self._when < self._together:
+                return
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.requested, self._when = number, time.monotonic()
+        if self._interruptible:
+            raise Preempted(number)

@@ -1,0 +1,101 @@
+"""Where the time goes: spans of every step, always summed up, on request traced by torch.profiler and NVTX."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusedtrain.train.errors import require
+
+SPANS = ("data", "copy", "forward", "backward", "optimizer", "evaluation", "checkpoint", "other")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Tracing a few steps.
+
+    Args:
+        profile_dir: receives trace.json (chrome://tracing, Perfetto) and table.txt; None traces nothing.
+        profile_wait: steps before the trace, which are slower than later ones.
+        profile_steps: steps in the trace.
+    """
+
+    profile_dir: Path | None = None
+    profile_wait: int = 5
+    profile_steps: int = 5
+
+    def __post_init__(self):
+        require(self.profile_wait >= 0, f"profile_wait must be at least 0, got {self.profile_wait}")
+        require(self.profile_steps >= 1, f"profile_steps must be at least 1, got {self.profile_steps}")
+
+
+class Spans:
+    """The stages of a run follow each other; :meth:`enter` ends one and begins the next.
+
+    Seconds are those of the CPU: on a GPU, which runs behind, work shows where the CPU waits for it. While a trace is
+    made, every span is also a range of torch.profiler and, on a GPU, of NVTX.
+    """
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(SPANS, 0.0)
+        self.tracing = False
+        self._name, self._start, self._range = "other", time.perf_counter(), None
+
+    def enter(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._name] += now - self._start
+        self._name, self._start = name, now
+        if self.tracing or self._range is not None:
+            self._mark(name)
+
+    def _mark(self, name: str) -> None:
+        nvtx = torch.cuda.is_available()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+            if nvtx:
+                torch.cuda.nvtx.range_pop()
+        if self.tracing:
+            self._range = torch.profiler.record_function(name)
+            self._range.__enter__()
+            if nvtx:
+                torch.cuda.nvtx.range_push(name)
+
+    def __str__(self) -> str:
+        self.enter(self._name)
+        total = sum(self.seconds.values())
+        parts = [f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value >= 0.005 * total]
+        return f"{total:.1f} s: {', '.join(parts)}"
+
+
+class Tracer:
+    """Traces the steps that a :class:`Profile` names; one per run."""
+
+    def __init__(self, config: Profile, spans: Spans):
+        self.config, self.spans, self._steps = config, spans, 0
+        self._profiler = None
+        Path(config.profile_dir).mkdir(parents=True, exist_ok=True)
+
+    def step(self) -> None:
+        """Called before every update."""
+        self._steps += 1
+        if self._steps == self.config.profile_wait + 1:
+            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler.__enter__()
+            self.spans.tracing = True
+        elif self._profiler is not None and self._steps > self.config.profile_wait + self.config.profile_steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends and writes the trace, where one is under way."""
+        if self._profiler is None:
+            return
+        self.spans.tracing = False
+        self.spans.enter("other")
+        profiler, self._profiler = self._profiler, None
+        profiler.__exit__(None, None, None)
+        folder = Path(self.config.profile_dir)
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        (folder / "table.txt").write_text(profiler.key_averages().table(sort_by=order, row_limit=40) + "\n")

@@ -1,0 +1,305 @@
+"""The training run of ``fusedtrain train --model``: any timm or torchvision classifier on a folder of images."""
+
+import dataclasses
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from torch import nn
+
+import fusedtrain
+from fusedtrain import data as fdata
+from fusedtrain import optim
+from fusedtrain.train import groups
+from fusedtrain.train.checkpoint import CheckpointError
+from fusedtrain.train.config import TrainConfig, resolve_device
+from fusedtrain.train.distributed import World
+from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.model import SmallNet
+from fusedtrain.train.options import read_yaml, write_yaml
+from fusedtrain.train.rng import SeededDataset
+from fusedtrain.train.sampler import EpochSampler
+from fusedtrain.train.trainer import History, Trainer
+from fusedtrain.train.weights import read_weights
+
+OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "lion": optim.Lion}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as timm takes them
+
+
+@dataclass(frozen=True)
+class Options:
+    """Trains a classifier of timm or torchvision on a folder of images.
+
+    The output folder receives options.yaml (``fusedtrain train --config options.yaml`` starts the run again),
+    metrics.jsonl, the checkpoints, weights.pt and best.pt. A run whose output folder holds checkpoints goes on.
+
+    Args:
+        model: name in timm or torchvision, or smallnet.
+        data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with CLASS/*.jpg, of which a tenth is for
+            validation; or digits, those of scikit-learn.
+        size: pixels of a side.
+        batch_size: images per step and process.
+        workers: processes that load images; auto measures.
+        augment: random crops and mirror images.
+        pretrained: start from the weights that timm or torchvision downloads.
+        init_weights: start from this file: of timm, torchvision or an earlier run; a last layer of other classes is
+            left out.
+        fuse: put fused layers in the place of stock ones.
+        optimizer: fused ones; with strategy fsdp torch's.
+        lr: peak learning rate.
+        weight_decay: of weights, not of biases and norms.
+        decay_all: biases and norms decay too.
+        layer_decay: factor of the rate from each block to the one before it.
+        freeze: patterns of parameters that do not learn.
+        label_smoothing: part of the target that is spread over all classes.
+        mixup: alpha of mixing two images; 0 does not. Needs torchvision.
+        cutmix: alpha of pasting a part of one image into another; 0 does not. Needs torchvision.
+        output: folder for the results.
+        train: the loop.
+    """
+
+    model: str = "smallnet"
+    data: str = "digits"
+    size: int = 224
+    batch_size: int = 64
+    workers: str = "auto"
+    augment: bool = True
+    pretrained: bool = False
+    init_weights: Path | None = None
+    fuse: bool = True
+    optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    decay_all: bool = False
+    layer_decay: float | None = None
+    freeze: tuple[str, ...] = ()
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    output: Path | None = None
+    train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from the command line, over those of ``--config FILE``, over the defaults."""
+    arguments, default = list(arguments), None
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        require(len(arguments) > at + 1, "--config needs a file")
+        default = read_yaml(Path(arguments[at + 1]), Options)
+        del arguments[at : at + 2]
+    extra = {} if default is None else {"default": default}
+    return tyro.cli(Options, args=arguments, prog="fusedtrain train", config=(tyro.conf.OmitArgPrefixes,), **extra)
+
+
+def run(options: Options) -> History:
+    """Trains as the options say.
+
+    Raises:
+        InputError: the options cannot work; nothing is trained then.
+    """
+    check(options)
+    device = resolve_device(options.train.device)
+    world = World(options.train.distributed, device)
+    output = options.output or Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
+    output = Path(world.decide(str(output)))
+    train, valid, classes, channels = _datasets(options)
+    torch.manual_seed(options.train.seed)
+    model = _model(options, classes, channels)
+    if options.freeze:
+        groups.freeze(model, options.freeze)
+    if options.fuse and options.model != "smallnet":
+        fused = fusedtrain.fuse(model)
+        if world.rank == 0:
+            print(f"fused {len(fused.swapped)} of {len(fused)} candidate layers")
+    optimizer = _optimizer(options, model)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the output folder cannot be made: {error}") from None
+    options = dataclasses.replace(options, output=output)
+    if world.rank == 0:
+        write_yaml(output / "options.yaml", options)
+    config = options.train
+    checkpoint, logging = config.checkpoint, config.logging
+    config = dataclasses.replace(
+        config,
+        weights=config.weights or output / "weights.pt",
+        best_weights=config.best_weights or output / "best.pt",
+        checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / "checkpoints"),
+        logging=dataclasses.replace(logging, log_dir=logging.log_dir or output),
+    )
+    loss = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+    trainer = Classifier(model, loss, optimizer, config, title=options.model)
+    trainer.mix = _mix(options, classes)
+    return trainer.fit(_loader(train, options, world, True), _loader(valid, options, world, False))
+
+
+class Classifier(Trainer):
+    """A Trainer that mixes images in training."""
+
+    mix = None
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        if self.mix is not None:
+            inputs, targets = self.mix(inputs, targets)
+        return self.loss(self.forward(inputs), targets)
+
+
+def check(options: Options) -> None:
+    """Raises InputError for values that cannot be."""
+    require(options.batch_size >= 1, f"batch_size must be at least 1, got {options.batch_size}")
+    require(options.size >= 1, f"size must be at least 1, got {options.size}")
+    require(options.lr > 0, f"lr must be positive, got {options.lr}")
+    require(options.weight_decay >= 0, f"weight_decay must be at least 0, got {options.weight_decay}")
+    smoothing = options.label_smoothing
+    require(0 <= smoothing < 1, f"label_smoothing must lie in [0, 1), got {smoothing}")
+    require(min(options.mixup, options.cutmix) >= 0, "mixup and cutmix must be at least 0")
+    auto = options.workers == "auto"
+    require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
+
+
+def _datasets(options: Options):
+    """Returns training and validation data, the number of classes and of channels."""
+    if options.data == "digits":
+        train, valid = fdata.digits("train", min(options.size, 32)), fdata.digits("valid", min(options.size, 32))
+        return train, valid, 10, 1
+    root = Path(options.data)
+    require(root.is_dir(), f"data: there is no folder {root}")
+    parts = [root / name for name in ("train", "val", "valid", "test") if (root / name).is_dir()]
+    crop = RandomCrop(options.size) if options.augment else None
+    size = None if options.augment else options.size
+    try:
+        if root / "train" not in parts:
+            whole = fdata.ImageFolder(root, size=options.size)
+            augmented = fdata.ImageFolder(root, size=size, transform=crop)
+            order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
+            count = max(1, len(whole) // 10)
+            require(len(whole) > 1, f"data: {root} holds a single image")
+            subset = torch.utils.data.Subset
+            return subset(augmented, order[count:]), subset(whole, order[:count]), len(whole.classes), 3
+        require(len(parts) > 1, f"data: {root} has train, but no val, valid or test beside it")
+        train = fdata.ImageFolder(root / "train", size=size, transform=crop)
+        valid = fdata.ImageFolder(parts[1], size=options.size)
+    except ValueError as error:
+        raise InputError(f"data: {error}") from None
+    if train.classes != valid.classes:
+        raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
+    return train, valid, len(train.classes), 3
+
+
+class RandomCrop:
+    """A random part of the image, scaled to ``size``, mirrored in half of the cases; a uint8 tensor.
+
+    Source: Szegedy et al., https://arxiv.org/abs/1409.4842 (area 8 to 100 %, sides 3:4 to 4:3)
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __call__(self, image):
+        import numpy as np
+        from PIL import Image
+
+        width, height = image.size
+        for _ in range(10):
+            area, ratio = width * height * random.uniform(0.08, 1.0), random.uniform(3 / 4, 4 / 3)
+            w, h = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+            if 0 < w <= width and 0 < h <= height:
+                break
+        else:
+            w = h = min(width, height)
+        left, top = random.randint(0, width - w), random.randint(0, height - h)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, (left, top, left + w, top + h))
+        if random.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _loader(dataset, options: Options, world: World, training: bool):
+    sampler = EpochSampler(
+        len(dataset),
+        options.batch_size,
+        shuffle=training,
+        seed=options.train.seed,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    seeded = SeededDataset(dataset, options.train.seed) if training else dataset
+    images = options.data != "digits"
+    workers = int(options.workers) if options.workers.isdecimal() else ("auto" if images else 0)
+    loader = fdata.loader(seeded, batch_sampler=sampler, num_workers=workers)
+    return fdata.DevicePrefetcher(
+        loader, world.device, channels_last=options.train.channels_last, normalize=(MEAN, STD) if images else None
+    )
+
+
+def _model(options: Options, classes: int, channels: int) -> nn.Module:
+    if options.model == "smallnet":
+        model = SmallNet(classes, channels, "fused" if options.fuse else "stock")
+    else:
+        model = _from_zoo(options, classes, channels)
+    if options.init_weights is not None:
+        try:
+            state = read_weights(options.init_weights)
+        except CheckpointError as error:
+            raise InputError(str(error)) from None
+        own = model.state_dict()
+        fitting = {name: t for name, t in state.items() if name in own and own[name].shape == t.shape}
+        last = {name for name in own if name.split(".")[0] in {n.split(".")[0] for n in list(own)[-2:]}}
+        missing = sorted(own.keys() - fitting.keys() - last)
+        require(not missing, f"init_weights: {options.init_weights} lacks {', '.join(missing[:3])} of {options.model}")
+        model.load_state_dict(fitting, strict=False)
+    return model
+
+
+def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
+    reasons = []
+    try:
+        import timm
+
+        if timm.is_model(options.model):
+            return timm.create_model(
+                options.model, pretrained=options.pretrained, num_classes=classes, in_chans=channels
+            )
+        reasons.append("timm has none of this name")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision of another torch
+        reasons.append(f"timm cannot be imported: {str(error).partition(chr(10))[0]}")
+    try:
+        from torchvision import models
+
+        if options.model in models.list_models():
+            require(channels == 3, f"model: {options.model} of torchvision takes 3 channels, not {channels}")
+            require(not options.pretrained, "pretrained needs a model of timm; for torchvision's use init_weights")
+            return models.get_model(options.model, num_classes=classes)
+        reasons.append("torchvision has none of this name")
+    except (ImportError, RuntimeError) as error:
+        reasons.append(f"torchvision cannot be imported: {str(error).partition(chr(10))[0]}")
+    raise InputError(f"model: there is no {options.model!r}: {'; '.join(reasons)}")
+
+
+def _optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    own = groups.parameter_groups(model, options.lr, options.weight_decay, not options.decay_all, options.layer_decay)
+    momentum = {"momentum": 0.9} if options.optimizer == "sgd" else {}
+    kind = OPTIMIZERS[options.optimizer]
+    if options.train.distributed.strategy == "fsdp":
+        require(options.optimizer != "lion", "strategy fsdp needs an optimizer of torch.optim, which has no lion")
+        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
+    return kind(own, lr=options.lr, **momentum)
+
+
+def _mix(options: Options, classes: int):
+    if not options.mixup and not options.cutmix:
+        return None
+    try:
+        from torchvision.transforms import v2
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"mixup and cutmix need torchvision: {str(error).partition(chr(10))[0]}") from None
+    kinds = ((v2.MixUp, options.mixup), (v2.CutMix, options.cutmix))
+    ways = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
+    return ways[0] if len(ways) == 1 else v2.RandomChoice(ways)

@@ -1,0 +1,59 @@
+"""Which epoch was the best, and when to stop waiting for a better one."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fusedtrain.train.errors import require
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """What makes an epoch better, and after how many worse ones a run ends.
+
+    Args:
+        monitor: metric of the validation, e.g. loss or accuracy.
+        mode: min or max: whether a smaller or a larger value is better.
+        stop_patience: epochs without a better value after which the run ends; None never does.
+        min_delta: by how much a value must be better to count.
+    """
+
+    monitor: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    stop_patience: int | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self):
+        require(self.mode in ("min", "max"), f"mode must be min or max, got {self.mode!r}")
+        patience = self.stop_patience
+        require(patience is None or patience >= 1, f"stop_patience must be at least 1 or None, got {patience}")
+        require(self.min_delta >= 0, f"min_delta must be at least 0, got {self.min_delta}")
+
+
+class Best:
+    """The best value so far and the epochs since."""
+
+    def __init__(self, config: EarlyStopping):
+        self.config = config
+        self.value = math.inf if config.mode == "min" else -math.inf
+        self.epoch, self.waited = None, 0
+
+    def observe(self, epoch: int, value: float) -> bool:
+        """Returns whether ``value`` is the best so far; NaN never is."""
+        gain = self.value - value if self.config.mode == "min" else value - self.value
+        if gain > self.config.min_delta:
+            self.value, self.epoch, self.waited = value, epoch, 0
+            return True
+        self.waited += 1
+        return False
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run has waited long enough."""
+        return self.config.stop_patience is not None and self.waited >= self.config.stop_patience
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "epoch": self.epoch, "waited": self.waited}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value, self.epoch, self.waited = state["value"], state["epoch"], state["waited"]

@@ -1,0 +1,124 @@
+"""From the last backward pass of a group to zeroed gradients: normalise, unscale, check, clip, step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedtrain.optim._fused import FusedStep
+
+
+class Update:
+    """Applies the gathered gradients, unless they are not finite: then nothing changes, but the loss scale.
+
+    An optimizer of ``fusedtrain.optim`` checks, clips and unscales within its own pass over memory. For others that is
+    done here by torch's functions.
+
+    Args:
+        model: whose gradients are used.
+        optimizer: any.
+        scaler: of the loss, or None.
+        max_grad_norm: the largest L2 norm of all gradients together; None does not clip.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+    ):
+        self.optimizer, self.scaler, self.max_grad_norm = optimizer, scaler, max_grad_norm
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.fused = isinstance(optimizer, FusedStep)
+        if self.fused:
+            options = optimizer._options
+            if max_grad_norm is not None or options["max_grad_norm"] is None:
+                options["max_grad_norm"] = math.inf if max_grad_norm is None else max_grad_norm
+            options["nonfinite"] = "skip"  # decided on the device; what was not finite is reported by the caller
+        self._found = torch.zeros((), device=self.params[0].device)
+        self._one = torch.ones((), device=self.params[0].device)
+        self._sharded = None
+        self.norm: Tensor | None = None
+
+    def __call__(self, correction: float) -> bool:
+        """Multiplies the gradients by ``correction``, makes the step and returns whether it was applied."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if correction != 1.0 and grads:
+            torch._foreach_mul_(grads, correction)
+        applied = self._scaled(grads) if self.scaler is not None else self._plain(grads)
+        self.optimizer.zero_grad(set_to_none=not (self.fused and self.optimizer._options["zero_grads"]))
+        return applied
+
+    def discard(self) -> bool:
+        """Throws the gradients away; returns False: nothing was applied."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return False
+
+    def _plain(self, grads: list[Tensor]) -> bool:
+        if self.fused:
+            self.optimizer.step()
+            self.norm = self.optimizer.grad_norm
+            return self.norm is None or math.isfinite(self.norm)
+        if not self._finite_and_clipped(grads):
+            return False
+        self.optimizer.step()
+        return True
+
+    def _finite_and_clipped(self, grads: list[Tensor]) -> bool:
+        if self._sharded is None:
+            self._sharded = any(hasattr(g, "full_tensor") for g in grads)
+        if self.max_grad_norm is None and not self._sharded:
+            # The check of GradScaler: one pass, no norm.
+            self._found.zero_()
+            for same in _by_kind(grads):
+                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
+            return not self._found
+        self.norm = nn.utils.get_total_norm(grads)
+        if self._sharded:
+            self.norm = self.norm.full_tensor()
+        if not math.isfinite(self.norm):
+            return False
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(
+                [p for p in self.params if p.grad is not None], self.max_grad_norm, self.norm
+            )
+        return True
+
+    def _scaled(self, grads: list[Tensor]) -> bool:
+        before = self.scaler.get_scale()
+        if not self.fused and self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.norm = nn.utils.clip_grad_norm_([p for p in self.params if p.grad is not None], self.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.fused:
+            self.norm = self.optimizer.grad_norm
+        return self.scaler.get_scale() >= before
+
+
+class Buffers:
+    """The buffers of a model, such as running means, as they were before an update that is then left out."""
+
+    def __init__(self, model: nn.Module):
+        self._own = list(model.buffers())
+        self._kept = [buffer.clone() for buffer in self._own]
+
+    def keep(self) -> None:
+        if self._own:
+            torch._foreach_copy_(self._kept, self._own)
+
+    def put_back(self) -> None:
+        if self._own:
+            torch._foreach_copy_(self._own, self._kept)
+
+
+def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
+    first = grads[0] if grads else None
+    if all(g.dtype == first.dtype and g.device == first.device for g in grads):
+        return [grads] if grads else []
+    kinds: dict = {}
+    for g in grads:
+        kinds.setdefault((g.dtype, g.device), []).append(g)
+    return list(kinds.values())

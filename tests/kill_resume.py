@@ -1,0 +1,257 @@
+"""Kills a training run with SIGKILL at random moments, lets it go on, and compares with a run that was left alone.
+
+``python tests/kill_resume.py FOLDER --kills 200`` goes through all kinds of runs: fp32 and bf16, 0 and 2 workers, 1 and
+2 processes, saving in the step or in a thread. Every run has dropout, augmentation that draws from Python's, NumPy's
+and torch's generators, shuffling, unequal batches, accumulation, a schedule and averaged weights. The losses of all
+steps and the whole last state must be the same bit by bit.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import forks
+import numpy as np
+import torch
+import torch._dynamo  # which every optimizer imports, once here and not in every fork
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from fusedtrain.optim import AdamW
+from fusedtrain.train import Callback, CheckpointStore, EpochSampler, SeededDataset, TrainConfig, Trainer
+from fusedtrain.train.config import Checkpoint
+
+SAMPLES, EPOCHS = 85, 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run is like."""
+
+    precision: str = "fp32"
+    workers: int = 0
+    processes: int = 1
+    asynchronous: bool = False
+    loader: str = "sampler"  # or "plain": DataLoader(shuffle=True), whose used batches are read again
+    stop: str = ""  # where a signal comes, in :func:`preempt`: while waiting for "data", in "evaluation", in "forward"
+    number: int = signal.SIGTERM
+
+
+KINDS = [Kind(*one) for one in itertools.product(("fp32", "bf16"), (0, 2), (1, 2), (False, True))]
+KINDS += [Kind(workers=workers, loader="plain") for workers in (0, 2)]
+STOPS = [
+    Kind(stop="data"),  # in the dataset, between two micro-batches of one update
+    Kind(stop="data", workers=2, number=signal.SIGINT),
+    Kind(stop="evaluation", number=signal.SIGUSR1),
+    Kind(stop="forward", precision="bf16"),
+    Kind(stop="forward", processes=2, number=signal.SIGUSR1),  # one of the two gets the signal
+    Kind(stop="evaluation", processes=2, asynchronous=True),
+]
+
+
+class Images(Dataset):
+    """Small images with noise from every generator."""
+
+    def __init__(self, trap: "Trap | None" = None):
+        self.trap = trap
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
+        self.targets = torch.randint(0, 5, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int):
+        if self.trap is not None:
+            self.trap.pass_by(wait=True)
+        image = self.images[index] * random.uniform(0.5, 1.5) + 0.1 * torch.randn(1, 8, 8)
+        return torch.roll(image, int(np.random.randint(8)), 2), self.targets[index]
+
+
+class Trap:
+    """Sends the signal to the training process at the ``count``-th passing by; once, also over several runs."""
+
+    def __init__(self, kind: Kind, folder: Path, count: int):
+        self.number, self.file, self.left, self.process = kind.number, folder / "stopped", count, os.getpid()
+
+    def pass_by(self, wait: bool = False) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.file.exists():
+            self.file.touch()
+            os.kill(self.process, self.number)
+            while wait and os.getpid() == self.process and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+                time.sleep(60)  # the sample never comes
+
+
+class Record(Callback):
+    """Writes the loss of every step to a file, also of those that are made twice."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+
+    def on_step_end(self, trainer) -> None:
+        self.file.write(f"{trainer.step_count} {float(trainer.last_loss).hex()}\n")
+
+
+def train(kind: Kind, folder: Path, workers: int | None = None) -> None:
+    """The run of one process, from the start or from its newest checkpoint to the end."""
+    rank = int(os.environ.get("RANK", 0))
+    workers = kind.workers if workers is None else workers
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(288, 5)
+    )
+    traps = {}
+    if kind.stop and rank == 0:
+        counts = {"data": 60, "evaluation": SAMPLES + 10, "forward": 9}
+        traps[kind.stop] = Trap(kind, folder, counts[kind.stop] // kind.processes // max(1, kind.workers))
+    if "forward" in traps:
+        model[0].register_forward_hook(lambda module, *args: traps["forward"].pass_by() if module.training else None)
+    if kind.loader == "sampler":
+        sampler = EpochSampler(SAMPLES, 8, seed=1, rank=rank, world_size=kind.processes)
+        data = DataLoader(SeededDataset(Images(traps.get("data")), 1), batch_sampler=sampler, num_workers=workers)
+        valid_sampler = EpochSampler(SAMPLES, 32, shuffle=False, rank=rank, world_size=kind.processes)
+        valid = DataLoader(SeededDataset(Images(traps.get("evaluation")), 2), batch_sampler=valid_sampler)
+    else:
+        data = DataLoader(Images(), batch_size=8, shuffle=True, num_workers=workers)
+        valid = DataLoader(Images(), batch_size=32)
+    config = TrainConfig(
+        epochs=EPOCHS,
+        precision=kind.precision,
+        accumulation=2,
+        ema_decay=0.9,
+        max_grad_norm=1.0,
+        checkpoint=Checkpoint(folder, every_steps=2, keep=1, asynchronous=kind.asynchronous),
+    )
+    optimizer = (AdamW if kind.precision == "fp32" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    callbacks = [Record(folder / "losses")] if rank == 0 else []
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, config, callbacks=callbacks).fit(data, valid)
+
+
+def start(kind: Kind, folder: Path, **options) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    return forks.start(kind.processes, lambda: train(kind, folder, **options), folder / "output")
+
+
+def finish(kind: Kind, folder: Path, **options) -> None:
+    """Lets the run go on to its end."""
+    statuses = forks.wait(start(kind, folder, **options))
+    if any(statuses):
+        sys.exit(f"{kind} ended with {statuses}:\n{(folder / 'output').read_text()[-5000:]}")
+
+
+def kill(children: list[int]) -> bool:
+    """SIGKILL to all processes of a run at once; returns whether it was still going on."""
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    statuses = forks.wait(children)
+    forks.clear(children)
+    return any(status == -signal.SIGKILL for status in statuses)
+
+
+def losses(folder: Path) -> set[tuple[int, str]]:
+    """The steps that were made with their losses; a line that was cut off by a kill is left out."""
+    lines = (folder / "losses").read_text().splitlines(True) if (folder / "losses").exists() else []
+    return {(int(line.split()[0]), line.split()[1]) for line in lines if line.endswith("\n")}
+
+
+def differences(one, other, path: str = "") -> list[str]:
+    """Where two states differ, bit by bit; seconds do not count."""
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        return [] if same else [path]
+    if isinstance(one, (dict, list, tuple)):
+        if type(one) is not type(other) or len(one) != len(other):
+            return [path]
+        pairs = one.items() if isinstance(one, dict) else enumerate(one)
+        found = []
+        for key, value in pairs:
+            if key not in ("seconds", "images_per_second"):
+                found += differences(value, other[key], f"{path}/{key}")
+        return found
+    return [] if one == other or (one != one and other != other) else [f"{path}: {one} is not {other}"]
+
+
+class Alone:
+    """A run that is left alone, and what it must be like."""
+
+    def __init__(self, kind: Kind, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        finish(kind, folder / "alone")
+        self.seconds, self.kind = time.perf_counter() - began, kind
+        self.losses, (self.state, info) = losses(folder / "alone"), CheckpointStore(folder / "alone").load()
+        assert info.step == max(step for step, _ in self.losses)
+
+    def compare(self, folder: Path) -> None:
+        """Fails unless the run that ended in ``folder`` is the same."""
+        wrong = losses(folder) - self.losses
+        assert not wrong, f"{self.kind}: losses that the run alone does not have: {sorted(wrong)[:3]}"
+        assert losses(folder) == self.losses, f"{self.kind}: steps are missing"
+        found = differences(self.state, CheckpointStore(folder).load()[0])
+        assert not found, f"{self.kind}: the last states differ in {found[:5]}"
+
+
+def check(kind: Kind, draw: random.Random, folder: Path, kills: int) -> int:
+    """Kills runs of one kind ``kills`` times; returns at how many different steps they went on."""
+    alone, resumed, killed = Alone(kind, folder), set(), folder / "killed"
+    while kills:
+        children = start(kind, killed)
+        time.sleep(draw.uniform(0, alone.seconds))
+        if kill(children):
+            kills -= 1
+            resumed.add(max(CheckpointStore(killed).steps(), default=0))
+            if kills:
+                continue
+        # Its own end, or the last kill: with another number of workers, which changes nothing.
+        finish(kind, killed, workers=1 if kind.loader == "sampler" else None)
+        alone.compare(killed)
+        shutil.rmtree(killed)
+    shutil.rmtree(folder)
+    return len(resumed)
+
+
+def preempt(kind: Kind, folder: Path) -> int:
+    """Stops a run of one kind by a signal and lets it go on; returns the step at which it did."""
+    alone, stopped = Alone(replace(kind, stop=""), folder), folder / "stopped"
+    began = time.perf_counter()
+    statuses = forks.wait(start(kind, stopped))
+    assert set(statuses) == {128 + kind.number}, f"{kind}: {statuses}\n{(stopped / 'output').read_text()[-5000:]}"
+    assert time.perf_counter() - began < 30, f"{kind}: it waited for the sample"
+    step = CheckpointStore(stopped).load()[1].step
+    assert 0 < step < max(step for step, _ in alone.losses)
+    finish(kind, stopped)
+    alone.compare(stopped)
+    shutil.rmtree(folder)
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", type=int, nargs="*", default=range(len(KINDS)), help="which of the kinds, by number")
+    parser.add_argument("--stops", action="store_true", help="stop a run by a signal, at every place")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    draw, kinds = random.Random(options.seed), [KINDS[index] for index in options.kinds]
+    for index, kind in enumerate(kinds):
+        kills = (options.kills + len(kinds) - 1 - index) // len(kinds)
+        began = time.perf_counter()
+        steps = check(kind, draw, options.folder / str(index), kills)
+        print(f"{kind}: {kills} kills, went on from {steps} different steps, {time.perf_counter() - began:.0f} s")
+    for kind in STOPS if options.stops else []:
+        print(f"{kind}: stopped at step {preempt(kind, options.folder / 'stops')}")
+    print(f"{options.kills} kills, every run went on bit by bit")
+
+
+if __name__ == "__main__":
+    main()

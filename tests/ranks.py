@@ -1,0 +1,195 @@
+"""What the processes of test_distributed.py run; torchrun starts them: ``ranks.py CASE FOLDER``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fusedtrain.train import (
+    Batches,
+    Callback,
+    Checkpoint,
+    Distributed,
+    EarlyStopping,
+    InputError,
+    Precision,
+    Schedule,
+    TrainConfig,
+    Trainer,
+)
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def net(seed: int = 0, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Flatten(), nn.Linear(16, 32), nn.BatchNorm1d(32) if norm else nn.Tanh(), nn.Linear(32, 4)]
+    return nn.Sequential(*layers)
+
+
+def samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 1, 4, 4, generator=generator), torch.randint(4, (count,), generator=generator)
+
+
+def data(count: int, batch_size: int, shuffle: bool = False, world: int = WORLD) -> Batches:
+    return Batches(*samples(count), batch_size, shuffle=shuffle, rank=RANK if world > 1 else 0, world_size=world)
+
+
+class Gradients:
+    """The gradients of every update, as the optimizer sees them, whole."""
+
+    def __init__(self, optimizer):
+        self.steps = []
+        optimizer.register_step_pre_hook(self._keep)
+
+    def _keep(self, optimizer, args, kwargs):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        self.steps.append(torch.cat([g.flatten() for g in grads]).tolist())
+
+
+def config(folder: Path, **options) -> TrainConfig:
+    defaults = {"epochs": 1, "device": "cpu", "schedule": Schedule("constant", warmup_epochs=0)}
+    return TrainConfig(**defaults | options)
+
+
+def gradients(folder: Path, strategy: str, accumulate: int, count: int, **options) -> dict:
+    """Two ranks on 4 samples each per micro-batch; the weights stay, so that every group starts alike."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = Gradients(optimizer)
+    distributed = Distributed(strategy, timeout=60.0, **options)
+    run = Trainer(
+        model, nn.CrossEntropyLoss(), optimizer, config(folder, accumulation=accumulate, distributed=distributed)
+    )
+    history = run.fit(data(count, 4), data(11, 4))
+    epoch = history.epochs[0]
+    return {"steps": seen.steps, "train_loss": epoch.train_loss, "metrics": epoch.metrics}
+
+
+def case_gradients(folder: Path) -> dict:
+    """DDP and FSDP, groups of 1 and 3 micro-batches; 17 samples leave one rank with none in the last batch."""
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        for accumulate in (1, 3):
+            for count in (16, 17, 22):
+                found[f"{strategy} {accumulate} {count}"] = gradients(folder, strategy, accumulate, count)
+    for option in ("static_graph", "find_unused_parameters"):
+        found[f"{option} 2 22"] = gradients(folder, "ddp", 2, 22, **{option: True})
+    return found
+
+
+class Uneven:
+    """Rank 0 has three batches, rank 1 one."""
+
+    def __len__(self):
+        return 3 if RANK == 0 else 1
+
+    def __iter__(self):
+        inputs, targets = samples(16)
+        first, count = (0, 12) if RANK == 0 else (12, 4)
+        yield from zip(inputs[first : first + count].split(4), targets[first : first + count].split(4))
+
+
+def case_uneven(folder: Path) -> dict:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = Gradients(optimizer)
+    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(folder, accumulation=3))
+    history = run.fit(Uneven(), Uneven())
+    return {"steps": seen.steps, "train_loss": history.epochs[0].train_loss, "metrics": history.epochs[0].metrics}
+
+
+class Counted(Callback):
+    """Stops the run by a signal to one rank only, after some updates."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def on_step_end(self, trainer):
+        if trainer.step_count == self.after and RANK == 1:
+            trainer._stop.requested = 15
+
+
+def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = None, seed: int = 0):
+    model = net(seed, norm=strategy == "ddp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {
+        "epochs": 3,
+        "accumulation": 2,
+        "ema_decay": None if strategy == "fsdp" else 0.9,
+        "precision": Precision("bf16"),
+        "schedule": Schedule(),
+        "checkpoint": Checkpoint(folder / name),
+        "distributed": Distributed(strategy, timeout=60.0),
+        "weights": folder / f"{name}.pt",
+        "early_stopping": EarlyStopping(stop_patience=1),
+    }
+    callbacks = [] if after is None else [Counted(after)]
+    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(device="cpu", **options), callbacks=callbacks)
+    try:
+        run.fit(data(30, 4, shuffle=True), data(11, 4))
+    except SystemExit as stop:
+        return stop.code, run
+    return 0, run
+
+
+def case_resume(folder: Path) -> dict:
+    """A run of two ranks that is stopped on one of them goes on bitwise."""
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        code, whole = train(folder, f"{strategy}-whole", strategy)
+        stopped, _ = train(folder, f"{strategy}-cut", strategy, after=3)
+        again, rest = train(folder, f"{strategy}-cut", strategy, seed=5)
+        found[strategy] = {
+            "codes": [code, stopped, again],
+            "losses": [whole.history.step_losses, rest.history.step_losses],
+            "epochs": [[vars(e)["metrics"] for e in run.history.epochs] for run in (whole, rest)],
+        }
+    return found
+
+
+def case_all_data(folder: Path) -> dict:
+    """A loader that gives every rank everything is refused."""
+    dataset = torch.utils.data.TensorDataset(*samples(16))
+    model = net()
+    run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config(folder))
+    try:
+        run.fit(torch.utils.data.DataLoader(dataset, 4, shuffle=True))
+    except InputError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def case_failing(folder: Path) -> dict:
+    class Failing(Callback):
+        def on_step_end(self, trainer):
+            if RANK == 1:
+                raise ValueError("this rank fails")
+
+    model = net()
+    run = Trainer(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters()),
+        config(folder, epochs=50),
+        callbacks=[Failing()],
+    )
+    run.fit(data(32, 4))
+    return {}
+
+
+def main(folder: str, *cases: str) -> None:
+    for case in cases:
+        result = globals()[f"case_{case}"](Path(folder))
+        Path(folder, f"{case}-{RANK}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,104 @@
+"""Activation checkpointing: memory as measured, the same numbers, blocks that fit a budget."""
+
+import harness
+import pytest
+import torch
+from torch import nn
+
+from fusedtrain.train import ActivationCheckpointing, Batches, InputError, Precision, Schedule, TrainConfig, Trainer
+from fusedtrain.train.activation import Block, choose, matching
+
+CHILD = """
+import json, sys
+import torch
+import test_activation as here
+from fusedtrain.train.memory import PeakMemory
+
+run = here.make(json.loads(sys.argv[1]), channels=16)
+data = here.data(16, 16, size=96)
+run.fit(here.data(2, 2))  # imports and first allocations
+memory = PeakMemory(torch.device("cpu"))
+run.fit(data)
+print("PEAK", memory.bytes())
+"""
+
+
+class Block2d(nn.Module):
+    def __init__(self, c: int):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(c, 4 * c, 1), nn.Conv2d(4 * c, c, 1)
+        self.norm, self.drop = nn.BatchNorm2d(4 * c, momentum=None), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.conv2(self.drop(torch.tanh(self.norm(self.conv1(x)))))
+
+
+def make(options: dict, channels: int = 4, precision: str = "fp32", **config) -> Trainer:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block2d(channels) for _ in range(4)))
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 1), blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 4)
+    )
+    activation = ActivationCheckpointing(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    config = TrainConfig(
+        epochs=1,
+        device="cpu",
+        precision=Precision(precision),
+        activation_checkpointing=activation,
+        schedule=Schedule("constant", warmup_epochs=0),
+        **config,
+    )
+    return Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+def data(count: int, batch_size: int, size: int = 8) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, size, size, generator=generator)
+    return Batches(images, torch.randint(4, (count,), generator=generator), batch_size, shuffle=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{"checkpoint_modules": ("1.*",)}, {"activation_budget_gib": 300e-6}])
+def test_numbers_are_bitwise_those_without_it_dropout_and_precision_included(options, precision):
+    if precision == "bf16" and "activation_budget_gib" in options:
+        options = {"activation_budget_gib": 200e-6}
+    runs = [make(o, precision=precision) for o in ({}, options)]
+    losses = [run.fit(data(24, 8)).step_losses for run in runs]
+    assert losses[0] == losses[1]
+    wrapped = [name for name, module in runs[1].model.named_modules() if "forward" in vars(module)]
+    assert wrapped and set(wrapped) <= {"1.0", "1.1", "1.2", "1.3"}
+    assert runs[0].model.state_dict().keys() == runs[1].model.state_dict().keys()
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_peak_memory_falls():
+    def peak(options: str) -> int:
+        done = harness.run_python("-c", CHILD, options, GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
+        assert done.returncode == 0, done.stderr
+        line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
+        if line.endswith("None"):
+            pytest.skip("this system does not tell the peak of resident memory")
+        return int(line.split()[1])
+
+    # Kept per block: four of 64 channels and two of 16 at 96 x 96, for 16 images.
+    image = 16 * 96 * 96 * 4
+    block = (4 * 64 + 16) * image
+    whole, saved = peak("{}"), peak('{"checkpoint_modules": ["1.*"]}')
+    assert whole - saved > 2 * block, (whole / block, saved / block)
+    budget = 3.3 * block
+    assert peak(f'{{"activation_budget_gib": {budget / 2**30}}}') < whole - 0.5 * block
+
+
+def test_the_cheapest_blocks_that_suffice_are_chosen():
+    blocks = [Block("a", 100, 1.0), Block("b", 100, 9.0), Block("c", 400, 2.0), Block("d", 50, 0.1)]
+    assert choose(1000, blocks, 1000) == []
+    assert choose(1000, blocks, 900) == ["a", "c"] or choose(1000, blocks, 900) == ["a", "d"]
+    with pytest.raises(InputError, match="with every block computed again"):
+        choose(1000, blocks, 700)
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(InputError, match="checkpoint_modules: nothing matches 'layers"):
+        make({"checkpoint_modules": ["layers.*"]})
+    assert matching(make({}).model, ("1", "1.*")) == ["1"]

@@ -1,0 +1,417 @@
+"""The loop on one process and on two: accumulation, precision, schedules, averages, resume."""
+
+import copy
+import json
+import math
+
+import harness
+import pytest
+import torch
+from torch import nn
+
+from fusedtrain import optim
+from fusedtrain.train import (
+    Accumulation,
+    Batches,
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    InputError,
+    Logging,
+    NonFiniteError,
+    Precision,
+    Profile,
+    Schedule,
+    TrainConfig,
+    Trainer,
+)
+
+
+def net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 4))
+
+
+def samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 1, 4, 4, generator=generator), torch.randint(4, (count,), generator=generator)
+
+
+def data(count: int = 24, batch_size: int = 8, shuffle: bool = False) -> Batches:
+    return Batches(*samples(count), batch_size, shuffle=shuffle)
+
+
+def make(model: nn.Module, optimizer=None, cls=Trainer, **config) -> Trainer:
+    options = {key: config.pop(key) for key in ("callbacks", "loggers", "scheduler") if key in config}
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    defaults = {"epochs": 1, "device": "cpu", "schedule": Schedule("constant", warmup_epochs=0)}
+    return cls(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(**defaults | config), **options)
+
+
+class Gradients(Callback):
+    """Keeps the gradients of every update, as the optimizer sees them."""
+
+    def __init__(self, optimizer):
+        self.steps = []
+        optimizer.register_step_pre_hook(self._keep)
+
+    def _keep(self, optimizer, args, kwargs):
+        self.steps.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# --- accumulation -----------------------------------------------------------------------------------------------------
+
+
+class Lists:
+    """Batches of any sizes."""
+
+    def __init__(self, sizes):
+        self.sizes, self.all = sizes, samples(sum(sizes))
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        yield from zip(*(t.split(self.sizes) for t in self.all))
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2], [4, 4, 4, 4], [1, 7, 3, 5, 2], [5]])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_accumulated_gradients_are_those_of_the_union_also_of_short_groups_and_unequal_batches(sizes, accumulate):
+    feed = Lists(sizes)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay: every group starts from the same
+    seen = Gradients(optimizer)
+    make(model, optimizer, accumulation=accumulate).fit(feed)
+    groups = [list(feed)[i : i + accumulate] for i in range(0, len(sizes), accumulate)]
+    assert len(seen.steps) == len(groups)
+    for got, group in zip(seen.steps, groups):
+        inputs, targets = (torch.cat(part) for part in zip(*group))
+
+        def union(dtype, inputs=inputs, targets=targets):
+            reference = copy.deepcopy(model).to(dtype)
+            nn.functional.cross_entropy(reference(inputs.to(dtype)), targets).backward()
+            return torch.cat([p.grad.flatten() for p in reference.parameters()])
+
+        ours, truth = torch.cat([g.flatten() for g in got]), union(torch.float64)
+        harness.assert_as_good_as_torch(ours, union(torch.float32), truth, f"gradients of {len(inputs)} samples")
+
+
+def test_one_process_without_accumulation_is_bitwise_a_plain_loop():
+    feed, plain, model = Lists([8, 8, 3]), net(), net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for inputs, targets in feed:
+        nn.functional.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    make(model, torch.optim.AdamW(model.parameters(), lr=0.01)).fit(feed)
+    assert torch.equal(weights(model), weights(plain))
+
+
+def test_weights_of_another_kind_normalise_too():
+    class Tokens(Trainer):
+        def training_step(self, batch):
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.forward(inputs), targets, ignore_index=-1)
+
+        def weight(self, batch):
+            return int((batch[1] >= 0).sum())
+
+    inputs, targets = samples(12)
+    targets[[0, 1, 2, 9]] = -1
+    feed = list(zip(inputs.split(4), targets.split(4)))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = Gradients(optimizer)
+    config = TrainConfig(epochs=1, device="cpu", accumulation=3, schedule=Schedule("constant", warmup_epochs=0))
+    Tokens(model, nn.CrossEntropyLoss(ignore_index=-1), optimizer, config).fit(feed)
+
+    def union(dtype):
+        reference = copy.deepcopy(model).to(dtype)
+        nn.functional.cross_entropy(reference(inputs.to(dtype)), targets, ignore_index=-1).backward()
+        return torch.cat([p.grad.flatten() for p in reference.parameters()])
+
+    ours = torch.cat([g.flatten() for g in seen.steps[0]])
+    harness.assert_as_good_as_torch(ours, union(torch.float32), union(torch.float64), "gradients")
+
+
+# --- precision and what is not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_fp16_skips_steps_that_overflow_and_schedule_and_averages_follow_the_applied_ones(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    scale = 2.0**40  # overflows until it has halved often enough
+    run = make(
+        model,
+        optimizer,
+        precision=Precision("fp16", init_scale=scale),
+        schedule=Schedule("polynomial", warmup_epochs=0),
+        ema_decay=0.5,
+        epochs=12,
+        max_skipped=40,
+    )
+    applied = []
+    optimizer.register_step_post_hook(lambda *args: applied.append(weights(model)))
+    run.fit(data())
+    assert 0 < run.skipped < run.step_count == 36
+    assert run.scaler.get_scale() == scale / 2**run.skipped
+    assert run.schedule.last_epoch == run.step_count - run.skipped
+    assert run.history.step_losses[-1] < run.history.step_losses[0]
+    different = [w for i, w in enumerate(applied) if i == 0 or not torch.equal(w, applied[i - 1])]
+    expected = weights(net())
+    for w in different[different[0].equal(expected) :]:
+        expected = expected.lerp(w, 0.5)
+    with run.averaged_weights():
+        assert torch.allclose(weights(model), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_samples(kind, max_grad_norm, accumulate):
+    inputs, targets = samples(24)
+    inputs[13] = math.inf
+    model = net()
+    before = weights(model)
+    feed = Batches(inputs, targets, 8, shuffle=False)
+    run = make(model, kind(model.parameters()), max_grad_norm=max_grad_norm, accumulation=accumulate, epochs=2)
+    with pytest.raises(NonFiniteError, match="input 0 of the batch is not finite for samples 5 of the batch"):
+        run.fit(feed)
+    assert weights(model).isfinite().all() and torch.equal(weights(model), before) == (accumulate == 3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+def test_a_gradient_that_is_not_finite_is_named_by_its_module_though_the_loss_is_finite(kind):
+    class Root(nn.Module):
+        def forward(self, x):
+            return (x * 0).sqrt() + x  # the slope of the root at 0 is infinite
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), Root())
+    before = weights(model)
+    with pytest.raises(NonFiniteError, match=r"step 1 of epoch 1 was not made: the gradient .*1 \(Linear\)"):
+        make(model, kind(model.parameters())).fit(data())
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+def test_skipping_leaves_the_state_untouched_and_has_a_limit(kind):
+    inputs, targets = samples(24)
+    inputs[3] = math.nan
+    model = net()
+    optimizer = kind(model.parameters())
+    run = make(model, optimizer, nonfinite="skip", schedule=Schedule("exponential", warmup_epochs=0))
+    run.fit(Batches(inputs, targets, 8, shuffle=False))
+    assert run.skipped == 1 and run.schedule.last_epoch == 2
+    reference = net()
+    make(reference, kind(reference.parameters())).fit(Batches(inputs[8:], targets[8:], 8, shuffle=False))
+    harness.assert_as_good_as_torch(weights(model), weights(reference), weights(reference).double(), "weights")
+    inputs[:] = math.nan
+    with pytest.raises(NonFiniteError, match="3 updates in a row were not finite, up to step 3"):
+        make(net(), nonfinite="skip", max_skipped=2).fit(Batches(inputs, targets, 8, shuffle=False))
+
+
+# --- schedules, averages, the best epoch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (Schedule("cosine", min_factor=0.1), lambda o, s: s.CosineAnnealingLR(o, 12, eta_min=0.05)),
+        (Schedule("step", step_epochs=2, gamma=0.3), lambda o, s: s.StepLR(o, 8, gamma=0.3)),
+        (Schedule("multistep", milestones=(1, 2), gamma=0.3), lambda o, s: s.MultiStepLR(o, [4, 8], gamma=0.3)),
+        (Schedule("polynomial", power=2.0), lambda o, s: s.PolynomialLR(o, 12, 2.0)),
+        (Schedule("constant"), lambda o, s: s.ConstantLR(o, 1.0)),
+        (Schedule("onecycle"), lambda o, s: s.OneCycleLR(o, 0.5, total_steps=13)),
+        (Schedule("exponential", gamma=0.3, per="epoch"), lambda o, s: s.ExponentialLR(o, 0.3)),
+        (Schedule("step", step_epochs=2, gamma=0.3, per="epoch"), lambda o, s: s.StepLR(o, 2, 0.3)),
+    ],
+)
+def test_schedules_by_name_are_those_of_torch(ours, torchs):
+    class Rates(Callback):
+        def __init__(self):
+            self.rates = []
+
+        def on_step_end(self, trainer):
+            self.rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    def rates(**schedule):
+        model = net()
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), Rates()
+        make(model, optimizer, epochs=3, callbacks=[seen], **schedule).fit(data(32))
+        return torch.tensor(seen.rates, dtype=torch.float64)
+
+    ours = Schedule(**vars(ours) | {"warmup_epochs": 0})
+    scheduler = lambda optimizer, steps: torchs(optimizer, torch.optim.lr_scheduler)  # noqa: E731
+    torch.testing.assert_close(rates(schedule=ours), rates(scheduler=scheduler, schedule=ours))
+
+
+def test_plateau_lowers_the_rate_when_the_metric_stays_and_warms_up_first():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-40)  # nothing ever improves
+    schedule = Schedule("plateau", patience=1, gamma=0.5, warmup_epochs=1)
+    run = make(model, optimizer, schedule=schedule, epochs=6)
+    run.fit(data(), data())
+    assert optimizer.param_groups[0]["lr"] == 2.0**-42  # epochs 2 to 6 count: the first is the best, two pairs follow
+
+
+def test_a_run_stops_when_nothing_improves_and_keeps_the_best_weights(tmp_path):
+    class Losses(Trainer):
+        values = iter([3.0, 2.0, 1.95, 2.5, 1.0])
+
+        def evaluate(self, batches):
+            self.kept = [*getattr(self, "kept", []), weights(self.model)]
+            return {"loss": next(self.values)}
+
+    model = net()
+    stopping = EarlyStopping(stop_patience=2, min_delta=0.1)
+    run = make(model, cls=Losses, epochs=5, early_stopping=stopping, best_weights=tmp_path / "best.pt")
+    history = run.fit(data(), data())
+    assert len(history.epochs) == 4 and run.best.epoch == 2
+    best = net()
+    best.load_state_dict(torch.load(tmp_path / "best.pt"))
+    assert torch.equal(weights(best), run.kept[1])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_averages_are_evaluated_and_saved(kind, tmp_path):
+    model = net()
+    run = make(model, kind(model.parameters(), lr=0.5), ema_decay=0.9, weights=tmp_path / "w.pt", epochs=2)
+    history = run.fit(data(), data())
+    own = weights(model)
+    averaged = net()
+    averaged.load_state_dict(torch.load(tmp_path / "w.pt"))
+    assert not torch.equal(weights(averaged), own)
+    assert history.epochs[-1].valid_loss == make(averaged).evaluate(data())["loss"]
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+class Stop(Callback):
+    """Ends the run as a signal would, while micro-batch ``at`` is waited for."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_fit_start(self, trainer):
+        fetch = trainer.feed.next
+
+        def stopping(ahead=0):
+            self.at -= 1
+            if self.at < 0:
+                trainer._stop.requested = 15
+            return fetch(ahead)
+
+        trainer.feed.next = stopping
+
+
+def resumable(tmp_path, seed=0, kind=torch.optim.AdamW, precision="bf16", **options) -> Trainer:
+    model = net(seed, dropout=0.3)
+    config = {"epochs": 3, "accumulation": 3, "schedule": Schedule(), "ema_decay": 0.9, "precision": precision}
+    checkpoint = Checkpoint(tmp_path)
+    return make(model, kind(model.parameters(), lr=0.01), checkpoint=checkpoint, **config | options)
+
+
+@pytest.mark.parametrize("at", [0, 2, 5, 7, 8, 15])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_that_is_stopped_anywhere_goes_on_bitwise(tmp_path, at, kind, precision):
+    feed = lambda: data(58, 8, shuffle=True)  # noqa: E731  (8 batches: two groups of three and one of two)
+    whole = resumable(tmp_path / "whole", kind=kind, precision=precision)
+    expected = whole.fit(feed(), data())
+    with pytest.raises(SystemExit) as stop:
+        resumable(tmp_path / "cut", kind=kind, precision=precision, callbacks=[Stop(at)]).fit(feed(), data())
+    assert stop.value.code == 128 + 15
+    torch.manual_seed(99)
+    again = resumable(tmp_path / "cut", seed=1, kind=kind, precision=precision)
+    history = again.fit(feed(), data())
+    assert history.step_losses == expected.step_losses
+    assert [(e.train_loss, e.metrics) for e in history.epochs] == [(e.train_loss, e.metrics) for e in expected.epochs]
+    assert torch.equal(weights(again.model), weights(whole.model))
+    with again.averaged_weights(), whole.averaged_weights():
+        assert torch.equal(weights(again.model), weights(whole.model))
+
+
+def test_a_loader_without_a_position_goes_on_by_reading_again(tmp_path):
+    feed = Lists([4, 4, 4, 4, 2])
+    whole = resumable(tmp_path / "whole", accumulation=1)
+    whole.fit(feed)
+    with pytest.raises(SystemExit):
+        resumable(tmp_path / "cut", accumulation=1, callbacks=[Stop(7)]).fit(feed)
+    again = resumable(tmp_path / "cut", seed=1, accumulation=1)
+    again.fit(feed)
+    assert torch.equal(weights(again.model), weights(whole.model))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    resumable(tmp_path).fit(data())
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    with pytest.raises(InputError, match=r"the checkpoint in .* is of another model or optimizer: ") as error:
+        make(model, checkpoint=Checkpoint(tmp_path)).fit(data())
+    assert "\n" not in str(error.value)
+
+
+# --- what is seen -----------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_hold_every_logged_step_and_a_resumed_run_drops_those_it_makes_again(tmp_path):
+    logging = Logging(tmp_path, loggers=("jsonl", "tensorboard"), log_every=1)
+    run = make(net(), logging=logging, max_grad_norm=1.0, precision="fp16")
+    run.fit(data(), data())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert [line["loss"] for line in lines[:3]] == run.history.step_losses
+    assert {"lr", "skipped", "grad_norm", "loss_scale", "samples_per_second"} <= lines[0].keys()
+    assert lines[3]["valid_loss"] == run.history.epochs[0].valid_loss
+    assert any(path.name.startswith("events.out.tfevents") for path in tmp_path.iterdir())
+    for logger in logging.open({}, step=2):
+        logger.log(7, {"loss": 1.0})
+        logger.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 7]
+
+
+def test_a_trace_and_a_table_show_the_spans(tmp_path):
+    run = make(net(), profile=Profile(tmp_path, profile_wait=1, profile_steps=2), epochs=2)
+    run.fit(data(), data())
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"data", "copy", "forward", "backward", "optimizer"} <= names
+    assert "backward" in (tmp_path / "table.txt").read_text()
+    assert run.spans.seconds["backward"] > 0 and "forward" in str(run.spans)
+
+
+def test_a_model_that_is_wrapped_is_refused_with_the_reason():
+    with pytest.raises(InputError, match="one process per device instead"):
+        make(nn.DataParallel(net()))
+
+
+def test_compiling_keeps_the_names(tmp_path):
+    model = net()
+    make(model, compile="default", weights=tmp_path / "w.pt").fit(data(16), data(16))
+    net().load_state_dict(torch.load(tmp_path / "w.pt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulation": 0}, "accumulate must be at least 1, got 0"),
+        ({"schedule": "wave"}, "schedule must be one of cosine, .*, got 'wave'"),
+        ({"early_stopping": EarlyStopping("f1")}, "monitor must be one of loss, accuracy, got 'f1'"),
+        ({"nonfinite": "ignore"}, "nonfinite must be raise or skip, got 'ignore'"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be positive, got -1.0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make(net(), **options).fit(data(), data())
+
+
+def test_shorthands_are_the_parts():
+    config = TrainConfig(precision="bf16", accumulation=4, schedule="step", checkpoint="folder")
+    assert config.precision == Precision("bf16") and config.accumulation == Accumulation(4)
+    assert config.schedule == Schedule("step") and config.checkpoint == Checkpoint("folder")
