@@ -162,3 +162,37 @@ def test_layers_are_those_of_the_networks(zoo):
             network(torch.empty(1, 3, 224, 224))
     assert listed <= found
     assert {layer[1:] for layer in listed} == {layer[1:] for layer in found}
+
+
+# Steps over lists of tensors: the candidate takes the stock step times a factor.
+LISTS = """
+import torch, lists, networks
+networks.NETWORKS["tiny"] = [(3, 5), (7,), ()]
+
+def sgd(lr):
+    return lambda params: torch.optim.SGD(params, lr=lr).step
+
+for factor in (1.0, 1.1, float("nan")):
+    case = lists.ListCase("tiny", "sgd", "tiny", (3, 0), sgd(0.1 * factor), {"eager loop": sgd(0.1)})
+    benchmark = lists.ListBenchmark("optimizer_step", lambda dtype: [case])
+    for row in lists.measure(benchmark, case, torch.float32, torch.device("cpu"), 0.0, 100.0):
+        print(factor, row["backend"], row["shape"], row.get("us_p50", 0) > 0, row["note"], sep="|")
+"""
+
+
+def test_a_wrong_step_gets_no_number():
+    rows = [line.split("|") for line in run("-c", LISTS).splitlines() if "|" in line]
+    numbers = {(factor, backend): number == "True" for factor, backend, _, number, _ in rows}
+    assert {shape for _, _, shape, _, _ in rows} == {"23"}
+    for factor in ("1.0", "1.1", "nan"):
+        assert numbers[factor, "eager loop"] and numbers[factor, "copy"]
+        assert numbers[factor, "auto"] == (factor == "1.0")
+        assert any(of == factor and note.startswith("no number: off by") for of, *_, note in rows) == (factor != "1.0")
+
+
+def test_the_parameters_are_those_of_the_networks(zoo):
+    listed = run("-c", "import networks\nfor n, s in networks.NETWORKS.items(): print(n, sorted(s), sep=':')")
+    for line in listed.splitlines():
+        name, shapes = line.split(":")
+        with torch.device("meta"):
+            assert shapes == str(sorted(tuple(p.shape) for p in zoo.timm.create_model(name).parameters())), name

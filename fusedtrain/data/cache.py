@@ -1,0 +1,314 @@
+"""Decoded samples kept in a memory-mapped file, so that later epochs and runs do not decode them again.
+
+The file: a header (magic, number of samples, end of the data), an index of one entry per sample (offset, length,
+CRC-32), and records appended in the order in which samples were first asked for. A record is written and only then
+entered into the index, both under a lock: a process killed at any moment leaves samples that are missing, never ones
+that are wrong.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import mmap
+import os
+import pickle
+import struct
+import sys
+import types
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fusedtrain import _files
+from fusedtrain._extras import need
+
+MAGIC = b"FTCACHE1"
+HEADER = struct.Struct("<8sQQ")  # magic, samples, end of the data
+ENTRY = struct.Struct("<QQI4x")  # offset (0: none), length, CRC-32
+SIZE = struct.Struct("<I")  # of the description at the head of a record
+ALIGNMENT = 64  # of tensors in the file
+
+
+class SampleCache(Dataset):
+    """Gives the samples of a dataset, each decoded once.
+
+    The first time that a sample is asked for it comes from ``dataset`` and is kept in a file; after that, in any epoch,
+    process or run, it comes from the file. Several processes fill one file together.
+
+    Args:
+        dataset: map-style; what it gives for an index must not vary. Samples are tensors, NumPy arrays, numbers,
+            strings, bytes, None, or tuples, lists and dicts of them.
+        then: takes the kept sample, returns the one to train on: random augmentation belongs here.
+        key: names the source and everything that was done to it; None derives it from ``dataset.fingerprint()`` or the
+            size and time of change of all files in ``dataset.samples``, and from ``dataset.transform``: its code or its
+            repr.
+        folder: where the file is kept; None takes ``samples/`` in the cache folder (FUSEDTRAIN_CACHE, or
+            ~/.cache/fusedtrain).
+        max_bytes: of the file; samples that do not fit come from ``dataset`` every time.
+
+    Raises:
+        ValueError: no key can be derived, the samples vary from call to call, or ``max_bytes`` is too small for any.
+        TypeError: when asked for a sample that holds something else, an image object for instance.
+
+    Cost: a kept sample is copied once; its CRC is checked when a process first reads it, and a sample that fails is
+    decoded and kept again. Delete the file to free the space; another key makes another file.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        then: Callable | None = None,
+        key: str | None = None,
+        folder: str | Path | None = None,
+        max_bytes: int = 10 * 2**30,
+    ):
+        need("numpy", "data")
+        self.dataset, self.then, self.max_bytes, self.length = dataset, then, max_bytes, len(dataset)
+        self._data = HEADER.size + self.length * ENTRY.size
+        if max_bytes < self._data:
+            raise ValueError(f"max_bytes must hold at least the index, {self._data} bytes, got {max_bytes}")
+        identity = {"key": key} if key is not None else _identity_of(dataset)
+        name = hashlib.sha256(json.dumps([identity, self.length], sort_keys=True).encode()).hexdigest()[:32]
+        folder = _files.cache_folder("samples") if folder is None else Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.samples"
+        self._lock = self.path.with_suffix(".lock")
+        self._open_in = None  # the process that holds the handles below
+        with _files.locked(self._lock):
+            if not self._is_valid():
+                self._create()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_open_in": None, "_handle": None, "_map": None}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        index = index + self.length if index < 0 else index
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} is out of range for {self.length} samples")
+        found = self._load(index)
+        if found is None:
+            sample = self.dataset[index]
+            self._store(index, sample)
+        else:
+            (sample,) = found
+        return sample if self.then is None else self.then(sample)
+
+    def state(self) -> dict:
+        """Returns the file, its size and bound in bytes, and how many of how many samples it holds."""
+        self._open()
+        kept = sum(self._entry(index)[0] != 0 for index in range(self.length))
+        size = HEADER.unpack_from(self._map, 0)[2]
+        return {
+            "path": str(self.path),
+            "bytes": size,
+            "max_bytes": self.max_bytes,
+            "kept": kept,
+            "samples": self.length,
+        }
+
+    def _is_valid(self) -> bool:
+        try:
+            with open(self.path, "rb") as file:
+                head = file.read(HEADER.size)
+            return len(head) == HEADER.size and HEADER.unpack(head)[:2] == (MAGIC, self.length)
+        except FileNotFoundError:
+            return False
+
+    def _create(self) -> None:
+        if self.length:
+            first, again = (_encode(self.dataset[0]) for _ in range(2))
+            if first != again:
+                raise ValueError(
+                    "sample 0 differs from call to call: cache what does not vary and pass the random part as then="
+                )
+        _files.write_atomic(self.path, HEADER.pack(MAGIC, self.length, self._data) + bytes(self._data - HEADER.size))
+
+    def _open(self) -> None:
+        """Opens the file in this process: a fork must share neither the lock nor the position."""
+        if self._open_in != os.getpid():
+            self._handle = open(self.path, "r+b", buffering=0)  # noqa: SIM115
+            self._map = mmap.mmap(self._handle.fileno(), 0)
+            self._checked = bytearray(self.length)
+            self._can_write = True
+            self._open_in = os.getpid()
+
+    def _entry(self, index: int) -> tuple[int, int, int]:
+        return ENTRY.unpack_from(self._map, HEADER.size + index * ENTRY.size)
+
+    def _load(self, index: int) -> tuple | None:
+        """Returns the kept sample in a tuple, or None."""
+        self._open()
+        offset, length, crc = self._entry(index)
+        if offset == 0:
+            return None
+        if offset + length > len(self._map):  # the file has grown since
+            self._map = mmap.mmap(self._handle.fileno(), 0)
+        if not self._checked[index]:
+            if zlib.crc32(memoryview(self._map)[offset : offset + length]) != crc:
+                return None
+            self._checked[index] = 1
+        return (_decode(self._map, offset),)
+
+    def _store(self, index: int, sample) -> None:
+        if not self._can_write:
+            return
+        record = _encode(sample)
+        with _files.locked(self._lock):
+            offset, length, crc = self._entry(index)
+            if offset and zlib.crc32(os.pread(self._handle.fileno(), length, offset)) == crc:
+                return  # another process was first
+            start = -(-HEADER.unpack_from(self._map, 0)[2] // ALIGNMENT) * ALIGNMENT
+            if start + len(record) > self.max_bytes:
+                return
+            try:
+                self._write(record, start)
+                self._write(HEADER.pack(MAGIC, self.length, start + len(record)), 0)
+                entry = ENTRY.pack(start, len(record), zlib.crc32(record))
+                self._write(entry, HEADER.size + index * ENTRY.size)
+            except OSError as error:
+                self._can_write = False
+                warnings.warn(f"no more samples are kept in {self.path}: {error}", stacklevel=3)
+
+    def _write(self, content: bytes, offset: int) -> None:
+        left = memoryview(content)
+        while left:  # a disk that runs full takes a part, then raises
+            written = os.pwrite(self._handle.fileno(), left, offset)
+            left, offset = left[written:], offset + written
+
+
+# --- records: size of the description, description, tensors -----------------------------------------------------------
+
+
+def _encode(sample) -> bytes:
+    tensors: list[Tensor] = []
+    description = pickle.dumps(_describe(sample, tensors), protocol=4)
+    parts, size = [SIZE.pack(len(description)), description], SIZE.size + len(description)
+    for tensor in tensors:
+        padding = -size % ALIGNMENT
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        parts += [bytes(padding), content]
+        size += padding + len(content)
+    return b"".join(parts)
+
+
+def _describe(value, tensors: list[Tensor]) -> tuple:
+    """Returns a sample's structure as plain tuples: (kind, ...); tensors are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return "value", value
+    if type(value) in (tuple, list):
+        return type(value).__name__, [_describe(item, tensors) for item in value]
+    if type(value) is dict:
+        return "dict", [(_describe(key, tensors), _describe(item, tensors)) for key, item in value.items()]
+    np = need("numpy", "data")
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return kind, _describe(torch.from_numpy(np.array(value, order="C")), tensors)
+    raise TypeError(
+        "a cached sample may hold tensors, arrays, numbers, strings, bytes, None, tuples, lists and dicts, got"
+        f" {type(value).__name__}"
+    )
+
+
+class _Plain(pickle.Unpickler):
+    """Reads built-in types and nothing else: a file in a cache folder must not run code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"{module}.{name} in a sample cache")
+
+
+@functools.lru_cache(4096)
+def _structure(description: bytes):
+    return _Plain(io.BytesIO(description)).load()
+
+
+def _decode(source, offset: int):
+    (size,) = SIZE.unpack_from(source, offset)
+    at = SIZE.size + size
+    structure = _structure(bytes(source[offset + SIZE.size : offset + at]))
+
+    def build(node: tuple):
+        nonlocal at
+        kind, content = node[0], node[1]
+        if kind == "value":
+            return content
+        if kind == "tensor":
+            dtype, shape = getattr(torch, content), node[2]
+            at += -at % ALIGNMENT
+            empty = torch.empty(shape, dtype=dtype)
+            if empty.numel():
+                # A copy: the file must not change when the sample does.
+                flat = torch.frombuffer(source, dtype=torch.uint8, count=empty.nbytes, offset=offset + at)
+                empty.view(-1).view(torch.uint8).copy_(flat)
+            at += empty.nbytes
+            return empty
+        if kind == "dict":
+            return {build(key): build(item) for key, item in content}
+        if kind in ("array", "number"):
+            array = build(content).numpy()
+            return array if kind == "array" else array[()]
+        items = [build(item) for item in content]
+        return tuple(items) if kind == "tuple" else items
+
+    return build(structure)
+
+
+# --- what a cache is kept for -----------------------------------------------------------------------------------------
+
+
+def _identity_of(dataset) -> dict:
+    """Returns what tells the source and the transform of a dataset from others."""
+    if hasattr(dataset, "fingerprint"):
+        source = dataset.fingerprint()
+    elif isinstance(getattr(dataset, "samples", None), list) and dataset.samples:
+        digest = hashlib.sha256()
+        for path, target in dataset.samples:
+            status = os.stat(path)
+            digest.update(f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        source = digest.hexdigest()
+    else:
+        raise ValueError(
+            f"{type(dataset).__name__} has neither fingerprint() nor samples: pass key= to name its content"
+        )
+    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    pillow = getattr(sys.modules.get("PIL"), "__version__", None)  # another version may decode differently
+    names = [name for name in ("transform", "target_transform", "transforms") if hasattr(dataset, name)]
+    return {"kind": kind, "source": source, "pillow": pillow, **{n: _identity(getattr(dataset, n)) for n in names}}
+
+
+def _identity(value) -> str:
+    """Returns a text that differs where ``value``, a transform or what it holds, does something else."""
+    if isinstance(value, functools.partial):
+        return f"partial({_identity(value.func)}, {_identity(value.args)}, {_identity(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return f"{_identity(value.__self__)}.{_identity(value.__func__)}"
+    if isinstance(value, types.FunctionType):
+        closure = [_identity(cell.cell_contents) for cell in value.__closure__ or ()]
+        code = _code(value.__code__)
+        defaults = [_identity(value.__defaults__), _identity(value.__kwdefaults__)]
+        return f"{value.__qualname__}({code}, {closure}, {defaults})"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_identity, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_identity(item)}' for key, item in value.items())}}}"
+    text = repr(value)
+    if " at 0x" in text:
+        raise ValueError(f"{text} cannot be told from another of its kind: give it a repr, or pass key=")
+    return f"{type(value).__qualname__} {text}"
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return hashlib.sha256(f"{code.co_code!r} {constants} {code.co_names}".encode()).hexdigest()

@@ -1,0 +1,401 @@
+"""Rows of Parquet and Arrow files, read in pieces, shuffled, and shared out over ranks and workers."""
+
+import bisect
+import glob
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fusedtrain._extras import need
+
+OPEN_FILES = 8  # kept open per process: a shuffled order comes back to the same files
+
+
+class _Piece(NamedTuple):
+    """Rows ``[start, stop)`` of one row group (record batch) of one file."""
+
+    file: int
+    group: int
+    start: int
+    stop: int
+
+
+class TableDataset(IterableDataset):
+    """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files as samples.
+
+    Each row is a dict ``{column: value}``: numbers and booleans as 0-dimensional tensors, lists of them as tensors
+    ``[K]``, all else, and what is read together with a null, as Python values (str, bytes, datetime, None).
+
+    Args:
+        paths: files, folders, patterns (``"data/*.parquet"``) or fsspec URLs (``"s3://bucket/*.parquet"``), one or
+            many.
+        columns: which to read, and no others from the disk; None reads all.
+        batch_rows: rows that are read and decoded at a time.
+        batch_size: None gives rows. A number gives dicts of whole batches, of numbers as tensors ``[B]``,
+            lists of a fixed size as ``[B, K]`` and all else as Python lists, without a Python object per row; use
+            ``loader(dataset, batch_size=None)`` then.
+        shuffle: every epoch has an order of its own: the row groups are permuted, and their rows within stretches of
+            ``shuffle_rows``.
+        shuffle_rows: rows held in memory by each worker to shuffle them.
+        seed: of the orders; epoch ``e`` is a function of (seed, e) and the number of workers alone.
+        staging: a :class:`~fusedtrain.data.Staging` that copies remote files to the local disk ahead of their use; with
+            ``shuffle`` the files are permuted and then the row groups within each, so that each is needed once.
+        transform: takes the row (or batch), returns the sample.
+        rank, world_size: which part of the rows this process gives; None asks torch.distributed, or takes all.
+
+    Raises:
+        ValueError: no file matches, a column is missing, a file is broken (named), or a number is out of range.
+        ModuleNotFoundError: pyarrow, or fsspec for a URL, is missing.
+
+    Rows are shared out evenly: the order of an epoch is cut into ``world_size * workers`` stretches of equal length, up
+    to one row, whatever the number of rows; none is given twice or lost. Reading costs at most two row groups per
+    worker more than the rows asked for. The number of workers changes a rank's order, not the number of its rows.
+    """
+
+    epoch_is_shared = True
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        columns: Sequence[str] | None = None,
+        batch_rows: int = 1000,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        shuffle_rows: int = 10_000,
+        seed: int = 0,
+        staging=None,
+        transform: Callable | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ):
+        need("pyarrow", "data")
+        for name, value in {"batch_rows": batch_rows, "batch_size": batch_size, "shuffle_rows": shuffle_rows}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.paths = _expand([paths] if isinstance(paths, (str, Path)) else paths)
+        self.columns = None if columns is None else list(columns)
+        self.batch_rows, self.batch_size, self.transform = batch_rows, batch_size, transform
+        self.shuffle, self.shuffle_rows, self.seed = shuffle, shuffle_rows, seed
+        self.rank, self.world_size = _place(rank, world_size)
+        self.staging = staging
+        self._files: dict[str, _File] = {}
+        self._staged: _Staged | None = None
+        self.groups = [(i, g, n) for i in range(len(self.paths)) for g, n in enumerate(self._inspect(i))]
+        self.rows = sum(rows for _, _, rows in self.groups)
+        self.epoch = self.position = 0
+        # In shared memory, so that workers that stay alive see it: epoch, batches to pass over, their size, drop_last.
+        self._now = torch.tensor([0, 0, 1, 0]).share_memory_()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_files": {}, "_staged": None}  # open files stay here
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of ``epoch``; where that is the epoch at hand, stays where it is in it."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+            self._now[0], self._now[1] = epoch, 0
+
+    def advance(self, steps: int = 1) -> None:
+        """Notes that the next batches of the loader are used up."""
+        self.position += steps
+
+    def begin_pass(self, batch_size: int | None, drop_last: bool) -> None:
+        """Lets the next pass begin at the position; called by the loader, before its workers look."""
+        self._now[1], self._now[2], self._now[3] = self.position, batch_size or self.batch_size or 1, drop_last
+
+    def state_dict(self, workers: int) -> dict:
+        """Returns the position in the epoch, in batches of a loader with so many workers."""
+        return {**self._order_of(workers), "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict, workers: int) -> None:
+        """Continues where :meth:`state_dict` was called; ValueError where the order is not the same."""
+        for name, value in self._order_of(workers).items():
+            if state[name] != value:
+                raise ValueError(f"the position belongs to an order with {name}={state[name]}, this one has {value}")
+        self.set_epoch(state["epoch"])
+        self.position = state["position"]
+
+    def _order_of(self, workers: int) -> dict:
+        names = ("rows", "shuffle", "shuffle_rows", "seed", "world_size")
+        return {"workers": workers, **{name: getattr(self, name) for name in names}}
+
+    def shard_sizes(self, workers: int) -> list[int]:
+        """Returns the rows that each of so many workers of this rank gives."""
+        bounds = [self._bound(self.rank * workers + w, workers) for w in range(workers + 1)]
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def batches_of(self, rows: int) -> int:
+        """Returns the samples that so many rows make."""
+        return rows if self.batch_size is None else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        epoch, batches, size, drop_last = self._now.tolist()
+        sizes = self.shard_sizes(workers)
+        done, turn = _taken(batches, [rows // size if drop_last else -(-rows // size) for rows in sizes])
+        worker = (worker + turn) % workers  # the loader asks worker 0 first: it goes on with the part whose turn it is
+        skip = min(done[worker] * size, sizes[worker])
+        if self.staging is not None:
+            pieces = self._shard(epoch, worker, workers, skip)
+            self._staged = _Staged(self.staging, [self.paths[i] for i, _ in itertools.groupby(p.file for p in pieces)])
+        if self.shuffle:
+            tables = self._shuffled(epoch, worker, workers, skip)
+        else:
+            tables = self._read(self._shard(epoch, worker, workers, skip))
+        samples = _rows(tables) if self.batch_size is None else _batches(tables, self.batch_size)
+        return samples if self.transform is None else map(self.transform, samples)
+
+    def _bound(self, shard: int, workers: int) -> int:
+        return shard * self.rows // (self.world_size * workers)
+
+    def _shard(self, epoch: int, worker: int, workers: int, skip: int = 0) -> list[_Piece]:
+        """The pieces of one worker's stretch of the epoch's order, without its first ``skip`` rows."""
+        order = range(len(self.groups))
+        if self.shuffle:
+            order = torch.randperm(len(self.groups), generator=_generator(self.seed, epoch)).tolist()
+            if self.staging is not None:  # file by file, in the order in which the files come first
+                place = {self.groups[i][0]: at for at, i in reversed(list(enumerate(order)))}
+                order.sort(key=lambda i: place[self.groups[i][0]])
+        shard = self.rank * workers + worker
+        return _cut(
+            [self.groups[i] for i in order], self._bound(shard, workers) + skip, self._bound(shard + 1, workers)
+        )
+
+    def _shuffled(self, epoch: int, worker: int, workers: int, skip: int):
+        """Tables of ``shuffle_rows`` rows in an order of their own; whole tables that are skipped are not read."""
+        pa = need("pyarrow", "data")
+        shard = self.rank * workers + worker
+        start, stop = self._bound(shard, workers), self._bound(shard + 1, workers)
+        for block in range(skip // self.shuffle_rows, -(-(stop - start) // self.shuffle_rows)):
+            first = block * self.shuffle_rows
+            pieces = self._shard(epoch, worker, workers, first)
+            table = pa.concat_tables(self._read(_head(pieces, self.shuffle_rows)))
+            order = torch.randperm(len(table), generator=_generator(self.seed, epoch, shard, block))
+            yield table.take(pa.array(order[max(skip - first, 0) :].numpy()))
+
+    def _read(self, pieces: list[_Piece]) -> Iterator:
+        for piece in pieces:
+            path = self.paths[piece.file]
+            try:
+                yield from self._open(path).read(piece, self.columns, self.batch_rows)
+            except (OSError, need("pyarrow", "data").ArrowException) as error:
+                raise ValueError(f"{path}, row group {piece.group}, cannot be read: {error}") from error
+
+    def _open(self, path: str) -> "_File":
+        if self._staged is not None:
+            return self._staged.open(path)
+        if path not in self._files:
+            if len(self._files) == OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[path] = _File(path)
+        return self._files[path]
+
+    def _inspect(self, index: int) -> list[int]:
+        """Returns the rows of each row group of a file, whose columns are checked."""
+        path = self.paths[index]
+        try:
+            file = self._open(path)
+            names = file.names()
+            missing = [column for column in self.columns or () if column not in names]
+            if missing:
+                raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(names)}")
+            return file.group_rows()
+        except (OSError, need("pyarrow", "data").ArrowException) as error:
+            raise ValueError(f"{path} is not a readable Parquet or Arrow file: {error}") from error
+
+
+class _Staged:
+    """Opens remote files one after the other from their local copies."""
+
+    def __init__(self, staging, urls: list[str]):
+        self._local, self._urls, self._at, self._file = staging.stage(urls), iter(urls), None, None
+
+    def open(self, url: str) -> "_File":
+        while self._at != url:
+            if self._file is not None:
+                self._file.close()
+            self._at, self._file = next(self._urls), _File(str(next(self._local)))
+        return self._file
+
+
+class _File:
+    """A Parquet or Arrow file; row groups and record batches go by the same name."""
+
+    def __init__(self, path: str):
+        self.is_parquet = not path.endswith((".arrow", ".feather"))
+        source = need("fsspec", "data").open(path).open() if "://" in path else path
+        if self.is_parquet:
+            self.file = need("pyarrow.parquet", "data").ParquetFile(source, memory_map=isinstance(source, str))
+        else:
+            pa = need("pyarrow", "data")
+            self.file = need("pyarrow.ipc", "data").open_file(pa.memory_map(source) if source is path else source)
+
+    def names(self) -> list[str]:
+        return (self.file.schema_arrow if self.is_parquet else self.file.schema).names
+
+    def group_rows(self) -> list[int]:
+        if self.is_parquet:
+            metadata = self.file.metadata
+            return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        return [self.file.get_batch(i).num_rows for i in range(self.file.num_record_batches)]
+
+    def read(self, piece: _Piece, columns: list[str] | None, batch_rows: int) -> Iterator:
+        """Gives the rows of a piece as tables of at most ``batch_rows`` rows."""
+        pa = need("pyarrow", "data")
+        if self.is_parquet:
+            # One thread per worker: the workers are the threads.
+            batches = self.file.iter_batches(batch_rows, row_groups=[piece.group], columns=columns, use_threads=False)
+        else:
+            whole = self.file.get_batch(piece.group)
+            whole = whole if columns is None else whole.select(columns)
+            batches = (whole.slice(at, batch_rows) for at in range(0, len(whole), batch_rows))
+        at = 0
+        for batch in batches:
+            start, stop = max(piece.start - at, 0), min(piece.stop - at, len(batch))
+            at += len(batch)
+            if start < stop:
+                yield pa.Table.from_batches([batch.slice(start, stop - start)])
+            if at >= piece.stop:
+                return
+
+    def close(self) -> None:
+        if self.is_parquet:
+            self.file.close(force=True)
+
+
+def _expand(paths: Sequence[str | Path]) -> list[str]:
+    found = []
+    for path in map(str, paths):
+        if "://" in path:
+            filesystem, _, names = need("fsspec", "data").get_fs_token_paths(path)
+            matches = [filesystem.unstrip_protocol(name) for name in sorted(names) if filesystem.exists(name)]
+        elif os.path.isdir(path):
+            matches = sorted(str(p) for p in Path(path).iterdir() if p.suffix in (".parquet", ".arrow", ".feather"))
+        else:
+            matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.exists(path)
+        if not matches:
+            raise ValueError(f"no Parquet or Arrow file is found at {path}")
+        found += matches
+    return found
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    if rank is None:
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return 0, 1
+        return distributed.get_rank(), distributed.get_world_size()
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie between 0 and world_size - 1, got rank={rank}, world_size={world_size}")
+    return rank, world_size
+
+
+def _generator(*key: int) -> torch.Generator:
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+    return torch.Generator().manual_seed(seed)
+
+
+def _cut(groups: list[tuple[int, int, int]], start: int, stop: int) -> list[_Piece]:
+    """Returns rows ``[start, stop)`` of the groups (file, group, rows) laid end to end."""
+    ends = []
+    for _, _, rows in groups:
+        ends.append((ends[-1] if ends else 0) + rows)
+    pieces = []
+    for i in range(bisect.bisect_right(ends, start), len(groups)):
+        file, group, rows = groups[i]
+        first = ends[i] - rows
+        if first >= stop:
+            break
+        if max(start, first) < min(stop, ends[i]):
+            pieces.append(_Piece(file, group, max(start - first, 0), min(stop - first, rows)))
+    return pieces
+
+
+def _taken(batches: int, parts: list[int]) -> tuple[list[int], int]:
+    """Returns how many batches were taken from each part, taken in turn, and whose turn is next.
+
+    Args:
+        batches: taken in all.
+        parts: how many batches each part has; they differ by one at most.
+    """
+    full, workers = min(parts), len(parts)
+    if batches < full * workers or batches == 0:
+        return [batches // workers + (w < batches % workers) for w in range(workers)], batches % workers
+    longer = [w for w in range(workers) if parts[w] > full]
+    last = longer[: batches - full * workers]
+    return [full + (w in last) for w in range(workers)], next((w for w in longer if w not in last), 0)
+
+
+def _head(pieces: list[_Piece], rows: int) -> list[_Piece]:
+    """Returns the first ``rows`` rows of the pieces."""
+    found = []
+    for piece in pieces:
+        if rows <= 0:
+            break
+        found.append(piece._replace(stop=min(piece.stop, piece.start + rows)))
+        rows -= piece.stop - piece.start
+    return found
+
+
+def _rows(tables) -> Iterator[dict]:
+    for table in tables:
+        names = table.column_names
+        yield from (dict(zip(names, row)) for row in zip(*(_values(table.column(name)) for name in names)))
+
+
+def _batches(tables, size: int) -> Iterator[dict]:
+    """Gives batches of exactly ``size`` rows, the last one shorter, across the borders of what was read."""
+    pa = need("pyarrow", "data")
+    pending, rows = [], 0
+    for table in tables:
+        pending.append(table)
+        rows += len(table)
+        if rows < size:
+            continue
+        whole = pa.concat_tables(pending)
+        for at in range(0, rows - rows % size, size):
+            yield _batch(whole.slice(at, size))
+        rows %= size
+        pending = [whole.slice(len(whole) - rows)]
+    if rows:
+        yield _batch(pa.concat_tables(pending))
+
+
+def _batch(table) -> dict:
+    return {name: _values(table.column(name)) for name in table.column_names}
+
+
+def _values(column) -> Tensor | list:
+    """Returns a column as a tensor ``[rows]`` or ``[rows, K]``, or as a list of tensors or Python values."""
+    pa = need("pyarrow", "data")
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # pyarrow < 18 returns one for several chunks, or none
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
+    kind = array.type
+    if array.null_count:
+        return array.to_pylist()
+    if _is_number(kind):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+    nested = pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not nested or not _is_number(kind.value_type) or array.flatten().null_count:
+        return array.to_pylist()
+    flat = torch.from_numpy(array.flatten().to_numpy(zero_copy_only=False).copy())
+    if pa.types.is_fixed_size_list(kind):
+        return flat.view(len(array), kind.list_size)
+    return list(flat.split(array.value_lengths().to_pylist()))
+
+
+def _is_number(kind) -> bool:
+    types = need("pyarrow", "data").types
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)

@@ -1,0 +1,71 @@
+"""The command ``fusedtrain diagnose``."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fusedtrain.diagnose.script import ScriptError, diagnose_script
+
+DESCRIPTION = """Runs a training script, unchanged, for some steps; names what makes it slow and ranks remedies by the
+gain they promise. The script's loop itself carries out the measurements and ends when they are done; what it writes by
+then is written."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns the exit status: 0, 1 where the script fails, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="fusedtrain diagnose", description=DESCRIPTION)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="try each remedy in turns with the run as it is, keep what is surely faster, look again (minutes)",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps to watch (default: 50 to 200, about 10 seconds)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the report")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with timeline and bars")
+    parser.add_argument("script", help="a training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    args = parser.parse_args(arguments)
+    if args.steps is not None and args.steps < 10:
+        return _fail(f"steps must be at least 10, got {args.steps}", 2)
+    if not Path(args.script).is_file():
+        return _fail(f"there is no file {args.script}", 2)
+    if args.html is not None and not args.html.parent.is_dir():
+        return _fail(f"there is no folder {args.html.parent}", 2)
+    try:
+        report = _diagnose(args)
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        return _fail("needs the package rich, which is not installed: pip install 'fusedtrain[train]'", 1)
+    except ScriptError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    if args.html is not None:
+        from fusedtrain.diagnose.html import page
+
+        args.html.write_text(page(report))
+    return 0
+
+
+def _diagnose(args: argparse.Namespace) -> dict:
+    if args.json:
+        report = diagnose_script(args.script, args.arguments, steps=args.steps, verify=args.verify)
+        print(json.dumps(report, indent=1))
+        return report
+    from rich.console import Console
+
+    from fusedtrain.diagnose.report import show
+
+    with Console(stderr=True).status("starting") as status:
+        report = diagnose_script(
+            args.script, args.arguments, steps=args.steps, verify=args.verify, stage=lambda text: status.update(text)
+        )
+    show(report)
+    return report
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"fusedtrain diagnose: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,203 @@
+"""The whole plan of a diagnosis, from warm-up to verified remedies."""
+
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+from fusedtrain.diagnose import measure, verify
+from fusedtrain.diagnose.drive import Arm, Driver, Run
+from fusedtrain.diagnose.instrument import Instrument, Step
+from fusedtrain.diagnose.measure import Facts, Sizes
+from fusedtrain.diagnose.rules import RULES, Finding
+from fusedtrain.diagnose.statistics import Interval, Paired
+
+NOISY = 0.1  # with A/A runs further apart than this, small gains cannot be told from noise
+
+
+class Diagnosis:
+    """Carries out the measurements and holds what came out.
+
+    Args:
+        steps: how many to watch; None: 50 to 200, about ten seconds.
+        verify: whether to try the remedies.
+        restore: whether to keep the state of the training in ``before``.
+        stage: is told what is being done.
+        checkpoint: is called with this object whenever there is something new to report.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        verify: bool = False,
+        restore: bool = False,
+        stage: Callable[[str], None] = lambda text: None,
+        checkpoint: Callable[["Diagnosis"], None] = lambda diagnosis: None,
+    ):
+        if steps is not None and steps < 10:
+            raise ValueError(f"steps must be at least 10, got {steps}")
+        self.wanted, self.verifies, self.stage, self.checkpoint = steps, verify, stage, checkpoint
+        self.facts: Facts | None = None
+        self.findings: list[Finding] = []
+        self.checked: dict[str, str] = {}
+        self.noise: Interval | None = None
+        self.verdicts: list[verify.Verdict] = []
+        self.combined: Paired | None = None
+        self.timeline: list[list[tuple[str, float, float]]] = []
+        self.overhead = 0.0
+        self.failure = ""
+        self.keep_state, self.before = restore, None
+        self.arm = Arm()
+
+    @property
+    def noisy(self) -> bool:
+        """Whether two equal arms differ so much that the machine cannot tell small gains from chance."""
+        noise = self.noise
+        return noise is not None and (noise.high - noise.low > 2 * NOISY or (noise.low > 0.02 or noise.high < -0.02))
+
+    @property
+    def bottleneck(self) -> Finding | None:
+        """The cause that costs most, of those that are no matter of choice."""
+        return next((finding for finding in self.findings if not finding.option), None)
+
+    def plan(self, driver: Driver):
+        """Yields the runs of the diagnosis to the driver."""
+        self.driver, self.inputs = driver, driver.instrument.inputs
+        self.before = verify.Snapshot(driver) if self.keep_state else None
+        self.remedies: dict = {}
+        self.stage("warming up")
+        sizes = yield from measure.warm_up(driver)
+        self.stage("A/A: the same run twice, how noisy is the machine?")
+        self.noise = (yield from measure.trial(sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
+        steps = self.wanted or min(max(round(10 / sizes.step), 50), 200)
+        self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), steps)
+        self.checkpoint(self)
+        if self.verifies:
+            yield from self._verify(driver, sizes)
+            self.checkpoint(self)
+        if driver.batches:
+            self.stage("larger batches")
+            self.failure = "the loop fails with a larger batch"
+            self.checkpoint(self)  # the last one, if so
+            cached = Arm((), measure.CachedSource(driver.batches))
+            yield from measure.larger_batches(driver, self.facts, sizes, cached)
+            self.failure = ""
+            self.findings, self.checked = self._look(self.facts, driver)
+        self.checkpoint(self)
+
+    def _examine(self, driver: Driver, sizes: Sizes, arm: Arm, steps: int):
+        """Measures one variant of the run; returns (facts, findings, what was checked without a finding)."""
+        first = not arm.remedies
+        self.stage(f"watching {steps} steps")
+        spans = driver.instrument.spans
+        facts = yield from measure.observe(driver, arm, steps, self.remedies)
+        facts.noise = (self.noise.high - self.noise.low) / 2
+        if first:
+            cost = (driver.instrument.spans - spans) / (steps + 1) * span_cost()
+            self.overhead = cost / facts.step.value
+            yield from self._timeline(driver, arm)
+        cached = arm
+        if driver.loader is not None and driver.batches:
+            self.stage("ceilings: cached batches")
+            cached = yield from measure.ceiling(driver, facts, sizes, arm)
+            if first or facts.waiting.low > 0:
+                self.stage("ceilings: the loader alone")
+                measure.loader_rates(driver, facts)
+        if first:
+            self.stage("sampling lines")
+            yield from measure.sample(driver, facts, sizes, arm)
+            self.stage("torch.profiler")
+            yield from measure.profile(driver, facts, cached)
+        yield from self._probe(driver, facts, sizes, arm, cached)
+        return facts, *self._look(facts, driver)
+
+    def _probe(self, driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, cached: Arm):
+        """Tries every change that may help, briefly, with cached batches."""
+        for rule in RULES:
+            if rule.candidates is None:
+                continue
+            found = rule.candidates(facts, driver)
+            if isinstance(found, list) and any(remedy in arm.remedies for remedy in found):
+                found = "in force"
+            facts.candidates[rule.name] = found
+            for remedy in found if isinstance(found, list) else ():
+                if remedy.rehearsed and remedy.name not in facts.refused:
+                    error = verify.rehearse(driver, remedy, self.inputs)
+                    if error is not None:
+                        facts.refused[remedy.name] = error
+                        continue
+                self.stage(f"probing {remedy.name}")
+                after = Arm((*arm.remedies, remedy), cached.source)
+                facts.probes[remedy.name] = yield from measure.trial(sizes, cached, after, measure.PAIRS)
+
+    def _look(self, facts: Facts, driver: Driver) -> tuple[list[Finding], dict[str, str]]:
+        findings, checked = [], {}
+        for rule in RULES:
+            found = rule.look(facts, driver)
+            if isinstance(found, str):
+                checked[rule.name] = found
+            else:
+                findings.append(found)
+        return sorted(findings, key=lambda finding: -finding.gain), checked
+
+    def _timeline(self, driver: Driver, arm: Arm):
+        for _ in range(12):
+            driver.instrument.timeline = spans = []
+            (step,) = yield Run(1, arm)
+            begin = step.start
+            self.timeline.append([(p, s - begin, e - begin) for p, s, e in spans] + [("end", 0.0, step.seconds)])
+        driver.instrument.timeline = None
+
+    def _verify(self, driver: Driver, sizes: Sizes):
+        """Tries the remedies, the most promising first, and looks again after each that is kept."""
+        arm, findings, tried = Arm(), self.findings, set()
+        while True:
+            queue = [(f, r) for f in findings for r in f.remedies if r.name not in tried and not r.outside]
+            if not queue:
+                break
+            finding, remedy = queue[0]
+            tried.add(remedy.name)
+            self.stage(f"verifying {remedy.name}")
+            verdict = yield from verify.judge(driver, sizes, remedy, finding.gain, arm)
+            self.verdicts.append(verdict)
+            if verdict.accepted:
+                tried |= {other.name for other in finding.remedies}
+                arm = verify.with_remedy(arm, remedy)
+                sizes = Sizes(verdict.seconds[1], sizes.period)
+                self.stage("looking again")
+                _, findings, _ = yield from self._examine(driver, sizes, arm, max(10, sizes.block(arm)[0]))
+        if arm.remedies:
+            self.stage("all together")
+            self.combined = yield from measure.trial(sizes, Arm(), arm, verify.PAIRS)
+        self.arm = arm
+
+
+def span_cost() -> float:
+    """Returns the seconds that timing one part costs, measured."""
+    instrument = Instrument()
+    instrument.step = Step(0.0)
+
+    def nothing() -> None:
+        pass
+
+    timed = instrument.timed("rest")(nothing)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(200):
+            timed()
+        best = min(best, (time.perf_counter() - start) / 200)
+    return best
+
+
+def machine() -> dict:
+    """What the numbers depend on."""
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        "processor": platform.processor() or platform.machine(),
+        "cores": measure.cores(),
+        "threads": torch.get_num_threads(),
+    }

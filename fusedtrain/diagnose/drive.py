@@ -1,0 +1,345 @@
+"""Lets the user's own training loop carry out a plan of measurements.
+
+The loop asks its loader for batches. At each request the driver closes one step and opens the next: it decides where
+the batch comes from and which remedies are in force, so that two variants of a run take turns step by step, in one
+process, in the loop as the user wrote it. The plan is a generator: it yields a :class:`Run`, the loop carries it out,
+and the plan receives the :class:`~fusedtrain.diagnose.instrument.Step` records.
+"""
+
+import contextlib
+import os
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fusedtrain.diagnose.instrument import Instrument, Step
+
+_clock = time.perf_counter
+
+
+class Finished(BaseException):
+    """Ends the training loop when the plan is done; not an Exception, so that the loop does not catch it."""
+
+
+def copy_batch(batch: Any) -> Any:
+    """Returns a batch whose tensors are copies, in the same structure and memory, pinned where they were."""
+    if isinstance(batch, Tensor):
+        copy = batch.clone()
+        return copy.pin_memory() if batch.device.type == "cpu" and batch.is_pinned() else copy
+    if isinstance(batch, dict):
+        return type(batch)({name: copy_batch(value) for name, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(copy_batch, batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(copy_batch, batch))
+    return batch
+
+
+def batch_bytes(batch: Any) -> int:
+    """Returns the bytes of the tensors in a batch."""
+    if isinstance(batch, Tensor):
+        return batch.nbytes
+    if isinstance(batch, dict):
+        batch = batch.values()
+    return sum(map(batch_bytes, batch)) if isinstance(batch, (list, tuple)) or hasattr(batch, "__next__") else 0
+
+
+def random_state() -> tuple:
+    """Returns the states of torch's, Python's and, where it is in use, NumPy's generators."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+
+
+def set_random_state(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])
+
+
+_FAR_EPOCH = 10**6  # beyond those of the run
+
+
+class LoaderSource:
+    """Batches of a loader, epoch after epoch.
+
+    Args:
+        loader: any iterable that can be iterated over again.
+        iterator: one that is under way, or None.
+    """
+
+    def __init__(self, loader, iterator: Iterator | None = None):
+        self.loader, self.iterator, self.restarted = loader, iterator, False
+        self._epoch = _FAR_EPOCH
+        self.in_flight = 0
+        if isinstance(loader, DataLoader) and loader.num_workers > 0:
+            self.in_flight = loader.num_workers * (loader.prefetch_factor or 2)
+
+    def resume(self) -> None:
+        """Throws away what the workers prepared while another source was in use."""
+        for _ in range(self.in_flight):
+            self.fetch()
+
+    def prepare(self) -> None:
+        pass
+
+    def fetch(self):
+        self.restarted = False
+        if self.iterator is not None:
+            try:
+                return next(self.iterator)
+            except StopIteration:
+                self.restarted = True
+                self._next_epoch()
+        self.iterator = iter(self.loader)
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            raise RuntimeError("the loader gives no batches") from None
+
+    def _next_epoch(self) -> None:
+        """A loader that keeps its position in the epoch would go on from the end of it."""
+        self._epoch += 1
+        for owner in (self.loader, getattr(self.loader, "batch_sampler", None), getattr(self.loader, "sampler", None)):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(self._epoch)
+                return
+
+    def close(self) -> None:
+        self.iterator = None
+
+
+class CachedSource:
+    """The same few batches over and over, copied outside the measured time: what if loading were free?"""
+
+    in_flight, restarted = 0, False
+
+    def __init__(self, batches: list):
+        self.batches, self.position, self.ready = batches, 0, None
+
+    def resume(self) -> None:
+        pass
+
+    def prepare(self) -> None:
+        self.ready = copy_batch(self.batches[self.position % len(self.batches)])
+        self.position += 1
+
+    def fetch(self):
+        batch, self.ready = self.ready, None
+        return batch
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A variant of the run: the remedies in force, and where batches come from (None: as the script has it)."""
+
+    remedies: tuple = ()
+    source: LoaderSource | CachedSource | None = None
+
+
+@dataclass
+class Run:
+    """So many steps of one arm; the first ``discard`` are not recorded."""
+
+    steps: int
+    arm: Arm = field(default_factory=Arm)
+    discard: int = 0
+    collect: int = 0  # keep some batches in Driver.batches, up to so many bytes
+
+
+Plan = Generator[Run, list[Step], None]
+
+
+class Driver:
+    """Carries out a plan, one :class:`Run` after the other, in the loop that calls :meth:`fetch`.
+
+    Args:
+        instrument: installed already.
+        plan: called once with the driver, after the training loop has been recognised by its first optimizer step.
+    """
+
+    def __init__(self, instrument: Instrument, plan):
+        self.instrument, self._make_plan = instrument, plan
+        self.plan: Plan | None = None
+        self.loader = None  # of the training loop
+        self.source: LoaderSource | None = None  # the script's own
+        self.optimizer = None  # its steps are the boundaries where no loader is used
+        self.batches: list = []
+        self.finished = False
+        self.error: BaseException | None = None
+        self.losses: list[float] | None = None  # receives the loss of every step
+        self.own_code = 0  # > 0: loaders are being iterated over by the plan
+        self._last: LoopIterator | None = None
+        self._run: Run | None = None
+        self._records: list[Step] = []
+        self._discard = 0
+        self._active: tuple = ()
+        self._open: Step | None = None
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+
+    def install(self) -> None:
+        def iterate(original):
+            def wrapper(loader):
+                if self.own_code or os.getpid() != self._pid or threading.get_ident() != self._thread:
+                    return original(loader)
+                return LoopIterator(self, loader, original)
+
+            return wrapper
+
+        self.instrument.patch(DataLoader, "__iter__", iterate)
+        # it warns of more workers than cores, whatever the workers wait for
+        self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
+        self.instrument.before_optimizer = self._recognise
+        self.instrument.on_optimizer = self._after_optimizer
+
+    @contextlib.contextmanager
+    def aside(self):
+        """What the plan does here leaves random numbers and the record of the step alone."""
+        step, self.instrument.step = self.instrument.step, None
+        self.own_code += 1
+        state = random_state()
+        try:
+            yield
+        finally:
+            set_random_state(state)
+            self.own_code -= 1
+            self.instrument.step = step
+
+    # --- the loop calls these -----------------------------------------------------------------------------------------
+
+    def fetch(self, iterator: "LoopIterator"):
+        """Returns the next batch of one of the loop's loaders."""
+        if self.finished:
+            raise Finished
+        if self.loader is None or iterator.loader is not self.loader:
+            self._last = iterator
+            return self.instrument.timed("loader")(next)(iterator.inner)
+        if iterator.inner is not self.source.iterator and not iterator.adopted:
+            self.source.iterator, iterator.adopted = iterator.inner, True
+        self._boundary()
+        source = self._run.arm.source or self.source
+        source.prepare()
+        self._begin()
+        self.own_code += 1
+        try:
+            batch = self.instrument.timed("loader")(source.fetch)()
+        finally:
+            self.own_code -= 1
+        self._open.restart = source.restarted
+        if self._run.collect > sum(map(batch_bytes, self.batches)) and len(self.batches) < 8:
+            self.batches.append(copy_batch(batch))
+        return batch
+
+    def _recognise(self, optimizer) -> None:
+        """The loader that was asked last before the first optimizer step is that of the training loop."""
+        if self.loader is not None or self.optimizer is not None or threading.get_ident() != self._thread:
+            return
+        if self._last is None:
+            self.optimizer = optimizer
+            return
+        self.loader, self._last.adopted = self._last.loader, True
+        self.source = LoaderSource(self.loader, self._last.inner)
+
+    def _after_optimizer(self, optimizer) -> None:
+        if optimizer is self.optimizer:
+            if self.finished:
+                raise Finished
+            self._boundary()
+            self._begin()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._open = Step(_clock(), faults=-usage.ru_minflt, cpu=-usage.ru_utime - usage.ru_stime)
+        self.instrument.step = self._open
+
+    def _end(self) -> None:
+        step, self._open, self.instrument.step = self._open, None, None
+        self.instrument.close()
+        if step is None:
+            return
+        last = len(self._records) + 1 == self._run.steps
+        if torch.cuda.is_initialized() and (last or self._discard == 1):
+            torch.cuda.synchronize()  # a run pays for all its work and for none of another's
+        step.end = _clock()
+        if self.losses is not None and self.instrument.loss is not None:
+            self.losses.append(float(self.instrument.loss))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        step.faults += usage.ru_minflt
+        step.cpu += usage.ru_utime + usage.ru_stime
+        step.parts["rest"] = step.seconds - sum(step.parts.values())
+        if self._discard > 0:
+            self._discard -= 1
+        else:
+            self._records.append(step)
+
+    def _boundary(self) -> None:
+        self._end()
+        if self.plan is None:
+            self.plan = self._make_plan(self)
+            self._advance(None)
+        elif len(self._records) >= self._run.steps:
+            self._advance(self._records)
+
+    def _advance(self, records: list[Step] | None) -> None:
+        try:
+            run = next(self.plan) if records is None else self.plan.send(records)
+        except StopIteration:
+            self.finish()
+            raise Finished from None
+        before, self._run, self._records, self._discard = self._run, run, [], run.discard
+        self.use(run.arm.remedies)
+        source = run.arm.source or self.source
+        if source is not None and (before is None or (before.arm.source or self.source) is not source):
+            with self.aside():
+                source.resume()
+
+    def use(self, remedies: tuple) -> None:
+        """Puts exactly these remedies in force."""
+        if remedies == self._active:
+            return
+        for remedy in reversed(self._active):
+            remedy.undo(self)
+        self._active = ()
+        for remedy in remedies:
+            remedy.apply(self)
+            self._active += (remedy,)
+
+    def finish(self) -> None:
+        """Takes all remedies back; the loop ends at its next request."""
+        self.finished = True
+        self.use(())
+        self.instrument.step = None
+
+
+class LoopIterator:
+    """What the training loop gets when it iterates over a DataLoader."""
+
+    def __init__(self, driver: Driver, loader: DataLoader, original):
+        self.driver, self.loader, self.adopted = driver, loader, False
+        self.inner = driver.instrument.timed("loader")(original)(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.driver.fetch(self)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)

@@ -1,0 +1,95 @@
+"""Shows a remedy as an edit of the user's own lines."""
+
+import ast
+import linecache
+from dataclasses import dataclass
+
+from fusedtrain.diagnose.instrument import Site
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place in the user's code, as it is and as it should be."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+
+
+def source_line(site: Site) -> str:
+    """Returns the text of a line without its indentation; empty where the file cannot be read."""
+    return linecache.getline(site.file, site.line).strip()
+
+
+def edit_call(site: Site | None, names: tuple[str, ...], **keywords: object) -> Change | None:
+    """Returns the call at a place with other keyword arguments.
+
+    Args:
+        site: where the call was made.
+        names: what the called function may be called, without its module; the innermost such call is meant.
+        **keywords: argument names and their new values; an argument that is there is replaced.
+
+    Returns:
+        None where the call cannot be found, as when it spreads ``**arguments`` or the file is gone.
+    """
+    call = _find(site, names)
+    if call is None or any(keyword.arg is None for keyword in call.keywords):
+        return None
+    lines = "".join(linecache.getlines(site.file)).splitlines(keepends=True)
+    text = "".join(lines[call.lineno - 1 : call.end_lineno])
+    # ast counts bytes
+    raw = text.encode()
+    tail = len(lines[call.end_lineno - 1].encode()) - call.end_col_offset
+    raw, begin = raw[: len(raw) - tail], call.col_offset
+    edits, missing = [], dict(keywords)
+    for keyword in call.keywords:
+        if keyword.arg in missing:
+            start, end = (_offset(lines, call, *place) for place in _ends(keyword.value))
+            edits.append((start, end, repr(missing.pop(keyword.arg)).encode()))
+    if missing:
+        close = len(raw) - 1
+        inner = raw[:close].rstrip()
+        comma = b"" if inner.endswith((b"(", b",")) else b", "
+        comma = b" " if inner.endswith(b",") else comma
+        added = ", ".join(f"{name}={value!r}" for name, value in missing.items()).encode()
+        edits.append((len(inner), close, comma + added))
+    new = raw
+    for start, end, value in sorted(edits, reverse=True):
+        new = new[:start] + value + new[end:]
+    return Change(site.file, call.lineno, raw[begin:].decode(), new[begin:].decode())
+
+
+def edit_argument(site: Site | None, names: tuple[str, ...], value: object) -> Change | None:
+    """Returns the call at a place with another first positional argument."""
+    call = _find(site, names)
+    if call is None or len(call.args) != 1 or call.keywords:
+        return None
+    before = ast.unparse(call)
+    call.args = [ast.Constant(value)]
+    return Change(site.file, call.lineno, before, ast.unparse(call))
+
+
+def _find(site: Site | None, names: tuple[str, ...]) -> ast.Call | None:
+    if site is None:
+        return None
+    try:
+        tree = ast.parse("".join(linecache.getlines(site.file)))
+    except SyntaxError:
+        return None
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and node.lineno <= site.line <= node.end_lineno
+        and getattr(node.func, "attr", getattr(node.func, "id", None)) in names
+    ]
+    return min(calls, key=lambda node: (node.end_lineno - node.lineno, -node.col_offset), default=None)
+
+
+def _ends(node: ast.expr) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def _offset(lines: list[str], call: ast.Call, line: int, column: int) -> int:
+    return sum(len(text.encode()) for text in lines[call.lineno - 1 : line - 1]) + column

@@ -1,0 +1,283 @@
+"""The measurements: ceilings, parts of a step, what the loader could deliver, and probes of single changes.
+
+What takes steps of the training loop is a generator that yields runs to the driver and returns what it found.
+"""
+
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import torch
+
+from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, copy_batch
+from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
+from fusedtrain.diagnose.remedies import Remedy, clone_loader, why_not_clone
+from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
+
+CACHE = 256 * 2**20  # bytes of batches that are kept
+BLOCK = 0.15  # seconds that a block of steps takes at least
+PAIRS = 4  # of a probe; verification takes more
+
+
+@dataclass(frozen=True)
+class LoaderRate:
+    """What the loader delivers when nothing is computed."""
+
+    workers: int
+    seconds: float  # per batch
+    cpu: float | None  # seconds of CPU time per batch, of the main process; None with workers
+
+
+@dataclass
+class Facts:
+    """What was measured of one variant of the run. Times are seconds per step."""
+
+    steps: list[Step]
+    step: Interval
+    parts: dict[str, float]
+    loader: object  # that the batches come from, or None
+    remedies: dict[str, Remedy]  # all that were ever considered, by name
+    candidates: dict[str, list[Remedy] | str] = field(default_factory=dict)  # by rule; or why there are none
+    cached: float | None = None  # the step if loading were free
+    cpu_cached: float = 0.0  # CPU time of such a step
+    waiting: Interval | None = None  # share of the step that cached batches save
+    rates: dict[int, LoaderRate] = field(default_factory=dict)
+    why_no_rates: str | None = None
+    lines: list[tuple[str, Site, float]] = field(default_factory=list)  # part, place, share of the samples
+    operations: list[tuple[str, float, int]] = field(
+        default_factory=list
+    )  # name, share of the CPU time, calls per step
+    device_busy: float | None = None  # share of the step; None without a GPU
+    probes: dict[str, Paired] = field(default_factory=dict)  # by name of the remedy, with cached batches
+    refused: dict[str, str] = field(default_factory=dict)  # remedies that could not be tried, with the error
+    fault_cost: float | None = None  # seconds per page fault
+    larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
+    noise: float = 0.0  # share of the step that two equal runs may differ by
+
+    def keep(self, remedy: Remedy) -> Remedy:
+        """Returns the remedy of that name which is known already, or this one."""
+        return self.remedies.setdefault(remedy.name, remedy)
+
+    @property
+    def faults(self) -> float:
+        return fmean(step.faults for step in self.steps)
+
+
+def cores() -> int:
+    """Returns how many cores this process may use, by its affinity and its control group."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+        quota, period = file.read().split()
+        number = min(number, max(1, math.ceil(int(quota) / int(period))))
+    return number
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many steps a block of a trial takes."""
+
+    step: float  # seconds
+    period: int  # the optimizer steps in every so-manieth pass
+
+    def block(self, arm: Arm) -> tuple[int, int]:
+        """Returns (steps, discard)."""
+        steps, discard = min(max(math.ceil(BLOCK / self.step), 2), 30), 2 if self.step < 0.3 else 1
+        source = arm.source
+        if source is not None and source.in_flight:  # batches of several workers arrive in bursts
+            steps, discard = max(steps, source.in_flight), max(discard, source.in_flight // 2)
+        return math.ceil(steps / self.period) * self.period, math.ceil(discard / self.period) * self.period
+
+
+def block(sizes: Sizes, arm: Arm):
+    """One block of an arm; returns seconds per step."""
+    steps, discard = sizes.block(arm)
+    records = yield Run(steps, arm, discard)
+    # With cached batches all steps are alike; waits for a loader come in bursts and have to be added up.
+    seconds = [step.seconds for step in records]
+    return median(seconds) if isinstance(arm.source, CachedSource) else fmean(seconds)
+
+
+def trial(sizes: Sizes, before: Arm, after: Arm, pairs: int):
+    """Two arms take turns, in alternating order; returns :class:`Paired`."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(pairs):
+        for second in (False, True) if i % 2 == 0 else (True, False):
+            times[second].append((yield from block(sizes, after if second else before)))
+    return Paired(tuple(times[False]), tuple(times[True]))
+
+
+def warm_up(driver: Driver):
+    """Runs until the times settle; returns the sizes of blocks."""
+    records = yield Run(4, collect=CACHE)
+    driver.instrument.settle()
+    while (len(records) < 24 and sum(step.seconds for step in records) < 1.0) or len(records) < 8:
+        records += yield Run(4, collect=CACHE)
+    optimized = [i for i, step in enumerate(records) if "optimizer" in step.parts]
+    gaps = [b - a for a, b in itertools.pairwise(optimized)]
+    return Sizes(median(step.seconds for step in records[4:]), max(1, round(median(gaps))) if gaps else 1)
+
+
+def observe(driver: Driver, arm: Arm, steps: int, remedies: dict[str, Remedy]):
+    """Watches so many steps; returns :class:`Facts`."""
+    records = yield Run(steps, arm, 1)
+    parts = {part: fmean(step.parts.get(part, 0.0) for step in records) for part in PARTS}
+    loader = driver.loader if arm.source is None else arm.source.loader
+    return Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
+
+
+def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
+    """Measures the step with cached batches beside the step as it is."""
+    cached = Arm(arm.remedies, CachedSource(driver.batches))
+    pairs = yield from trial(sizes, arm, cached, PAIRS)
+    facts.cached = median(pairs.after)
+    facts.waiting = pairs.gain()
+    records = yield Run(sizes.block(cached)[0], cached)
+    facts.cpu_cached = fmean(step.cpu for step in records)
+    return cached
+
+
+def loader_rate(driver: Driver, workers: int, budget: float = 1.5) -> LoaderRate:
+    """Iterates over the loader with so many workers, without computing."""
+    with driver.aside():
+        arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
+        source = LoaderSource(clone_loader(driver.loader, **arguments))
+        for _ in range(max(1, source.in_flight)):
+            source.fetch()
+        count, cpu, start = 0, time.process_time(), time.perf_counter()
+        while count < max(2, 2 * workers) or (time.perf_counter() - start < budget and count < 256):
+            source.fetch()
+            count += 1
+            if time.perf_counter() - start > 4 * budget:
+                break
+        seconds = (time.perf_counter() - start) / count
+        return LoaderRate(workers, seconds, (time.process_time() - cpu) / count if workers == 0 else None)
+
+
+def loader_rates(driver: Driver, facts: Facts) -> None:
+    """Measures what the loader delivers alone, for the worker counts that may help."""
+    loader = driver.loader
+    facts.why_no_rates = "no loader was seen" if loader is None else why_not_clone(loader)
+    if facts.why_no_rates is not None:
+        return
+    for workers in sorted({0, facts.loader.num_workers}):
+        facts.rates[workers] = loader_rate(driver, workers)
+    if facts.waiting is None or facts.waiting.high < 0.02:
+        return
+    single, target = facts.rates[0], 0.8 * facts.cached
+    # Workers that wait for storage do not need a core each; those that compute do.
+    most = 32 if single.cpu < 0.5 * single.seconds else cores()
+    workers, best = 1, math.inf
+    while workers <= most:
+        if workers not in facts.rates:
+            facts.rates[workers] = loader_rate(driver, workers)
+        rate = facts.rates[workers]
+        if rate.seconds < target or rate.seconds > 0.9 * best:
+            break
+        best, workers = rate.seconds, 2 * workers
+
+
+class Sampler:
+    """Notes from a second thread, every 2 ms, which line of the user's code the training thread is in."""
+
+    def __init__(self, driver: Driver):
+        self.driver, self.times = driver, defaultdict(float)
+        self.target, self.stop = threading.get_ident(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Sampler":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self.stop.wait(0.002):
+            frame = user_frame(sys._current_frames().get(self.target))
+            now = time.perf_counter()
+            if frame is not None and self.driver.instrument.step is not None:
+                self.times[self.driver.instrument.part or "rest", frame] += now - last
+            last = now
+
+    def lines(self) -> list[tuple[str, Site, float]]:
+        total = sum(self.times.values())
+        ranked = sorted(self.times.items(), key=lambda item: -item[1])
+        return [(part, site, seconds / total) for (part, site), seconds in ranked[:12]]
+
+
+def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
+    """Finds the user's lines that the time outside of the model goes to."""
+    with Sampler(driver) as sampler:
+        yield Run(min(max(math.ceil(1.0 / sizes.step), 3), 500), arm)
+    facts.lines = sampler.lines()
+
+
+def profile(driver: Driver, facts: Facts, arm: Arm):
+    """Finds the operations that the time goes to, and on a GPU how long it is busy."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as Profiler
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
+    steps = 3
+    with Profiler(activities=activities) as profiler:
+        records = yield Run(steps, arm)
+    events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "fusedtrain::"))]
+    total = sum(event.self_cpu_time_total for event in events) or 1
+    ranked = sorted(events, key=lambda event: -event.self_cpu_time_total)
+    facts.operations = [(e.key, e.self_cpu_time_total / total, round(e.count / steps)) for e in ranked[:8]]
+    if torch.cuda.is_initialized():
+        busy = sum(getattr(event, "self_device_time_total", 0) for event in profiler.key_averages()) * 1e-6
+        facts.device_busy = busy / sum(step.seconds for step in records)
+
+
+def fault_cost() -> float:
+    """Returns the seconds that one page fault costs, measured: writing to fresh memory against writing again."""
+    size = 64 * 2**20
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    tensor, times = torch.frombuffer(memory, dtype=torch.float32), []
+    for _ in range(3):
+        start = time.perf_counter()
+        tensor.fill_(1.0)
+        times.append(time.perf_counter() - start)
+    return max(0.0, times[0] - min(times[1:])) / (size / mmap.PAGESIZE)
+
+
+def repeat_batch(batch, times: int):
+    """Returns a batch that holds its samples so many times."""
+    if isinstance(batch, torch.Tensor):
+        return batch.repeat(times, *[1] * (batch.dim() - 1)) if batch.dim() else batch
+    if isinstance(batch, dict):
+        return type(batch)({name: repeat_batch(value, times) for name, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(repeat_batch(value, times) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(repeat_batch(value, times) for value in batch)
+    return copy_batch(batch)
+
+
+def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: int = 4):
+    """Measures forward and backward of larger batches. A loop that relies on its batch size may fail here."""
+    source = CachedSource([repeat_batch(batch, times) for batch in driver.batches])
+    steps, discard = sizes.block(arm)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for larger in (False, True, True, False):
+        records = yield Run(max(2 * sizes.period, steps // 2), Arm(arm.remedies, source) if larger else arm, discard)
+        seconds[larger].append(median(_computing(step) for step in records))
+    facts.larger = times, fmean(seconds[False]), fmean(seconds[True])
+
+
+def _computing(step: Step) -> float:
+    return step.parts.get("forward", 0.0) + step.parts.get("backward", 0.0)

@@ -1,0 +1,406 @@
+"""What can be done about a bottleneck: how each remedy is applied to the run that is under way, and taken back.
+
+Each remedy belongs to a class of change, which is checked on the losses:
+
+- ``bitwise``: the same losses, bit for bit;
+- ``last bit``: the losses of another order of summation: they differ no more than after rounding the weights;
+- ``tolerance``: arithmetic of another precision.
+
+Batch sizes are never changed, only reported on.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from fusedtrain import _allocator
+from fusedtrain.diagnose.drive import Driver, LoaderSource
+from fusedtrain.diagnose.lines import Change, edit_argument, edit_call
+from fusedtrain.nn.fuse import fuse, unfuse
+
+CLASSES = ("bitwise", "last bit", "tolerance")
+
+
+class Remedy:
+    """One change of a run.
+
+    Attributes:
+        name: short and unique, as in the JSON report.
+        kind: one of CLASSES.
+        how: what to do, in one sentence.
+    """
+
+    name = kind = how = ""
+    on_loader = False
+    outside = False  # it holds from the start of a process or not at all: tried in fresh ones
+    rehearsed = False  # tried on the model alone first: it may not be able to run so
+
+    def apply(self, driver: Driver) -> None:
+        """Puts the change in force, between two steps."""
+
+    def undo(self, driver: Driver) -> None:
+        """Takes it back."""
+
+    def changes(self, driver: Driver) -> list[Change]:
+        """The user's lines to edit, where they are known."""
+        return []
+
+
+class Loader(Remedy):
+    """The loader with other arguments."""
+
+    kind, on_loader = "bitwise", True
+
+    def __init__(self, driver: Driver, **arguments):
+        self.arguments = arguments
+        self.name = "loader(" + ", ".join(f"{name}={value}" for name, value in arguments.items()) + ")"
+        self.how = "give the DataLoader " + ", ".join(f"{name}={value}" for name, value in arguments.items())
+        self.source = LoaderSource(clone_loader(driver.loader, **arguments))
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), **self.arguments)
+        return [change] if change else []
+
+
+def why_not_clone(loader) -> str | None:
+    """Returns why a loader cannot be built again with other arguments, or None."""
+    if not isinstance(loader, DataLoader):
+        return f"the batches come from a {type(loader).__name__}, not from a DataLoader"
+    if type(loader) is not DataLoader:
+        return f"{type(loader).__name__} is derived from DataLoader and may load differently"
+    if isinstance(loader.dataset, IterableDataset):
+        return "the dataset is iterable: with other workers it has to be divided among them by hand"
+    return None
+
+
+def clone_loader(loader: DataLoader, **arguments) -> DataLoader:
+    """Returns a DataLoader over the same dataset and sampler with some arguments changed."""
+    if loader.batch_size is not None:
+        same = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is not None:
+        same = {"batch_sampler": loader.batch_sampler}
+    else:
+        same = {"batch_size": None, "sampler": loader.sampler}
+    workers = arguments.get("num_workers", loader.num_workers)
+    same |= {
+        "num_workers": workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+    }
+    if workers > 0:
+        same |= {"persistent_workers": loader.persistent_workers, "prefetch_factor": loader.prefetch_factor}
+        same |= {"multiprocessing_context": loader.multiprocessing_context, "timeout": loader.timeout}
+    return DataLoader(loader.dataset, **same | arguments)
+
+
+class Allocator(Remedy):
+    """glibc keeps freed memory instead of returning it to the kernel.
+
+    It cannot be tried in a running process: mallopt() turns it on, but what the heap has grown to then stays.
+    """
+
+    name, kind, outside = "allocator", "bitwise", True
+    how = f'start Python with the environment variable GLIBC_TUNABLES="{_allocator.TUNABLES}"'
+
+    @staticmethod
+    def why_not() -> str | None:
+        if not sys.platform.startswith("linux") or not _allocator.variables():
+            return "not glibc's malloc, or GLIBC_TUNABLES or another malloc is set already"
+        return None
+
+
+class Threads(Remedy):
+    """Another number of threads within an operation."""
+
+    kind = "last bit"
+
+    def __init__(self, number: int):
+        self.number, self.name = number, f"threads({number})"
+        self.how = f"torch.set_num_threads({number}), or OMP_NUM_THREADS={number} in the environment"
+
+    def apply(self, driver: Driver) -> None:
+        self._before = torch.get_num_threads()
+        _set_threads(self.number)
+
+    def undo(self, driver: Driver) -> None:
+        _set_threads(self._before)
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_argument(driver.instrument.sites.get("set_num_threads"), ("set_num_threads",), self.number)
+        return [change] if change else []
+
+
+def _set_threads(number: int) -> None:
+    getattr(torch.set_num_threads, "__wrapped__", torch.set_num_threads)(number)
+
+
+def models(driver: Driver) -> list[nn.Module]:
+    """Returns the outermost modules with parameters: the models, not the losses."""
+    return [root for root in driver.instrument.roots if any(True for _ in root.parameters())]
+
+
+class ChannelsLast(Remedy):
+    """Convolutions on channels_last weights and images."""
+
+    name, kind, rehearsed = "channels_last", "last bit", True
+    how = (
+        "model = model.to(memory_format=torch.channels_last), before the optimizer is made, and"
+        " images = images.to(device, memory_format=torch.channels_last)"
+    )
+
+    def apply(self, driver: Driver) -> None:
+        self._formats = [
+            (p, p.is_contiguous(memory_format=torch.channels_last))
+            for model in models(driver)
+            for p in model.parameters()
+            if p.dim() == 4
+        ]
+        self._convert(driver, [(p, True) for p, _ in self._formats])
+        self._hooks = [model.register_forward_pre_hook(_to_channels_last, prepend=True) for model in models(driver)]
+
+    def undo(self, driver: Driver) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._convert(driver, self._formats)
+
+    def _convert(self, driver: Driver, formats: list[tuple[Tensor, bool]]) -> None:
+        for p, last in formats:
+            memory_format = torch.channels_last if last else torch.contiguous_format
+            p.data = p.data.contiguous(memory_format=memory_format)
+            if p.grad is not None:
+                p.grad = p.grad.contiguous(memory_format=memory_format)
+            for optimizer in driver.instrument.optimizers:
+                state = optimizer.state.get(p, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == p.shape:
+                        state[name] = value.contiguous(memory_format=memory_format)
+
+
+def _to_channels_last(module: nn.Module, args: tuple) -> tuple:
+    return tree_map(
+        lambda x: x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x, args
+    )
+
+
+class Fuse(Remedy):
+    """Stock layers become fused ones."""
+
+    name, kind, rehearsed = "fuse", "last bit", True
+    how = "fusedtrain.fuse(model), once, after the model is made"
+
+    @staticmethod
+    def why_not(driver: Driver) -> str | None:
+        for model in models(driver):
+            try:
+                if unfuse(model, dry_run=True):
+                    return "the model has fused layers already"
+                if fuse(model, dry_run=True).swapped:
+                    return None
+            except ValueError as error:
+                return str(error)
+        return "the model has no layer that fusedtrain.fuse takes"
+
+    def apply(self, driver: Driver) -> None:
+        for model in models(driver):
+            fuse(model)
+
+    def undo(self, driver: Driver) -> None:
+        for model in models(driver):
+            unfuse(model)
+
+
+class FusedOptimizer(Remedy):
+    """torch's or our optimizer that updates everything in one pass over memory.
+
+    The optimizer object stays the one that the script made, with its groups and states; only its step is another.
+    """
+
+    kind = "last bit"
+    STOCK = ("Adam", "AdamW", "SGD", "Adagrad")
+    OURS = ("Adam", "AdamW", "SGD")
+
+    def __init__(self, ours: bool):
+        self.ours = ours
+        self.name = "fusedtrain.optim" if ours else "optimizer(fused=True)"
+        self.how = "take the optimizer of that name from fusedtrain.optim" if ours else "give the optimizer fused=True"
+
+    def why_not(self, driver: Driver) -> str | None:
+        names = self.OURS if self.ours else self.STOCK
+        for optimizer in driver.instrument.optimizers:
+            if not any(type(optimizer) is getattr(torch.optim, name) for name in names):
+                return f"there is no fused form of {type(optimizer).__module__}.{type(optimizer).__name__}"
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    return "the optimizer is fused already"
+                if group.get("capturable") or group.get("differentiable"):
+                    return "the optimizer is capturable or differentiable"
+                if any(not p.is_floating_point() or p.dtype is torch.float16 for p in group["params"]):
+                    return "a parameter is complex, an integer or in half precision"
+        return None if driver.instrument.optimizers else "no optimizer was seen"
+
+    def apply(self, driver: Driver) -> None:
+        self._before = []
+        for optimizer in driver.instrument.optimizers:
+            flags = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+            self._before.append((optimizer, vars(optimizer).get("step"), flags))
+            if self.ours:
+                optimizer.step = _ours(optimizer).step
+            else:
+                for group in optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+                _place_counters(optimizer, on_device=True)
+
+    def undo(self, driver: Driver) -> None:
+        for optimizer, step, flags in self._before:
+            if self.ours:
+                if step is None:
+                    del optimizer.step
+                else:
+                    optimizer.step = step
+            else:
+                for group, (fused, foreach) in zip(optimizer.param_groups, flags):
+                    group["fused"], group["foreach"] = fused, foreach
+                _place_counters(optimizer, on_device=False)
+
+    def changes(self, driver: Driver) -> list[Change]:
+        found = []
+        for optimizer in driver.instrument.optimizers:
+            site, name = driver.instrument.sites.get(id(optimizer)), type(optimizer).__name__
+            change = edit_call(site, (name,), **({} if self.ours else {"fused": True}))
+            if change and self.ours:
+                arguments = change.before[change.before.index("(") :]
+                change = Change(change.file, change.line, change.before, f"fusedtrain.optim.{name}{arguments}")
+            if change and not self.ours and "foreach" in change.before:
+                change = edit_call(site, (name,), foreach=None, fused=True)
+            found += [change] if change else []
+        return found
+
+
+def _place_counters(optimizer, on_device: bool) -> None:
+    for p, state in optimizer.state.items():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(p.device if on_device else "cpu")
+
+
+def _ours(optimizer):
+    """Returns our optimizer of the same name on the same groups and states."""
+    from fusedtrain import optim
+
+    twin = getattr(optim, type(optimizer).__name__)([torch.zeros(1)], lr=1.0)
+    twin.param_groups, twin.state, twin.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+    twin.stands_for = optimizer
+    return twin
+
+
+class SetToNone(Remedy):
+    """Gradients are freed instead of being filled with zeros."""
+
+    name, kind = "zero_grad(set_to_none=True)", "bitwise"
+    how = "call zero_grad() without set_to_none=False"
+
+    def apply(self, driver: Driver) -> None:
+        driver.instrument.set_to_none = True
+
+    def undo(self, driver: Driver) -> None:
+        driver.instrument.set_to_none = False
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_call(driver.instrument.sites.get("zero_grad"), ("zero_grad",), set_to_none=True)
+        return [change] if change else []
+
+
+class Float32(Remedy):
+    """No autocast."""
+
+    name, kind = "precision(fp32)", "tolerance"
+    how = "leave autocast out: on this machine 16 bits are slower for this model"
+
+    def apply(self, driver: Driver) -> None:
+        driver.instrument.no_autocast = True
+
+    def undo(self, driver: Driver) -> None:
+        driver.instrument.no_autocast = False
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_call(driver.instrument.sites.get("autocast"), ("autocast",), enabled=False)
+        return [change] if change else []
+
+
+class BFloat16(Remedy):
+    """The forward pass under autocast to bfloat16."""
+
+    name, kind, rehearsed = "precision(bf16)", "tolerance", True
+    how = "run the forward pass under torch.autocast(device_type, dtype=torch.bfloat16)"
+
+    def apply(self, driver: Driver) -> None:
+        self._open: list = []
+        self._hooks = []
+        for model in models(driver):
+            self._hooks.append(model.register_forward_pre_hook(self._enter, prepend=True))
+            self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+
+    def undo(self, driver: Driver) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, args) -> None:
+        device = next(module.parameters()).device.type
+        self._open.append(torch.autocast(device, dtype=torch.bfloat16))
+        self._open[-1].__enter__()
+
+    def _leave(self, module: nn.Module, args, output):
+        self._open.pop().__exit__(None, None, None)
+        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x, output)
+
+
+class CudnnBenchmark(Remedy):
+    """cuDNN tries its algorithms once per shape and keeps the fastest."""
+
+    name, kind = "cudnn.benchmark", "last bit"
+    how = "torch.backends.cudnn.benchmark = True, where the shapes stay the same"
+
+    def apply(self, driver: Driver) -> None:
+        torch.backends.cudnn.benchmark = True
+
+    def undo(self, driver: Driver) -> None:
+        torch.backends.cudnn.benchmark = False
+
+
+class PinnedCopies(Remedy):
+    """Batches from page-locked memory, copied while the device computes."""
+
+    name, kind, on_loader = "pinned copies", "bitwise", True
+    how = "give the DataLoader pin_memory=True and .to() or .cuda() non_blocking=True"
+
+    def __init__(self, driver: Driver):
+        self.source = LoaderSource(clone_loader(driver.loader, pin_memory=True))
+
+    def apply(self, driver: Driver) -> None:
+        driver.instrument.non_blocking = True
+
+    def undo(self, driver: Driver) -> None:
+        driver.instrument.non_blocking = False
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), pin_memory=True)
+        return [change] if change else []
+
+
+def specification(remedy: Remedy) -> dict:
+    """Returns what :func:`rebuild` needs to make the remedy again in another process."""
+    arguments = {"number": remedy.number} if isinstance(remedy, Threads) else getattr(remedy, "arguments", {})
+    if isinstance(remedy, FusedOptimizer):
+        arguments = {"ours": remedy.ours}
+    return {"remedy": type(remedy).__name__, "arguments": arguments}
+
+
+def rebuild(specification: dict, driver: Driver) -> Remedy:
+    """Makes a remedy from its :func:`specification`."""
+    cls = next(cls for cls in Remedy.__subclasses__() if cls.__name__ == specification["remedy"])
+    needs_driver = cls in (Loader, PinnedCopies)
+    return cls(*[driver] * needs_driver, **specification["arguments"])

@@ -1,0 +1,209 @@
+"""The report: a dictionary for JSON, and its text for the terminal."""
+
+from dataclasses import asdict
+
+from fusedtrain.diagnose.lines import source_line
+from fusedtrain.diagnose.remedies import specification
+
+BEST_EFFORT = "measured by probes; --verify tries the remedies"
+
+
+def to_json(diagnosis, script: str) -> dict:
+    """Returns everything that was found, of plain types only. Times are milliseconds, gains shares of the step."""
+    from fusedtrain.diagnose.diagnosis import machine
+
+    facts, driver = diagnosis.facts, diagnosis.driver
+    rates = sorted(facts.rates.values(), key=lambda rate: rate.workers)
+    current = getattr(driver.loader, "num_workers", 0)
+    return {
+        "script": script,
+        "machine": machine(),
+        "steps": len(facts.steps),
+        "step_ms": _ms_interval(facts.step),
+        "overhead": diagnosis.overhead,
+        "noise": _interval(diagnosis.noise),
+        "noisy": diagnosis.noisy,
+        "ceilings": {
+            "cached_ms": None if facts.cached is None else 1e3 * facts.cached,
+            "loader_alone_ms": 1e3 * facts.rates[current].seconds if current in facts.rates else None,
+            "loading_share": None if facts.waiting is None else _interval(facts.waiting),
+        },
+        "parts_ms": {part: 1e3 * seconds for part, seconds in facts.parts.items()},
+        "page_faults_per_step": facts.faults,
+        "loader_rates": [{"workers": rate.workers, "batches_per_second": 1 / rate.seconds} for rate in rates],
+        "current_workers": current,
+        "operations": [{"name": n, "share": share, "calls": calls} for n, share, calls in facts.operations],
+        "device_busy": facts.device_busy,
+        "bottleneck": diagnosis.bottleneck and diagnosis.bottleneck.rule,
+        "findings": [_finding(finding, driver) for finding in diagnosis.findings],
+        "checked": diagnosis.checked,
+        "verified": [_verdict(verdict) for verdict in diagnosis.verdicts] if diagnosis.verifies else None,
+        "combined": diagnosis.combined
+        and {"gain": _interval(diagnosis.combined.gain(0.99)), "ms": [1e3 * s for s in diagnosis.combined.seconds()]},
+        "accepted": [specification(remedy) for remedy in diagnosis.arm.remedies],
+        "timeline": [[[part, 1e3 * start, 1e3 * end] for part, start, end in step] for step in diagnosis.timeline],
+        "failure": diagnosis.failure,
+    }
+
+
+def _interval(interval) -> dict | None:
+    return None if interval is None else asdict(interval)
+
+
+def _ms_interval(interval) -> dict:
+    return {name: 1e3 * value for name, value in asdict(interval).items()}
+
+
+def _finding(finding, driver) -> dict:
+    return {
+        "rule": finding.rule,
+        "cause": finding.cause,
+        "evidence": finding.evidence,
+        "predicted_gain": finding.gain,
+        "option": finding.option,
+        "advice": finding.advice,
+        "remedies": [
+            {
+                "name": remedy.name,
+                "class": remedy.kind,
+                "how": remedy.how,
+                "changes": [asdict(change) for change in remedy.changes(driver)],
+            }
+            for remedy in finding.remedies
+        ],
+        "lines": [
+            {"file": site.file, "line": site.line, "share": share, "text": source_line(site)}
+            for site, share in finding.lines[:4]
+        ],
+    }
+
+
+def _verdict(verdict) -> dict:
+    check = verdict.losses
+    return {
+        "remedy": verdict.remedy.name,
+        "class": verdict.remedy.kind,
+        "how": verdict.remedy.how,
+        "predicted_gain": verdict.predicted,
+        "measured_gain": _interval(verdict.measured),
+        "ms": [1e3 * seconds for seconds in verdict.seconds],
+        "accepted": verdict.accepted,
+        "reason": verdict.reason,
+        "losses": check
+        and {"difference": check.difference, "allowed": check.allowed, "hold": check.holds, "note": check.note},
+    }
+
+
+def losses_text(verified: dict) -> str:
+    """Returns what the check of the losses said about a remedy."""
+    losses = verified["losses"]
+    if losses is None:
+        return "not checked"
+    return f"{verified['class']}: " + ("holds" if losses["hold"] else losses["note"] or "does not hold")
+
+
+def headline(report: dict) -> str:
+    """Returns the answer in one sentence."""
+    named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
+    if named is None:
+        parts = report["parts_ms"]
+        name = max(parts, key=parts.get)
+        return f"No bottleneck found. The step is bound by computing, most of it in: {name}."
+    gain = named["predicted_gain"]
+    return f"{named['cause'][0].upper()}{named['cause'][1:]}. Without that, steps take {gain:.0%} less time."
+
+
+def show(report: dict) -> None:
+    """Prints a report."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.panel import Panel
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    step, noise = report["step_ms"], report["noise"]
+    console.print(
+        Panel(f"[bold]{escape(headline(report))}[/bold]", title=escape(f"fusedtrain diagnose {report['script']}")),
+        soft_wrap=False,
+    )
+    console.print(
+        f"{step['value']:.3g} ms per step [{step['low']:.3g}, {step['high']:.3g}] over {report['steps']} steps;"
+        f" measuring costs {report['overhead']:.2%}",
+        markup=False,
+    )
+    if report["noisy"]:
+        console.print(
+            f"[yellow]This machine is noisy: two equal runs differ by {noise['low']:+.1%} to {noise['high']:+.1%}."
+            " Small gains cannot be told from chance now.[/yellow]"
+        )
+    _show_parts(console, report)
+    for i, finding in enumerate(report["findings"], 1):
+        _show_finding(console, i, finding, escape)
+    if report["verified"] is not None:
+        _show_verified(console, report, Table)
+    console.print("\n[bold]Looked at, no finding[/bold]")
+    for rule, reason in report["checked"].items():
+        console.print(f"  {rule:<15} {reason}", markup=False, style="dim")
+    if report["failure"]:
+        console.print(f"  {report['failure']}", markup=False, style="yellow")
+
+
+def _show_parts(console, report: dict) -> None:
+    total, width = report["step_ms"]["value"], 40
+    for part, ms in report["parts_ms"].items():
+        if ms / total >= 0.005:
+            bar = "█" * max(1, round(width * ms / total))
+            console.print(f"  {part:<10} {ms:9.3f} ms {ms / total:6.1%} {bar}", markup=False)
+    ceilings = report["ceilings"]
+    if ceilings["cached_ms"] is not None:
+        console.print(f"  if loading were free   {ceilings['cached_ms']:9.3f} ms per step", markup=False)
+    if ceilings["loader_alone_ms"] is not None:
+        console.print(f"  if computing were free {ceilings['loader_alone_ms']:9.3f} ms per batch", markup=False)
+
+
+def _show_finding(console, number: int, finding: dict, escape) -> None:
+    option = " (an option)" if finding["option"] else ""
+    console.print(
+        f"\n[bold]{number}. {escape(finding['cause'])}{option}[/bold]: predicted {finding['predicted_gain']:.0%}"
+    )
+    console.print(f"   {finding['evidence']}", markup=False, style="dim")
+    for remedy in finding["remedies"][:2]:
+        console.print(f"   -> {remedy['how']}  [{remedy['class']}]", markup=False)
+        for change in remedy["changes"]:
+            console.print(f"      {change['file']}:{change['line']}", markup=False, style="dim")
+            for sign, name, colour in (("-", "before", "red"), ("+", "after", "green")):
+                for line in change[name].splitlines():
+                    console.print(f"      {sign} {line}", markup=False, style=colour)
+    if finding["advice"]:
+        console.print(f"   -> {finding['advice']}", markup=False)
+    for line in finding["lines"]:
+        console.print(
+            f"      {line['share']:4.0%} {line['file']}:{line['line']}  {line['text']}", markup=False, style="dim"
+        )
+
+
+def _show_verified(console, report: dict, table_class) -> None:
+    table = table_class(title="Verified, taking turns in the running loop; 99 % intervals")
+    for name in ("remedy", "predicted", "measured", "interval", "ms per step", "losses", "kept"):
+        table.add_column(name, justify="left" if name in ("remedy", "losses", "kept") else "right")
+    for v in report["verified"]:
+        gain, said = v["measured_gain"], losses_text(v)
+        table.add_row(
+            v["remedy"],
+            f"{v['predicted_gain']:.1%}",
+            f"{gain['value']:.1%}",
+            f"{gain['low']:.1%} to {gain['high']:.1%}",
+            f"{v['ms'][0]:.3g} -> {v['ms'][1]:.3g}",
+            said,
+            "yes" if v["accepted"] else f"no: {v['reason']}",
+        )
+    console.print()
+    console.print(table) if report["verified"] else console.print("Nothing to verify.")
+    for name, title in (("combined", "All together"), ("fresh", "In fresh processes")):
+        if report.get(name):
+            before, after = report[name]["ms"]
+            gain = report[name]["gain"]
+            interval = "" if gain is None else f", {gain['low']:.1%} to {gain['high']:.1%} of the time saved"
+            console.print(
+                f"{title}: {before:.3g} -> {after:.3g} ms per step, {before / after:.2f}x{interval}", markup=False
+            )

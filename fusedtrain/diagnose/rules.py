@@ -1,0 +1,362 @@
+"""The decision tree as a table: from what was measured to a cause, its remedies and the gain they promise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fusedtrain.diagnose.drive import Driver
+from fusedtrain.diagnose.instrument import Site
+from fusedtrain.diagnose.measure import Facts, cores, fault_cost
+from fusedtrain.diagnose.remedies import (
+    Allocator,
+    BFloat16,
+    ChannelsLast,
+    CudnnBenchmark,
+    Float32,
+    Fuse,
+    FusedOptimizer,
+    Loader,
+    PinnedCopies,
+    Remedy,
+    SetToNone,
+    Threads,
+    models,
+    why_not_clone,
+)
+
+LEAST = 0.03  # of the step: less is not worth naming
+FAULT = 0.2e-6  # seconds that a page fault takes at the very least
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that the measurements speak for.
+
+    Attributes:
+        rule: the name of the rule.
+        cause: one sentence.
+        evidence: the numbers.
+        gain: the predicted share of the step that goes away.
+        remedies: what can be tried, the most promising first; empty: only advice.
+        advice: what to do by hand.
+        option: a choice with a price, such as another precision; it is never called the bottleneck.
+        lines: places in the user's code that the time goes to, with their share of the step.
+    """
+
+    rule: str
+    cause: str
+    evidence: str
+    gain: float
+    remedies: tuple[Remedy, ...] = ()
+    advice: str = ""
+    option: bool = False
+    lines: tuple[tuple[Site, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One branch of the tree.
+
+    Attributes:
+        name: short and unique.
+        candidates: the changes to probe with cached batches, or why there are none.
+        look: the finding, or in a few words why there is none. Called when the probes are done.
+    """
+
+    name: str
+    look: Callable[[Facts, Driver], Finding | str]
+    candidates: Callable[[Facts, Driver], list[Remedy] | str] | None = None
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def serial(facts: Facts) -> bool:
+    """Whether loading and computing take turns instead of overlapping."""
+    return getattr(facts.loader, "num_workers", 0) == 0
+
+
+def gain_of_computing(facts: Facts, driver: Driver, saved: float) -> float:
+    """Returns the share of the step that goes away when computing takes ``saved`` seconds less."""
+    step = facts.step.value
+    if serial(facts) or facts.cached is None:
+        return saved / step
+    # Workers deliver at their own pace: what is saved beyond it is spent waiting for them.
+    pace = step if facts.cached < 0.9 * step else 0.0
+    return (step - max(step - saved, pace)) / step
+
+
+def gain_of_loading(facts: Facts, driver: Driver, workers: int) -> float:
+    """Returns the share of the step that so many workers save.
+
+    They overlap with computing; the step is then the slowest of computing, loading, and all CPU work over all cores.
+    """
+    step, rate = facts.step.value, facts.rates[workers]
+    work = facts.rates[0].cpu + facts.cpu_cached
+    return 1 - max(facts.cached, rate.seconds, work / cores()) / step
+
+
+def best_probe(facts: Facts, remedies: list[Remedy]) -> tuple[Remedy, float] | None:
+    """Returns the remedy that saved most, with the seconds per step, if every pair of its probe was faster.
+
+    A share that is no larger than what two equal runs differ by counts for nothing. Shares and not seconds carry over
+    from the probe: the machine may have been slower then.
+    """
+    found = [(remedy, facts.probes[remedy.name]) for remedy in remedies if remedy.name in facts.probes]
+    shares = [(r, p.share()) for r, p in found if all(b < a for a, b in zip(p.before, p.after))]
+    sure = [(r, share) for r, share in shares if share > facts.noise]
+    best = max(sure, key=lambda pair: pair[1], default=None)
+    computing = min(facts.cached or facts.step.value, facts.step.value)
+    return best and (best[0], best[1] * computing)
+
+
+def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=None) -> Rule:
+    """Returns a rule whose finding is what its probes measured."""
+
+    def look(facts: Facts, driver: Driver) -> Finding | str:
+        remedies = facts.candidates[name]
+        if not isinstance(remedies, list):
+            return remedies
+        refused = [facts.refused[r.name] for r in remedies if r.name in facts.refused]
+        if refused and len(refused) == len(remedies):
+            return f"tried, but it fails: {refused[0]}"
+        best = best_probe(facts, remedies)
+        gain = gain_of_computing(facts, driver, best[1]) if best else 0.0
+        if best is None or gain < LEAST:
+            return "tried: no gain with cached batches" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
+        before, after = facts.probes[best[0].name].seconds()
+        numbers = f"with cached batches {1e3 * before:.3g} ms per step become {1e3 * after:.3g} ms with {best[0].name}"
+        if evidence is not None:
+            numbers = f"{evidence(facts, driver)}; {numbers}"
+        order = (best[0], *(r for r in remedies if r is not best[0] and r.name in facts.probes))
+        return Finding(name, cause, numbers, gain, order, option=option)
+
+    return Rule(name, look, candidates)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _loader(facts: Facts, driver: Driver) -> Finding | str:
+    if driver.loader is None:
+        return "no loader was seen"
+    lost = facts.waiting.value
+    if facts.waiting.low <= 0 or lost < LEAST:
+        return f"cached batches save {max(lost, 0):.1%} of the step"
+    evidence = (
+        f"a step takes {1e3 * facts.step.value:.3g} ms, with cached batches {1e3 * facts.cached:.3g} ms:"
+        f" {lost:.0%} of it is loading"
+    )
+    lines = tuple((site, share) for part, site, share in facts.lines if part == "loader")
+    if facts.why_no_rates is not None:
+        advice = f"it was not changed: {facts.why_no_rates}"
+        return Finding("loader", "the step waits for the data", evidence, lost, advice=advice, lines=lines)
+    single, now = facts.rates[0], getattr(facts.loader, "num_workers", 0)
+    busy = single.cpu / single.seconds
+    kind = "most of it waiting, as for storage" if busy < 0.5 else "most of it computing, as for decoding"
+    delivers = ", ".join(
+        f"{r.workers}: {1 / r.seconds:.3g}" for r in sorted(facts.rates.values(), key=lambda r: r.workers)
+    )
+    evidence += (
+        f"; one batch takes {1e3 * single.seconds:.3g} ms, {kind} ({busy:.0%} CPU);"
+        f" batches/s by number of workers: {delivers}"
+    )
+    gains = {workers: gain_of_loading(facts, driver, workers) for workers in facts.rates if workers != now}
+    best = max(gains.values())
+    workers = min(w for w, gain in gains.items() if gain > best - 0.03)
+    cause = "the step waits for the data loader: " + (
+        f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
+    )
+    advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
+    if best < LEAST:
+        return Finding("loader", cause, evidence, lost, advice=advice, lines=lines)
+    arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
+    remedy = facts.keep(Loader(driver, **arguments))
+    return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines)
+
+
+def _restarts(facts: Facts, driver: Driver) -> Finding | str:
+    loader = facts.loader
+    if loader is None or serial(facts):
+        return "the loader has no workers to restart"
+    if getattr(loader, "persistent_workers", False):
+        return "the workers stay from epoch to epoch"
+    restarts = [step.parts.get("loader", 0.0) for step in facts.steps if step.restart]
+    others = [step.parts.get("loader", 0.0) for step in facts.steps if not step.restart]
+    if not restarts or not others:
+        return "no epoch ended while it was measured"
+    lost = (sum(restarts) - len(restarts) * sum(others) / len(others)) / sum(step.seconds for step in facts.steps)
+    if lost < LEAST:
+        return f"restarting them takes {max(lost, 0):.1%} of the time"
+    wait = sum(restarts) / len(restarts)
+    evidence = f"{len(restarts)} epochs in {len(facts.steps)} steps began with {wait:.3g} s of waiting"
+    reason = why_not_clone(loader)
+    remedies = () if reason else (facts.keep(Loader(driver, persistent_workers=True)),)
+    return Finding("loader_restart", "the loader starts its workers anew in every epoch", evidence, lost, remedies)
+
+
+def _copies(facts: Facts, driver: Driver) -> Finding | str:
+    if not torch.cuda.is_initialized():
+        return "n/a: training runs on the CPU, nothing is copied to a device"
+    copies, share = driver.instrument.copies, facts.parts["copy"] / facts.step.value
+    evidence = (
+        f"copies to the device hold the loop up for {share:.0%} of the step; {copies['pageable']} of {copies['count']}"
+        f" came from pageable memory, {copies['blocking']} were blocking"
+    )
+    if share < LEAST or not (copies["pageable"] or copies["blocking"]):
+        return evidence
+    remedies = () if why_not_clone(driver.loader) else (facts.keep(PinnedCopies(driver)),)
+    return Finding("copies", "copies to the device block the loop", evidence, share, remedies, PinnedCopies.how)
+
+
+def _syncs(facts: Facts, driver: Driver) -> Finding | str:
+    if not torch.cuda.is_initialized():
+        return "n/a: on the CPU reading a number does not wait for a device"
+    share, reads = facts.parts["sync"] / facts.step.value, driver.instrument.reads
+    sites = [site for (site, what), _ in reads.most_common() if what.startswith("cuda") and site is not None]
+    if not sites or share < LEAST:
+        return f"waits for numbers from the device take {share:.1%} of the step"
+    idle = 1 - (facts.device_busy or 0.0)
+    return Finding(
+        "syncs",
+        "the loop waits for numbers from the device",
+        f"{share:.0%} of the step is spent in .item(), .cpu() and the like; the device idles {idle:.0%} of the time",
+        min(share, idle),
+        advice="keep losses and metrics on the device as tensors and read them once per epoch",
+        lines=tuple((site, share) for site in dict.fromkeys(sites)),
+    )
+
+
+# --- computing --------------------------------------------------------------------------------------------------------
+
+
+def _allocator(facts: Facts, driver: Driver) -> Finding | str:
+    reason = Allocator.why_not()
+    if reason or torch.cuda.is_initialized():
+        return reason or "n/a: the tensors are on a GPU"
+    faults = f"{facts.faults:,.0f} page faults per step"
+    if facts.faults * FAULT < 0.01 * facts.step.value:
+        return f"{faults}: not worth a change"
+    facts.fault_cost = facts.fault_cost or fault_cost()
+    seconds = facts.faults * facts.fault_cost
+    evidence = f"{faults}, {1e6 * facts.fault_cost:.2g} us each: {1e3 * seconds:.3g} ms"
+    gain = gain_of_computing(facts, driver, min(seconds, facts.step.value))
+    if gain < LEAST:
+        return evidence
+    cause = "freed memory goes back to the kernel and is mapped anew, page by page"
+    return Finding("allocator", cause, evidence, gain, (facts.keep(Allocator()),))
+
+
+def _threads(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    now, best = torch.get_num_threads(), cores()
+    return f"{now} threads on {best} cores" if now == best else [facts.keep(Threads(best))]
+
+
+def _layout(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    weights = [m.weight for model in models(driver) for m in model.modules() if isinstance(m, nn.Conv2d)]
+    weights = [w for w in weights if w.shape[2:].numel() > 1]
+    if not weights:
+        return "no two-dimensional convolutions"
+    dense = [w for w in weights if w.shape[1] > 1]  # depthwise and one-channel weights look the same in both layouts
+    if dense and all(w.is_contiguous(memory_format=torch.channels_last) for w in dense):
+        return "channels_last already"
+    return [facts.keep(ChannelsLast())]
+
+
+def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    return Fuse.why_not(driver) or [facts.keep(Fuse())]
+
+
+def _optimizer(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    share = facts.parts["optimizer"] / facts.step.value
+    if share < 0.02:
+        return f"it takes {share:.1%} of the step"
+    found = [(FusedOptimizer(ours), FusedOptimizer(ours).why_not(driver)) for ours in (False, True)]
+    return [facts.keep(r) for r, reason in found if reason is None] or found[0][1]
+
+
+def _zero_grad(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    kept = driver.instrument.keeps_zero_grads
+    return [facts.keep(SetToNone())] if kept else "gradients are freed, not filled with zeros"
+
+
+def _slow_16_bit(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    used = driver.instrument.autocast
+    return [facts.keep(Float32())] if used else "no autocast"
+
+
+def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    if driver.instrument.autocast:
+        return "autocast is in use"
+    if not all(p.dtype is torch.float32 for model in models(driver) for p in model.parameters()):
+        return "the weights are not float32"
+    return [facts.keep(BFloat16())] if models(driver) else "no module was called"
+
+
+def _cudnn(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    if not torch.cuda.is_initialized():
+        return "n/a: no GPU is in use"
+    return "on already" if torch.backends.cudnn.benchmark else [facts.keep(CudnnBenchmark())]
+
+
+def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
+    if facts.larger is None:
+        return "not measured: no batches to repeat"
+    times, now, seconds = facts.larger
+    computing = facts.parts["forward"] + facts.parts["backward"]
+    gain = gain_of_computing(facts, driver, (1 - seconds / times / now) * computing)
+    evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
+    if gain < 0.25:
+        return evidence
+    advice = (
+        f"a larger batch costs little time, but changes the training: it is yours to choose ({times}x was measured)"
+    )
+    return Finding(
+        "batch_size", "the batch is so small that calls cost more than computing", evidence, gain, advice=advice
+    )
+
+
+def _own_code(facts: Facts, driver: Driver) -> Finding | str:
+    share = facts.parts["rest"] / facts.step.value
+    evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
+    if share < 0.1:
+        return evidence
+    lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "rest")
+    reads = {what: round(count / max(1, len(facts.steps))) for (_, what), count in driver.instrument.reads.items()}
+    if reads.get("item", 0) > 10:
+        evidence += f"; about {reads['item']} .item() per step"
+    cause = "the loop's own Python code takes the time"
+    return Finding(
+        "own_code", cause, evidence, share, advice="see the lines below; compute on whole tensors", lines=lines
+    )
+
+
+RULES = (
+    Rule("loader", _loader),
+    Rule("loader_restart", _restarts),
+    Rule("copies", _copies),
+    Rule("syncs", _syncs),
+    Rule("own_code", _own_code),
+    Rule("allocator", _allocator),
+    probed(
+        "threads",
+        "the number of threads does not fit the cores",
+        _threads,
+        evidence=lambda facts, driver: f"{torch.get_num_threads()} threads, {cores()} cores",
+    ),
+    probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout),
+    probed("fuse", "layers run unfused", _fuse),
+    probed(
+        "optimizer",
+        "the optimizer goes over memory many times",
+        _optimizer,
+        evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
+    ),
+    probed("zero_grad", "gradients are filled with zeros and added to", _zero_grad),
+    probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),
+    probed("half_precision", "float32 arithmetic where bfloat16 is faster", _half, option=True),
+    probed("cudnn", "cuDNN takes its first guess of an algorithm", _cudnn),
+    Rule("batch_size", _batch_size),
+)

@@ -1,0 +1,214 @@
+"""The command ``fusedtrain tune``."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fusedtrain.tune.target import OPTIMIZERS, Target, TuneError, load
+
+TUNERS = {
+    "batch-size": "the largest batch that fits, and the one that is fastest per sample",
+    "loader": "how many workers and batches ahead a dataset needs on this machine",
+    "lr": "a learning rate, by a range test",
+    "search": "the best options in a space from a YAML file, with Optuna",
+    "backend": "the fastest backend of each op of a model, kept for this machine",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one tuner and returns the exit status: 0, 1 for a missing package, 2 for bad input, 130 for Ctrl-C."""
+    args = _parser().parse_args(arguments)
+    try:
+        result = args.run(args)
+    except (TuneError, ValueError) as error:
+        return _fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        if not str(error).startswith("needs the package"):
+            raise
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from here", 130)
+    print(json.dumps(result) if args.json else args.show(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusedtrain tune",
+        description="Find by measurement what to train with. Killed at any time, the same command goes on.",
+    )
+    commands = parser.add_subparsers(title="what to tune", required=True, metavar="WHAT")
+    adders = {"batch-size": _batch_size, "loader": _loader, "lr": _lr, "search": _search, "backend": _backend}
+    for name, text in TUNERS.items():
+        command = commands.add_parser(name, help=text, description=f"Find {text}.")
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        adders[name](command)
+    return parser
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"fusedtrain tune: {message}", file=sys.stderr)
+    return status
+
+
+def _add_target(command, model: str = "small") -> None:
+    command.add_argument(
+        "--model", default=model, help="name of timm, small, or FILE.py:FUNCTION (default: %(default)s)"
+    )
+    command.add_argument(
+        "--image", default=None, metavar="CxHxW", help="size of an image (default: 1x32x32, 3x224x224)"
+    )
+    command.add_argument("--classes", type=int, default=None, help="of the targets (default: 10 for small, else 1000)")
+    command.add_argument("--layers", choices=("fused", "stock"), default="fused", help="(default: fused)")
+    command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
+    command.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default: fp32)")
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
+    command.add_argument("--fresh", action="store_true", help="measure again instead of going on")
+
+
+def _target(args) -> Target:
+    small = args.model == "small"
+    text = args.image or ("1x32x32" if small else "3x224x224")
+    try:
+        image = tuple(int(side) for side in text.split("x"))
+    except ValueError:
+        image = ()
+    if len(image) != 3:
+        raise TuneError(f"--image must be CxHxW, 3x224x224 for instance, got {text!r}")
+    classes = args.classes if args.classes is not None else 10 if small else 1000
+    return Target(args.model, image, classes, args.layers, args.optimizer, args.precision, args.device)
+
+
+def _batch_size(command) -> None:
+    _add_target(command)
+    command.add_argument("--smallest", type=int, default=2, help="(default: 2)")
+    command.add_argument("--largest", type=int, default=4096, help="(default: 4096)")
+    command.add_argument("--steps", type=int, default=5, help="timed per size (default: 5)")
+    command.add_argument("--memory", type=float, metavar="GIB", help="that it may use (default: 9/10 of what is free)")
+
+    def run(args) -> dict:
+        from fusedtrain.tune.batch_size import tune_batch_size
+
+        memory = None if args.memory is None else int(args.memory * 2**30)
+        options = {"smallest": args.smallest, "largest": args.largest, "steps": args.steps, "memory": memory}
+        return tune_batch_size(_target(args), **options, fresh=args.fresh, progress=_progress)
+
+    def show(result: dict) -> str:
+        return f"largest that fits: {result['largest']} ({result['limit']})\nfastest per sample: {result['fastest']}"
+
+    command.set_defaults(run=run, show=show)
+
+
+def _loader(command) -> None:
+    command.add_argument("--data", required=True, help="image folder, Parquet files, or FILE.py:FUNCTION of a dataset")
+    command.add_argument("--size", type=int, default=224, help="of images from a folder (default: 224)")
+    command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+
+    def run(args) -> dict:
+        from dataclasses import asdict
+
+        from fusedtrain.data import workers
+
+        if args.batch_size < 1:
+            raise TuneError(f"--batch-size must be at least 1, got {args.batch_size}")
+        return asdict(workers.plan(_dataset(args.data, args.size), args.batch_size, remember=False))
+
+    def show(result: dict) -> str:
+        ahead = f", prefetch_factor={result['prefetch_factor']}" if result["num_workers"] else ""
+        return f"num_workers={result['num_workers']}{ahead}\n{result['reason']}"
+
+    command.set_defaults(run=run, show=show)
+
+
+def _dataset(name: str, size: int):
+    from fusedtrain import data
+
+    if ".py:" in name:
+        return load(name)()
+    if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
+        return data.ImageFolder(name, size=size)
+    return data.TableDataset(name)
+
+
+def _lr(command) -> None:
+    _add_target(command)
+    command.add_argument("--data", help="image folder (default: the digits of scikit-learn)")
+    command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+    command.add_argument("--lowest", type=float, default=1e-6, help="(default: 1e-6)")
+    command.add_argument("--highest", type=float, default=1.0, help="(default: 1)")
+    command.add_argument("--steps", type=int, default=100, help="(default: 100)")
+
+    def run(args) -> dict:
+        from fusedtrain.tune.lr import tune_lr
+
+        target, dataset, key = _target(args), None, "digits"
+        if args.data is not None:
+            dataset, key = _float_images(args.data, target.image[1]), str(Path(args.data).resolve())
+        elif target.image[0] != 1 or target.image[1] != target.image[2]:
+            raise TuneError(f"the digits have one channel and are square, --image is {target.image}: pass --data")
+        numbers = {"lowest": args.lowest, "highest": args.highest, "steps": args.steps, "batch_size": args.batch_size}
+        return tune_lr(target, dataset, **numbers, data_key=key, fresh=args.fresh, progress=_progress)
+
+    def show(result: dict) -> str:
+        end = "" if result["diverged_at"] is None else f", diverged at {result['diverged_at']:.1e}"
+        return f"suggested lr: {result['suggested']:.2e}\nlowest loss at {result['lowest_loss_at']:.1e}{end}"
+
+    command.set_defaults(run=run, show=show)
+
+
+def _float_images(folder: str, size: int):
+    from fusedtrain import data
+    from fusedtrain.data.folder import to_tensor
+
+    return data.ImageFolder(folder, size=size, transform=lambda image: to_tensor(image).float().div_(127.5).sub_(1))
+
+
+def _search(command) -> None:
+    command.add_argument(
+        "space", metavar="SPACE.yaml", help="parameters, objective or command, sampler, pruner, trials"
+    )
+    command.add_argument("--storage", help="SQLite file of the trials (default: SPACE.db beside the space)")
+    command.add_argument("--workers", type=int, default=1, help="trials at a time (default: 1)")
+    command.add_argument("--trials", type=int, help="in all, instead of the space's number")
+
+    def run(args) -> dict:
+        from dataclasses import replace
+
+        from fusedtrain.tune.search import read_space, search
+
+        space = read_space(args.space)
+        if args.trials is not None:
+            space = replace(space, trials=args.trials)
+        storage = args.storage or Path(args.space).with_suffix(".db")
+        return search(space, storage, workers=args.workers, progress=_progress)
+
+    def show(result: dict) -> str:
+        best, counts = result["best"], {name: result[name] for name in ("complete", "pruned", "failed")}
+        lines = [f"best: {best['value']:.6g} in trial {best['trial']}"]
+        lines += [f"  {name}: {value}" for name, value in best["params"].items()]
+        return "\n".join([*lines, ", ".join(f"{count} {name}" for name, count in counts.items())])
+
+    command.set_defaults(run=run, show=show)
+
+
+def _backend(command) -> None:
+    _add_target(command)
+    command.add_argument("--batch-size", type=int, default=32, help="(default: 32)")
+
+    def run(args) -> dict:
+        from fusedtrain.tune.backend import tune_backend
+
+        if args.layers == "stock":
+            raise TuneError("--layers stock has no fused ops to choose backends for")
+        return tune_backend(_target(args), batch_size=args.batch_size, fresh=args.fresh, progress=_progress)
+
+    def show(result: dict) -> str:
+        changed = sum(entry["backend"] is not None for entry in result["entries"])
+        return f"{changed} of {len(result['entries'])} calls get another backend than before; table: {result['table']}"
+
+    command.set_defaults(run=run, show=show)

@@ -1,0 +1,380 @@
+"""Search for the best options with Optuna: in a space from a YAML file, by several processes, resumable."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from fusedtrain import _files
+from fusedtrain._extras import need
+from fusedtrain.tune.target import TuneError, end_with_parent, load
+
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "cmaes": "CmaEsSampler"}
+SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
+PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
+PRUNERS |= {"halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
+
+
+@dataclass(frozen=True)
+class Space:
+    """A search, as its YAML file holds it.
+
+    Args:
+        params: name -> list of choices, or ``{low, high}`` with ``log: true`` or ``step`` where wanted; whole numbers
+            give whole numbers.
+        objective: ``FILE.py:NAME`` of a function ``(params, report) -> value``; ``report(step, value)`` tells an
+            intermediate value and ends the trial where the pruner finds it hopeless.
+        command: instead of a function, a command line with ``{name}`` for each parameter and ``{trial}`` for a number.
+            Each line of its output that is a JSON object with ``metric`` (and, for pruning, ``step``) is an
+            intermediate value, the last one the result.
+        metric: of the command's lines.
+        direction: "minimize" or "maximize".
+        trials: how many in all, pruned and failed ones included; a grid has no more than its points.
+        sampler, pruner: name, or ``{name: ..., option: ...}`` with options of Optuna's class.
+    """
+
+    params: dict
+    objective: str | None = None
+    command: str | None = None
+    metric: str | None = None
+    direction: str = "minimize"
+    trials: int = 20
+    sampler: dict = field(default_factory=lambda: {"name": "tpe"})
+    pruner: dict = field(default_factory=lambda: {"name": "median"})
+
+    def __post_init__(self):
+        if (self.objective is None) == (self.command is None):
+            raise TuneError("the space needs either objective: FILE.py:NAME or command: with metric:")
+        if self.command is not None and self.metric is None:
+            raise TuneError("command: needs metric:, the name of the value in the command's JSON lines")
+        if self.direction not in ("minimize", "maximize"):
+            raise TuneError(f"direction must be minimize or maximize, got {self.direction!r}")
+        if not isinstance(self.trials, int) or self.trials < 1:
+            raise TuneError(f"trials must be a whole number of at least 1, got {self.trials!r}")
+        if not isinstance(self.params, dict) or not self.params:
+            raise TuneError("params must name at least one parameter")
+        for name in ("sampler", "pruner"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, {"name": value} if isinstance(value, str) else dict(value))
+            known = SAMPLERS if name == "sampler" else PRUNERS
+            if getattr(self, name).get("name") not in known:
+                raise TuneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name).get('name')!r}")
+        object.__setattr__(self, "params", {name: _range(name, value) for name, value in self.params.items()})
+
+
+def read_space(path: str | Path) -> Space:
+    """Returns the space of a YAML file; TuneError names what is wrong in it."""
+    yaml = need("yaml", "train")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise TuneError(f"the space cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise TuneError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    known = [f.name for f in fields(Space)]
+    if not isinstance(content, dict) or "params" not in content:
+        raise TuneError(f"{path} must hold params: and of {', '.join(known)}")
+    unknown = [name for name in content if name not in known]
+    if unknown:
+        raise TuneError(f"{path}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return Space(**content)
+
+
+def search(
+    space: Space,
+    storage: str | Path,
+    *,
+    workers: int = 1,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict:
+    """Runs the trials that are still missing in the storage.
+
+    Args:
+        space: what is searched.
+        storage: an SQLite file; it keeps all trials, so that a search that was killed, or asks for more trials, goes
+            on. Trials that a kill cut off are run again with the same parameters.
+        workers: processes that run trials at the same time.
+        progress: is called with a line per trial.
+
+    Returns:
+        ``best`` (``value``, ``params``, ``trial``), the numbers of trials ``complete``, ``pruned`` and ``failed``, and
+        ``trials``: a list of them.
+
+    Raises:
+        TuneError: another search runs on the storage, it belongs to other parameters or another direction, or every
+            trial failed; the message holds the last error.
+        ModuleNotFoundError: optuna is missing.
+    """
+    optuna = need("optuna", "tune")
+    if workers < 1:
+        raise TuneError(f"workers must be at least 1, got {workers}")
+    if space.objective is not None:
+        load(space.objective)  # a mistake in the name shows here, not in every trial
+    storage = Path(storage).resolve()
+    storage.parent.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with _files.locked(storage.with_name(f"{storage.name}.lock"), wait=False) as free:
+        if not free:
+            raise TuneError(f"another search is running on {storage}")
+        study = _study(space, storage)
+        _check(study, space)
+        done = _again(study, space)
+        if done:
+            progress(f"{done} of {space.trials} trials are done already")
+        wanted = space.trials
+        if space.sampler["name"] == "grid":
+            wanted = min(wanted, math.prod(len(_grid(name, values)) for name, values in space.params.items()))
+        _run_all(space, storage, max(0, wanted - done), workers, progress)
+        return _result(_study(space, storage), storage)
+
+
+def _study(space: Space, storage: Path, worker: int = 0):
+    optuna = need("optuna", "tune")
+    options = {name: value for name, value in space.sampler.items() if name != "name"}
+    if "seed" in options:  # or all workers would begin with the same parameters
+        options["seed"] += worker
+    if space.sampler["name"] == "grid":
+        options["search_space"] = {name: _grid(name, values) for name, values in space.params.items()}
+    try:
+        sampler = getattr(optuna.samplers, SAMPLERS[space.sampler["name"]])(**options)
+        pruner_options = {name: value for name, value in space.pruner.items() if name != "name"}
+        pruner = getattr(optuna.pruners, PRUNERS[space.pruner["name"]])(**pruner_options)
+    except TypeError as error:
+        raise TuneError(f"options of the sampler or pruner: {error}") from None
+    # A worker that writes holds the file for a moment; the others wait instead of failing.
+    rdb = optuna.storages.RDBStorage(f"sqlite:///{storage}", engine_kwargs={"connect_args": {"timeout": 60}})
+    return optuna.create_study(
+        storage=rdb,
+        study_name="fusedtrain",
+        sampler=sampler,
+        pruner=pruner,
+        direction=space.direction,
+        load_if_exists=True,
+    )
+
+
+def _check(study, space: Space) -> None:
+    """Raises where the storage holds another search."""
+    mine = {"params": space.params, "direction": space.direction, "task": space.objective or space.command}
+    mine = json.loads(json.dumps(mine))
+    found = study.user_attrs.get("space")
+    if found is None:
+        study.set_user_attr("space", mine)
+    elif found != mine:
+        what = next(name for name in mine if found[name] != mine[name])
+        raise TuneError(f"the storage belongs to another search: its {what} is {found[what]}, not {mine[what]}")
+
+
+def _again(study, space: Space) -> int:
+    """Puts trials that were cut off back into the queue; returns how many are done."""
+    optuna = need("optuna", "tune")
+    states = optuna.trial.TrialState
+    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        study.tell(trial.number, state=states.FAIL)
+        if set(trial.params) == set(space.params):
+            study.enqueue_trial(trial.params)
+    cut = _cut_off(study)
+    finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED, states.FAIL))
+    return len([trial for trial in finished if trial.number not in cut])
+
+
+def _cut_off(study) -> set[int]:
+    """Numbers of trials that ended with their process: failed, without an error of their own."""
+    optuna = need("optuna", "tune")
+    failed = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.FAIL,))
+    return {trial.number for trial in failed if "error" not in trial.user_attrs}
+
+
+def _run_all(space: Space, storage: Path, trials: int, workers: int, progress) -> None:
+    """Lets worker processes run so many trials, and passes their lines on."""
+    context = multiprocessing.get_context("spawn")
+    tickets, lines = context.Value("i", trials), context.Queue()
+    processes = [
+        context.Process(target=_work, args=(space, storage, i, tickets, lines)) for i in range(min(workers, trials))
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while any(process.is_alive() for process in processes):
+            with contextlib.suppress(queue.Empty):
+                progress(lines.get(timeout=0.2))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                progress(lines.get(timeout=0.2))
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                progress(f"a worker ended with exit code {process.exitcode}; run the search again to go on")
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _work(space: Space, storage: Path, worker: int, tickets, lines) -> None:
+    """Runs trials as long as there are tickets."""
+    end_with_parent()
+    optuna = need("optuna", "tune")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = _study(space, storage, worker)
+
+    function = None if space.objective is None else load(space.objective)
+
+    while True:
+        with tickets.get_lock():
+            if tickets.value <= 0:
+                return
+            tickets.value -= 1
+        study.optimize(lambda trial: _one(trial, space, function, lines), n_trials=1, catch=(Exception,))
+
+
+def _one(trial, space: Space, objective: Callable | None, lines) -> float:
+    """Runs one trial and puts a line about it out."""
+    optuna = need("optuna", "tune")
+    params = {name: _suggest(trial, name, values) for name, values in space.params.items()}
+    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in params.items()}
+    text = ", ".join(f"{name}={value}" for name, value in texts.items())
+
+    def report(step: int, value: float) -> None:
+        trial.report(float(value), int(step))
+        if trial.should_prune():
+            raise optuna.TrialPruned
+
+    try:
+        run = objective or _command(space, trial.number)
+        value = float(run(params, report))
+    except optuna.TrialPruned:
+        lines.put(f"trial {trial.number}: pruned  {text}")
+        raise
+    except Exception as error:
+        trial.set_user_attr("error", f"{type(error).__name__}: {error}"[:2000])
+        lines.put(f"trial {trial.number}: failed: {type(error).__name__}: {error}  {text}")
+        raise
+    lines.put(f"trial {trial.number}: {value:.6g}  {text}")
+    return value
+
+
+def _command(space: Space, number: int) -> Callable:
+    """Returns an objective that runs the command and reads its JSON lines."""
+
+    def run(params: dict, report) -> float:
+        words = [word.format(trial=number, **params) for word in shlex.split(space.command)]
+        words[0] = sys.executable if words[0] == "python" else words[0]
+        value, tail, step = None, [], 0
+        # A session of its own, so that a pruned command goes with all its processes.
+        process = subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            for line in process.stdout:
+                tail = [*tail[-4:], line.strip()]
+                found = _json(line)
+                if space.metric in found:
+                    value, step = float(found[space.metric]), int(found.get("step", step + 1))
+                    report(step, value)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            process.stdout.close()
+            process.wait()
+        if process.returncode != 0:
+            raise RuntimeError(f"the command ended with {process.returncode}: {' / '.join(tail)}")
+        if value is None:
+            raise RuntimeError(
+                f"the command printed no JSON line with {space.metric!r}; its last lines: {' / '.join(tail)}"
+            )
+        return value
+
+    return run
+
+
+def _json(line: str) -> dict:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _range(name: str, value):
+    """Returns a parameter's choices as a list, or its range with numbers for numbers."""
+    if isinstance(value, list) and value:
+        return [_number(choice) for choice in value]
+    if not isinstance(value, dict) or not {"low", "high"} <= set(value) <= {"low", "high", "log", "step"}:
+        raise TuneError(f"{name} must be a list of choices or {{low, high}} with log or step, got {value!r}")
+    found = {key: _number(item) for key, item in value.items()}
+    low, high = found["low"], found["high"]
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (low, high)) or low > high:
+        raise TuneError(f"{name}: low and high must be numbers in order, got {low!r} and {high!r}")
+    if found.get("log") and (low <= 0 or "step" in found):
+        raise TuneError(f"{name}: log needs a positive low and no step, got {value!r}")
+    return found
+
+
+def _number(value):
+    """YAML reads 1e-4, without a point, as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _suggest(trial, name: str, values):
+    if isinstance(values, list):
+        return trial.suggest_categorical(name, values)
+    low, high, log, step = values["low"], values["high"], values.get("log", False), values.get("step")
+    if isinstance(low, int) and isinstance(high, int) and (step is None or isinstance(step, int)):
+        return trial.suggest_int(name, low, high, log=log, step=step or 1)
+    return trial.suggest_float(name, low, high, log=log, step=step)
+
+
+def _grid(name: str, values) -> list:
+    if isinstance(values, list):
+        return values
+    if "step" not in values:
+        raise TuneError(f"{name}: the grid sampler needs a list or a step")
+    count = int((values["high"] - values["low"]) / values["step"] + 1e-9) + 1
+    return [values["low"] + i * values["step"] for i in range(count)]
+
+
+def _result(study, storage: Path) -> dict:
+    optuna = need("optuna", "tune")
+    states, cut = optuna.trial.TrialState, _cut_off(study)
+    trials = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished() and t.number not in cut]
+    counts = {
+        name: sum(t.state == state for t in trials)
+        for name, state in {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}.items()
+    }
+    if not counts["complete"]:
+        errors = [t.user_attrs["error"] for t in trials if "error" in t.user_attrs]
+        raise TuneError(f"no trial came to its end{': ' + errors[-1] if errors else ''}")
+    best = study.best_trial
+    table = [
+        {
+            "trial": t.number,
+            "state": t.state.name.lower(),
+            "value": t.value,
+            "params": t.params,
+            "intermediate": {str(step): value for step, value in t.intermediate_values.items()},
+            **({"error": t.user_attrs["error"]} if "error" in t.user_attrs else {}),
+        }
+        for t in trials
+    ]
+    found = {"trial": best.number, "value": best.value, "params": best.params}
+    return {"best": found, **counts, "storage": str(storage), "trials": table}

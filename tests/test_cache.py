@@ -1,0 +1,355 @@
+"""Samples kept in a file, and remote shards kept on the local disk: by several processes, killed or not."""
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch.utils.data import DataLoader, Dataset
+
+from fusedtrain import data
+from fusedtrain.data import staging
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+class Decoded(Dataset):
+    """Writes down, in a file that processes share, which sample was decoded."""
+
+    def __init__(self, log, length=40, transform=None, pause=0.0):
+        self.log, self.length, self.transform, self.pause = log, length, transform, pause
+
+    def __len__(self):
+        return self.length
+
+    def fingerprint(self):
+        return "decoded"
+
+    def __getitem__(self, index):
+        with open(self.log, "a") as file:
+            file.write(f"{index}\n")
+        time.sleep(self.pause)
+        return sample(index)
+
+    def decoded(self):
+        """The samples decoded since the last call."""
+        found = [int(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        self.log.write_text("")
+        return found
+
+
+def sample(index):
+    """One of everything a sample may hold; some tensors are empty, not contiguous, without dimensions."""
+    generator = torch.Generator().manual_seed(index)
+    image = torch.randint(256, (6, 5, 3), dtype=torch.uint8, generator=generator).permute(2, 0, 1)
+    return {
+        "image": image,
+        "more": (torch.full((), index / 2, dtype=torch.bfloat16), [torch.empty(0, 3), f"name {index}", None]),
+        "array": np.full((2, 2), index, dtype=np.float32),
+        index: (np.int16(index), True, index * 1.5, b"\x00\xff"),
+    }
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert_same(list(a.values()), list(b.values()))
+    elif isinstance(a, (tuple, list)):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    else:
+        assert a == b
+
+
+# --- the sample cache -------------------------------------------------------------------------------------------------
+
+
+def test_the_second_epoch_decodes_nothing_and_gives_the_same(folder):
+    source = Decoded(folder / "log")
+    cache = data.SampleCache(source)
+    source.decoded()  # the check that samples do not vary
+    for expected in (list(range(40)), [], []):
+        for index in range(40):
+            assert_same(cache[index], sample(index))
+        assert source.decoded() == expected
+    again = data.SampleCache(source, then=lambda kept: kept["more"][1][1])
+    assert [again[i] for i in (-1, 0)] == ["name 39", "name 0"] and source.decoded() == []
+    state = again.state()
+    assert state["kept"] == state["samples"] == 40 and state["bytes"] == os.path.getsize(state["path"])
+    cache[3]["image"].zero_()  # what the loop does to a sample stays out of the file
+    assert_same(cache[3], sample(3))
+    with pytest.raises(IndexError, match="index 40 is out of range for 40 samples"):
+        cache[40]
+
+
+def test_workers_fill_one_file_together_and_each_sample_is_decoded_once(folder):
+    source = Decoded(folder / "log")
+    cache = data.SampleCache(source)
+    source.decoded()
+    for expected in (list(range(40)), []):
+        batches = list(DataLoader(cache, 4, num_workers=3, collate_fn=list, shuffle=True))
+        assert sorted(s["more"][1][1] for batch in batches for s in batch) == sorted(f"name {i}" for i in range(40))
+        assert sorted(source.decoded()) == expected
+
+
+def _fill(cache, order):
+    for index in order:
+        assert_same(cache[index], sample(index))
+
+
+def test_processes_that_want_the_same_samples_do_not_disturb_each_other(folder):
+    cache = data.SampleCache(Decoded(folder / "log"))
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_fill, args=(cache, random.Random(i).sample(range(40), 40)))
+        for i in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    size = os.path.getsize(cache.path)
+    _fill(cache, range(40))
+    assert os.path.getsize(cache.path) == size
+    one = data.SampleCache(Decoded(folder / "log"), key="one process")
+    _fill(one, range(40))
+    assert size == os.path.getsize(one.path)  # no sample stands there twice
+
+
+def test_a_kill_at_any_moment_leaves_no_wrong_sample(folder):
+    source = Decoded(folder / "log", pause=0.002)
+    for attempt in range(6):
+        cache = data.SampleCache(source)
+        source.decoded()
+        process = multiprocessing.get_context("fork").Process(target=_fill, args=(cache, range(40)))
+        process.start()
+        while process.is_alive() and len(source.log.read_text().splitlines()) < 3 + attempt % 2:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    kept = cache.state()["kept"]
+    assert 0 < kept < 40
+    source.decoded()
+    _fill(data.SampleCache(source), range(40))
+    assert len(source.decoded()) == 40 - kept
+    assert data.SampleCache(source).state()["kept"] == 40
+
+
+def test_a_flipped_bit_is_noticed_and_mended(folder):
+    source = Decoded(folder / "log", length=4)
+    cache = data.SampleCache(source)
+    _fill(cache, range(4))
+    content = bytearray(cache.path.read_bytes())
+    content[content.index(b"name 2") + 5] ^= 1
+    cache.path.write_bytes(content)
+    source.decoded()
+    for expected in ([2], []):
+        _fill(data.SampleCache(source), range(4))
+        assert source.decoded() == expected
+
+
+def test_the_file_stays_below_its_bound(folder):
+    source = Decoded(folder / "log")
+    whole = data.SampleCache(source, key="whole")
+    _fill(whole, range(40))
+    bound = os.path.getsize(whole.path) // 2
+    cache = data.SampleCache(source, max_bytes=bound)
+    source.decoded()
+    _fill(cache, range(40))
+    _fill(cache, range(40))
+    kept = cache.state()["kept"]
+    assert os.path.getsize(cache.path) <= bound and 10 < kept < 30
+    assert len(source.decoded()) == 40 + (40 - kept)
+    with pytest.raises(ValueError, match=r"max_bytes must hold at least the index, \d+ bytes, got 100"):
+        data.SampleCache(source, max_bytes=100)
+
+
+def test_another_source_or_transform_has_another_file(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for i in range(3):
+        Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / "images" / "a" / f"{i}.png")
+
+    def path(**options):
+        return data.SampleCache(data.ImageFolder(tmp_path / "images", **options)).path
+
+    def scale(image, factor):
+        return factor
+
+    paths = [path(), path(size=2), path(transform=lambda image: 1), path(transform=lambda image: 2)]
+    paths += [path(transform=functools.partial(scale, factor=factor)) for factor in (1, 2)]
+    assert path() == paths[0] and path(transform=lambda image: 1) == paths[2] and len(set(paths)) == 6
+    Image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "images" / "a" / "0.png")
+    os.utime(tmp_path / "images" / "a" / "0.png", ns=(0, 0))
+    assert path() not in paths
+    with pytest.raises(ValueError, match="cannot be told from another of its kind: give it a repr, or pass key="):
+        path(transform=object())
+
+
+def test_what_cannot_be_cached_is_refused(folder):
+    class Random(Decoded):
+        def __getitem__(self, index):
+            return torch.rand(3)
+
+    with pytest.raises(ValueError, match="sample 0 differs from call to call: cache what does not vary and pass"):
+        data.SampleCache(Random(folder / "log"))
+    with pytest.raises(ValueError, match=r"TensorDataset has neither fingerprint\(\) nor samples: pass key="):
+        data.SampleCache(torch.utils.data.TensorDataset(torch.zeros(3)))
+    with pytest.raises(TypeError, match=r"a cached sample may hold tensors, .* got object"):
+        data.SampleCache([object()], key="objects")
+
+
+# --- staging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote(request):
+    """Shards of 1,000 bytes each in fsspec's memory file system."""
+    memory = fsspec.filesystem("memory")
+    urls = [f"memory://{request.node.name}/{i}.bin" for i in range(5)]
+    for i, url in enumerate(urls):
+        with memory.open(url, "wb") as file:
+            file.write(bytes([i]) * 1000)
+    yield urls
+    memory.rm(f"/{request.node.name}", recursive=True)
+
+
+def copies(folder):
+    return sorted(path.name.split("-")[1] for path in folder.glob("*-*.bin"))
+
+
+def test_shards_come_in_order_stay_below_the_bound_and_are_used_again(folder, remote):
+    shards = data.Staging(folder / "s", max_bytes=3000)
+    for i, path in enumerate(shards.stage(remote)):
+        assert path.read_bytes() == bytes([i]) * 1000 and path.suffix == ".bin"
+        assert len(copies(folder / "s")) <= 3
+    assert copies(folder / "s") == ["2.bin", "3.bin", "4.bin"]
+    fsspec.filesystem("memory").rm(remote[4])
+    with shards.hold(remote[4]) as path:  # known and verified: the remote is not asked
+        assert path.read_bytes() == bytes([4]) * 1000
+
+
+def test_a_shard_in_use_is_not_deleted(folder, remote):
+    shards = data.Staging(folder / "s", max_bytes=2000)
+    with shards.hold(remote[0]) as first:
+        for path in shards.stage(remote[1:]):
+            assert path.exists() and first.exists()
+    assert list(shards.stage([])) == []
+    stopped = shards.stage(remote)
+    next(stopped)
+    stopped.close()  # frees what was fetched ahead
+    with shards.hold(remote[3]), shards.hold(remote[4]):
+        assert copies(folder / "s") == ["3.bin", "4.bin"]
+
+
+def test_a_copy_that_was_changed_or_is_old_is_fetched_anew(folder, remote):
+    with data.Staging(folder / "s").hold(remote[0]) as path:
+        path.write_bytes(b"x" * 1000)
+    with data.Staging(folder / "s").hold(remote[0]) as path:
+        assert path.read_bytes() == bytes(1000)
+    with fsspec.filesystem("memory").open(remote[0], "wb") as file:
+        file.write(b"newer")
+    with data.Staging(folder / "s").hold(remote[0]) as path:
+        assert path.read_bytes() == b"newer"
+
+
+def test_what_is_wrong_with_a_shard_is_said_with_its_url(folder, remote):
+    right = hashlib.sha256(bytes(1000)).hexdigest()
+    with data.Staging(folder / "s", checksums={remote[0]: right}).hold(remote[0]) as path:
+        assert path.exists()
+    with pytest.raises(data.StagingError, match=rf"{remote[1]} has SHA-256 \w+, expected {right}"):
+        list(data.Staging(folder / "s", checksums={remote[1]: right}).stage(remote[1:]))
+    with pytest.raises(data.StagingError, match=rf"{remote[2]} has 1000 bytes, max_bytes is 999"):
+        list(data.Staging(folder / "t", max_bytes=999).stage(remote[2:]))
+    with pytest.raises(FileNotFoundError, match="none"):
+        list(data.Staging(folder / "s").stage(["memory://none.bin"]))
+    with pytest.raises(ValueError, match="ahead must be at least 1, got 0"):
+        data.Staging(folder / "s", ahead=0)
+
+
+class Slow(LocalFileSystem):
+    """A remote that can be interrupted, and that notes what it gave away."""
+
+    protocol = "slow"
+    pause = 0.01
+
+    def open(self, path, mode="rb", **options):
+        file = super().open(path, mode, **options)
+        read = file.read
+
+        def slowly(size=-1):
+            time.sleep(Slow.pause)
+            with open(f"{path}.log", "a") as log:
+                log.write(f"{size}\n")
+            return read(size)
+
+        file.read = slowly
+        return file
+
+
+def _take(folder, url, digests):
+    with data.Staging(folder).hold(url) as path:
+        digests.put(hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_processes_share_one_copy_and_a_killed_one_goes_on_where_it_stopped(folder, monkeypatch):
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    monkeypatch.setattr(staging, "CHUNK", 65536)
+    monkeypatch.setattr(Slow, "pause", 0.01)
+    content = random.Random(0).randbytes(40 * 65536)
+    (folder / "shard.bin").write_bytes(content)
+    log, url = folder / "shard.bin.log", f"slow://{folder}/shard.bin"
+    context = multiprocessing.get_context("fork")
+    digests = context.Queue()
+    killed = context.Process(target=_take, args=(folder / "s", url, digests))
+    killed.start()
+    while killed.is_alive() and not any(p.stat().st_size > len(content) // 4 for p in (folder / "s").glob("*.part")):
+        time.sleep(0.005)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+    log.unlink()
+    two = [context.Process(target=_take, args=(folder / "s", url, digests)) for _ in range(2)]
+    for process in two:
+        process.start()
+    expected = hashlib.sha256(content).hexdigest()
+    assert [digests.get(timeout=60) for _ in two] == [expected, expected]
+    for process in two:
+        process.join()
+    assert len(log.read_text().splitlines()) <= 31  # the rest, once, for both
+
+
+def test_tables_are_read_from_staged_copies(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    memory = fsspec.filesystem("memory")
+    for i in range(4):
+        with memory.open(f"memory://tables/{i}.parquet", "wb") as file:
+            pq.write_table(pa.table({"id": list(range(25 * i, 25 * i + 25))}), file, row_group_size=5)
+    size = memory.info("memory://tables/0.parquet")["size"]
+    for shuffle in (False, True):
+        shards = data.Staging(folder / "s", max_bytes=3 * size, ahead=1)
+        rows = data.TableDataset("memory://tables/*.parquet", staging=shards, shuffle=shuffle, shuffle_rows=40)
+        for epoch in range(2):
+            rows.set_epoch(epoch)
+            ids = [row["id"].item() for row in rows]
+            assert sorted(ids) == list(range(100)) and (ids == sorted(ids)) != shuffle
+            assert len(list((folder / "s").glob("*.parquet"))) <= 3

@@ -1,0 +1,357 @@
+"""Datasets, the loader with its workers and faults, and the way to the device."""
+
+import io
+import json
+import os
+import signal
+import time
+
+import harness
+import pytest
+import torch
+from PIL import Image
+from test_readme import SNIPPETS
+from torch.utils.data import Dataset, Subset
+
+from fusedtrain import data
+from fusedtrain.data import workers
+from fusedtrain.train.sampler import EpochSampler
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Squares(Dataset):
+    """Sample ``i`` is ``i * i``; some raise, one kills its process, one hangs."""
+
+    def __init__(self, length=20, bad=(), kill=None, hang=None):
+        self.length, self.bad, self.kill, self.hang = length, set(bad), kill, hang
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise OSError("image file is truncated")
+        if index == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self.hang:
+            time.sleep(60)
+        return torch.tensor(index * index)
+
+    def sample_name(self, index):
+        return f"square-{index}.png"
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two classes of RGB, grey, palette and transparent images, JPEG and PNG, of different sizes."""
+    root = tmp_path / "images"
+    for i, (mode, name) in enumerate(
+        [
+            ("RGB", "cat/a.jpg"),
+            ("L", "cat/deep/b.JPEG"),
+            ("P", "dog/c.png"),
+            ("RGBA", "dog/d.png"),
+            ("RGB", "dog/e.png"),
+        ]
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = torch.randint(256, (40 + i, 30 + i, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        Image.fromarray(noise.numpy()).convert(mode).save(path)
+    (root / "cat" / "notes.txt").write_text("not an image")
+    return root
+
+
+# --- samples that fail, workers that die ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_corrupt_sample_is_named(num_workers):
+    batches = data.loader(Squares(bad=[7]), 4, num_workers=num_workers)
+    with pytest.raises(data.SampleError) as error:
+        list(batches)
+    assert str(error.value) == "sample 7 (square-7.png) cannot be read: OSError: image file is truncated"
+
+
+def test_the_name_is_found_behind_a_subset():
+    batches = data.loader(Subset(Subset(Squares(bad=[7]), range(5, 15)), range(9, -1, -1)), 4, num_workers=0)
+    with pytest.raises(data.SampleError, match=r"sample 7 \(square-7.png\) cannot be read"):
+        list(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_corrupt_samples_are_left_out_and_counted_up_to_the_limit(num_workers):
+    bad = [1, 8, 9, 10, 11]  # the third batch holds nothing else
+    batches = data.loader(Squares(bad=bad), 4, num_workers=num_workers, max_skipped=5)
+    for _ in range(2):  # the second epoch counts none twice
+        assert [len(batch) for batch in batches] == [3, 4, 4, 4]
+        assert list(batches.skipped) == [f"sample {i} (square-{i}.png)" for i in bad]
+    few = data.loader(Squares(bad=bad), 4, num_workers=num_workers, max_skipped=4)
+    with pytest.raises(data.SampleError, match=r"sample 11 .* \(one more than max_skipped=4\): OSError"):
+        list(few)
+
+
+def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample():
+    with pytest.raises(
+        data.WorkerError, match=r"killed by SIGKILL: worker 1 was at sample 6 \(square-6.png\); the system"
+    ):
+        list(data.loader(Squares(kill=6), 4, num_workers=2))
+    with pytest.raises(
+        data.WorkerError, match=r"no batch came within timeout=2 s: worker 0 was at sample 2 \(square-2.png\)"
+    ):
+        list(data.loader(Squares(hang=2), 4, num_workers=1, timeout=2))
+
+
+def test_it_is_a_data_loader_of_the_dataset():
+    dataset = Squares(10)
+    batches = data.loader(dataset, 4, num_workers=0)
+    assert isinstance(batches, torch.utils.data.DataLoader) and len(batches) == 3 and len(batches.dataset) == 10
+    assert batches.dataset.length == 10
+    assert torch.cat(list(batches)).tolist() == [i * i for i in range(10)]
+    single = data.loader(dataset, None, num_workers=0)
+    assert [int(x) for x in single] == [i * i for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, 'num_workers must be "auto" or an integer of at least 0, got -1'),
+        ({"num_workers": "all"}, "got 'all'"),
+        ({"num_workers": 1, "prefetch_factor": 0}, 'prefetch_factor must be "auto" or an integer of at least 1, got 0'),
+        ({"num_workers": 0, "pin_memory": "yes"}, "pin_memory must be"),
+        ({"num_workers": 0, "max_skipped": -1}, "max_skipped must be at least 0, got -1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        data.loader(Squares(), 4, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_continues_in_the_middle_of_an_epoch(num_workers):
+    def make():
+        sampler = EpochSampler(50, 4, seed=1)
+        # Nothing is left of the third batch; it is used up all the same.
+        bad = next(batch for i, batch in enumerate(sampler) if i == 2)
+        return data.loader(Squares(50, bad=bad), batch_sampler=sampler, num_workers=num_workers, max_skipped=4)
+
+    whole = make()
+    expected = [batch.tolist() for batch in whole]
+    assert len(expected) == len(whole) - 1
+    for stop in (1, 2, 3, 7):
+        first = make()
+        ahead = data.DevicePrefetcher(first, "cpu")
+        for _, _ in zip(range(stop), ahead):
+            ahead.advance()
+        again = make()
+        again.load_state_dict(ahead.state_dict())
+        assert [batch.tolist() for batch in again] == expected[stop:]
+    with pytest.raises(TypeError, match=r"pass batch_sampler=fusedtrain\.train\.sampler\.EpochSampler"):
+        data.loader(Squares(), 4, num_workers=0).state_dict()
+
+
+# --- the choice of workers --------------------------------------------------------------------------------------------
+
+
+class Latent(Squares):
+    """Waits for a disk that is not there."""
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.tensor(index)
+
+
+class Busy(Squares):
+    """Computes for some 5 ms."""
+
+    def __getitem__(self, index):
+        end = time.thread_time() + 0.005
+        while time.thread_time() < end:
+            pass
+        return torch.tensor(index)
+
+
+def test_waiting_gets_more_workers_than_cores_and_computing_never(monkeypatch, cache):
+    monkeypatch.setattr(workers, "SECONDS", 0.3)
+    monkeypatch.setattr(workers, "MOST", 8 * workers.cores())
+    waiting = workers.plan(Latent(1000), 8)
+    assert waiting.num_workers >= 4 * workers.cores(), waiting
+    assert waiting.points[waiting.num_workers] > 4 / 0.02, waiting
+    computing = workers.plan(Busy(1000), 8)
+    assert computing.num_workers <= workers.cores() and max(computing.points) <= workers.cores(), computing
+    assert len(waiting.points) in (2, 3) and "% of it on a core" in waiting.reason
+    # Remembered per machine and dataset: the same again without measuring, another length measured anew.
+    monkeypatch.setattr(workers, "_measure", lambda *args: pytest.fail("measured again"))
+    batches = data.loader(Latent(1000), 8)
+    assert batches.plan == waiting and batches.num_workers == waiting.num_workers
+    assert batches.prefetch_factor == waiting.prefetch_factor and batches.persistent_workers
+    with pytest.raises(pytest.fail.Exception):
+        workers.plan(Latent(1001), 8)
+    keys = [json.loads(path.read_text())["key"] for path in (cache / "loader").glob("*.json")]
+    assert sorted(key["dataset"][1] for key in keys) == ["Busy", "Latent"] and all(key["host"] for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("wall", "cpu", "cores", "expected"),
+    [
+        (0.004, 0.0001, 2, [32, 64]),  # storage latency: as many as are sensible
+        (0.004, 0.0010, 2, [4, 8]),  # cores / cpu = 2000 per second needs 8 workers of 250
+        (0.004, 0.0040, 8, [4, 8]),  # all of it computing: the cores
+        (0.00001, 0.00001, 2, [0, 1, 2]),  # so cheap that sending may cost more
+    ],
+)
+def test_the_candidates_follow_the_model(wall, cpu, cores, expected):
+    assert workers._candidates(workers._One(wall, cpu, 0, 1.0), cores) == expected
+
+
+def test_batches_in_flight_fit_into_memory(monkeypatch):
+    monkeypatch.setattr(workers, "_free_memory", lambda: 4 * 100)
+    assert workers._fit_memory(8, 2, 6)[:2] == (8, 2)
+    assert workers._fit_memory(8, 2, 12)[:2] == (8, 1)
+    count, prefetch, note = workers._fit_memory(8, 4, 40)
+    assert (count, prefetch) == (2, 1) and "8 workers with 4 batches each would not fit" in note
+
+
+def test_a_dataset_that_cannot_be_read_at_all_says_so():
+    with pytest.raises(data.SampleError, match="while one worker was measured: ValueError: no sample could be read"):
+        data.loader(Squares(3, bad=range(3)), 4)
+    assert data.loader(Squares(0), 4).num_workers == 0
+
+
+# --- the way to the device --------------------------------------------------------------------------------------------
+
+
+def test_batches_arrive_on_the_device_normalised_and_in_order(device):
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {
+            "x": torch.randint(256, (2, 3, 5, 4), dtype=torch.uint8, generator=generator),
+            "y": (torch.tensor([i]), "name"),
+        }
+        for i in range(5)
+    ]
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    ahead = data.DevicePrefetcher(batches, device, normalize=(mean, std))
+    assert len(ahead) == 5 and ("no copy" in ahead.describe()) == (device == "cpu")
+
+    def stock(x, dtype):
+        shift, scale = (torch.tensor(part, dtype=dtype).view(1, 3, 1, 1) for part in (mean, std))
+        return (x.to(dtype) / 255 - shift) / scale
+
+    for _ in range(2):
+        for i, (got, sent) in enumerate(zip(ahead, batches, strict=True)):
+            assert got["x"].device.type == device and got["x"].is_contiguous(memory_format=torch.channels_last)
+            assert got["y"][0].item() == i and got["y"][1] == "name"
+            x = sent["x"]
+            harness.assert_as_good_as_torch(got["x"].cpu(), stock(x, torch.float32), stock(x, torch.float64), "images")
+    left = next(iter(data.DevicePrefetcher(batches, device, channels_last=False)))["x"]
+    assert left.dtype == torch.uint8 and left.is_contiguous() and torch.equal(left.cpu(), batches[0]["x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": ((0.5,), (0.5, 0.5))}, "one number per channel"),
+        ({"normalize": ((0.5,), (0.0,))}, "std > 0"),
+        ({"dtype": torch.int8}, "dtype must be torch.float32, bfloat16 or float16, got torch.int8"),
+        ({"normalize": ((0.5,), (0.5,))}, r"normalize has 1 channels, the images are \[1, 3, 2, 2\]"),
+    ],
+)
+def test_a_prefetcher_that_cannot_work_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        list(data.DevicePrefetcher([torch.zeros(1, 3, 2, 2, dtype=torch.uint8)], "cpu", **options))
+
+
+# --- image folders ----------------------------------------------------------------------------------------------------
+
+
+def test_an_image_folder_gives_what_torchvision_gives(images, zoo):
+    from torchvision import datasets, transforms
+
+    ours, theirs = data.ImageFolder(images), datasets.ImageFolder(str(images), transforms.PILToTensor())
+    assert ours.classes == theirs.classes and ours.samples == theirs.samples and len(ours) == 5
+    for (x, target), (y, truth) in zip(ours, theirs, strict=True):
+        assert x.dtype == torch.uint8 and torch.equal(x, y) and target == truth
+
+
+def test_images_of_any_size_make_a_batch(images):
+    ((x, targets),) = data.loader(data.ImageFolder(images, size=16), 8, num_workers=0)
+    assert x.shape == (5, 3, 16, 16) and targets.tolist() == [0, 0, 1, 1, 1]
+    flat = data.ImageFolder(images, size=16, transform=lambda image: image.size)
+    assert flat[0] == ((16, 16), 0)
+
+
+def test_a_broken_file_is_named(images):
+    path = images / "dog" / "c.png"
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"no image", b""):
+        path.write_bytes(content)
+        with pytest.raises(data.SampleError, match=r"sample 2 \(.*/dog/c\.png\) cannot be read: \w+Error: "):
+            list(data.loader(data.ImageFolder(images, size=8), 2, num_workers=0))
+    path.write_bytes(whole)
+    before = data.ImageFolder(images).fingerprint()
+    assert before == data.ImageFolder(images).fingerprint() != data.ImageFolder(images, size=8).fingerprint()
+    os.utime(path, ns=(0, 0))
+    assert data.ImageFolder(images).fingerprint() != before
+
+
+def test_folders_without_images_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"):
+        data.ImageFolder(tmp_path / "none")
+    with pytest.raises(ValueError, match="has no class folders"):
+        data.ImageFolder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no file that ends in .jpg, .jpeg, .png"):
+        data.ImageFolder(tmp_path)
+
+
+def test_a_missing_package_names_the_extra():
+    code = """
+import sys
+for package in ("PIL", "pyarrow"):
+    sys.modules[package] = None
+from fusedtrain import data
+for call in (data.ImageFolder, data.TableDataset):
+    try:
+        call(".")
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    done = harness.run_python("-c", code)
+    assert done.stdout.splitlines() == [
+        f"needs the package {package}, which is not installed: pip install 'fusedtrain[data]'"
+        for package in ("PIL", "pyarrow")
+    ], done.stderr
+
+
+def test_the_readme_snippet_runs(images, monkeypatch, capsys):
+    (snippet,) = (code for code in SNIPPETS if "data.loader(" in code)
+    images.rename(images.parent / "photos")
+    monkeypatch.chdir(images.parent)
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    names = {}
+    exec(snippet, names)
+    assert names["images"].shape == (5, 3, 224, 224) and "samples per second" in capsys.readouterr().out
+
+
+def test_the_embedded_digits():
+    train, valid = data.digits(size=16), data.digits("valid", size=16)
+    assert (len(train), len(valid)) == (1437, 360) and train[0][0].shape == (1, 16, 16)
+    with pytest.raises(ValueError, match='split must be "train" or "valid", got \'test\''):
+        data.digits("test")
+
+
+def test_jpeg_is_decoded_at_a_fraction_where_that_is_enough(tmp_path):
+    (tmp_path / "a").mkdir()
+    buffer = io.BytesIO()
+    gradient = torch.arange(1024).view(1, -1, 1).expand(1024, 1024, 3).div(4).byte()
+    Image.fromarray(gradient.numpy()).save(buffer, "jpeg", quality=95)
+    (tmp_path / "a" / "x.jpg").write_bytes(buffer.getvalue())
+    x, _ = data.ImageFolder(tmp_path, size=64)[0]
+    expected = (torch.arange(64) * 16 + 7.5) / 4  # the mean of each sixteenth column
+    assert (x[0].float().mean(0) - expected).abs().max() < 2  # grey levels, of 256

@@ -1,0 +1,491 @@
+"""The diagnosis: its statistics, its edits, its remedies and what it says about runs with a planted fault.
+
+The whole suite of planted faults is judged by ``benchmarks/planted.py``; here stand those whose effect is so large that
+a loaded machine cannot hide it.
+"""
+
+import ast
+import copy
+import json
+import math
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import fusedtrain
+from fusedtrain.diagnose import html, lines, measure, remedies, rules, script, verify
+from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
+from fusedtrain.diagnose.instrument import Instrument, Site
+from fusedtrain.diagnose.statistics import Paired, bootstrap
+
+ROOT = Path(__file__).parents[1]
+PLANTED = sorted((ROOT / "benchmarks" / "planted").glob("*.py"))
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_holds_the_mean_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(200, 20, generator=generator).tolist()
+    held = sum(interval.low <= 0 <= interval.high for interval in (bootstrap(values, 0.9) for values in draws))
+    spread = 3 * math.sqrt(200 * 0.9 * 0.1)  # three standard deviations of the count
+    assert held >= 180 - 2 * spread and held < 200
+
+
+def test_the_same_values_give_the_same_interval():
+    values = [0.3, 1.2, 0.7, 0.1]
+    assert bootstrap(values) == bootstrap(values)
+    assert bootstrap([2.0]).low == bootstrap([2.0]).high == 2.0
+
+
+@pytest.mark.parametrize(("values", "level"), [([], 0.9), ([1.0], 0.0), ([1.0], 1.0)])
+def test_bad_values_for_an_interval_are_refused(values, level):
+    with pytest.raises(ValueError, match=r"needs at least one value|level must lie in"):
+        bootstrap(values, level)
+
+
+def test_a_run_that_takes_half_the_time_gains_half():
+    gain = Paired((2.0, 4.0, 3.0), (1.0, 2.0, 1.5)).gain()
+    assert gain.low == gain.high == pytest.approx(0.5)
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "keywords", "after"),
+    [
+        ("DataLoader(data, 4)", 1, {"num_workers": 2}, "DataLoader(data, 4, num_workers=2)"),
+        ("DataLoader(data, num_workers=0)", 1, {"num_workers": 8}, "DataLoader(data, num_workers=8)"),
+        ("x = f(DataLoader(data), 3)", 1, {"num_workers": 8}, "DataLoader(data, num_workers=8)"),
+        ("DataLoader(\n    data,\n    4,\n)", 1, {"num_workers": 2}, "DataLoader(\n    data,\n    4, num_workers=2\n)"),
+        ("é = 'ü'; DataLoader('ä', num_workers=1)", 1, {"num_workers": 2}, "DataLoader('ä', num_workers=2)"),
+        ("DataLoader()", 1, {"num_workers": 2}, "DataLoader(num_workers=2)"),
+    ],
+)
+def test_a_call_is_shown_with_its_new_arguments(tmp_path, code, line, keywords, after):
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    change = lines.edit_call(Site(str(path), line), ("DataLoader",), **keywords)
+    assert change.before in code and ast.dump(ast.parse(change.after)) == ast.dump(ast.parse(after))
+    edited = code.replace(change.before, change.after)
+    calls = [node for node in ast.walk(ast.parse(edited)) if isinstance(node, ast.Call)]
+    assert {k.arg: k.value.value for call in calls for k in call.keywords} == keywords
+
+
+@pytest.mark.parametrize("code", ["DataLoader(data, **options)", "make(data)", "DataLoader(", ""])
+def test_a_call_that_cannot_be_edited_is_left_alone(tmp_path, code):
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    assert lines.edit_call(Site(str(path), 1), ("DataLoader",), num_workers=2) is None
+
+
+# --- a loop that carries out a plan -----------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A little of everything that a remedy may touch."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def run(plan, make_optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), autocast=False, samples=64):
+    """Trains a small network under a plan and returns (model, optimizer)."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make_optimizer(model.parameters())
+    data = TensorDataset(torch.rand(samples, 3, 8, 8), torch.randint(10, (samples,)))
+    with Instrument() as instrument:
+        driver = Driver(instrument, plan)
+        driver.install()
+        try:
+            for _ in range(100):
+                for images, targets in DataLoader(data, 16):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = nn.functional.cross_entropy(model(images), targets)
+                    optimizer.zero_grad(set_to_none=False)
+                    loss.backward()
+                    optimizer.step()
+        except Finished:
+            pass
+    return model, optimizer
+
+
+SIMPLE = {
+    "threads": lambda: remedies.Threads(2),
+    "layout": remedies.ChannelsLast,
+    "fused": lambda: remedies.FusedOptimizer(ours=False),
+    "ours": lambda: remedies.FusedOptimizer(ours=True),
+    "zero_grad": remedies.SetToNone,
+    "float32": remedies.Float32,
+    "bfloat16": remedies.BFloat16,
+}
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
+    seen = {}
+
+    def state(driver):
+        (optimizer,) = driver.instrument.optimizers
+        (model,) = driver.instrument.roots
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return (
+            groups,
+            "step" in vars(optimizer),
+            [p.stride() for p in model.parameters()],
+            [v.stride() for s in optimizer.state.values() for v in s.values()],
+            len(model._forward_hooks),
+            len(model._forward_pre_hooks),
+            torch.get_num_threads(),
+        )
+
+    def plan(driver):
+        yield Run(4, collect=2**20)
+        driver.instrument.settle()
+        before = copy.deepcopy(state(driver))
+        remedy = SIMPLE[name]()
+        check = yield from verify.check_losses(driver, remedy, ())
+        seen["check"] = check
+        yield Run(1)
+        assert state(driver) == before
+
+    run(plan, autocast=name == "float32")
+    assert seen["check"].holds, seen["check"]
+    assert seen["check"].kind in remedies.CLASSES
+
+
+def test_a_remedy_that_moves_the_losses_is_refused():
+    class Faster(remedies.Remedy):
+        """Twice the learning rate; promises the same bits."""
+
+        name, kind = "cheat", "last bit"
+
+        def apply(self, driver):
+            for group in driver.instrument.optimizers[0].param_groups:
+                group["lr"] *= 2
+
+        def undo(self, driver):
+            for group in driver.instrument.optimizers[0].param_groups:
+                group["lr"] /= 2
+
+    checks = []
+
+    def plan(driver):
+        yield Run(4, collect=2**20)
+        driver.instrument.settle()
+        for remedy in (Faster(), remedies.Remedy()):
+            remedy.kind = remedy.kind or "bitwise"
+            checks.append((yield from verify.check_losses(driver, remedy, ())))
+
+    run(plan)
+    assert [check.holds for check in checks] == [False, True]
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    steps = []
+
+    def plan(driver):
+        yield Run(3)
+        driver.instrument.settle()
+        steps.extend((yield Run(5, Arm((), None))))
+
+    run(plan)
+    for step in steps:
+        assert set(step.parts) >= {"loader", "forward", "backward", "optimizer", "zero_grad", "rest"}
+        assert sum(step.parts.values()) == pytest.approx(step.seconds) and min(step.parts.values()) >= 0
+
+
+def test_two_arms_take_turns():
+    order = []
+
+    class Noted(remedies.Remedy):
+        def apply(self, driver):
+            order.append("after")
+
+        def undo(self, driver):
+            order.append("before")
+
+    def plan(driver):
+        yield Run(2)
+        yield from measure.trial(measure.Sizes(1.0, 1), Arm(), Arm((Noted(),)), 4)
+
+    run(plan)
+    assert order == ["after", "before", "after", "before"], "each switch once: A B, B A, A B, B A"
+
+
+def test_accumulated_gradients_are_measured_in_whole_groups():
+    assert measure.Sizes(1.0, 4).block(Arm()) == (4, 4)
+    assert measure.Sizes(0.01, 4).block(Arm())[0] % 4 == 0
+
+
+def test_page_faults_are_priced_on_this_machine():
+    assert 0 <= measure.fault_cost() < 1e-3
+
+
+def test_a_loop_without_a_loader_is_measured_between_optimizer_steps():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    found = []
+
+    def plan(driver):
+        sizes = yield from measure.warm_up(driver)
+        found.append((yield from measure.observe(driver, Arm(), 5, {})))
+        remedy = remedies.FusedOptimizer(ours=False)
+        assert remedy.why_not(driver) is None
+        found.append((yield from measure.trial(sizes, Arm(), Arm((remedy,)), 2)))
+
+    step = step_of(model, optimizer)
+    with Instrument() as instrument, pytest.raises(Finished):
+        driver = Driver(instrument, plan)
+        driver.install()
+        for _ in range(2000):
+            step((torch.rand(4, 3, 8, 8), torch.randint(10, (4,))))
+    facts, pairs = found
+    assert facts.parts["loader"] == 0 and facts.parts["optimizer"] > 0 and facts.parts["backward"] > 0
+    assert min(pairs.before + pairs.after) > 0 and driver.loader is None
+    assert "fused" in optimizer.param_groups[0] and not optimizer.param_groups[0]["fused"]
+
+
+def test_torch_is_as_before_afterwards():
+    owners = (torch.Tensor, torch.autograd, torch.optim.Optimizer, nn.Module, DataLoader, torch.autocast, torch)
+    before = [dict(vars(owner)) for owner in owners]
+
+    def plan(driver):
+        yield Run(3)
+
+    run(plan)
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+# --- whole diagnoses --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_fit_the_cores():
+    """Nobody probes more threads: on a busy machine they wait for each other for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "cores", torch.get_num_threads)
+        patch.setattr(measure, "BLOCK", 0.03)
+        yield
+
+
+class SlowReader(Dataset):
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return torch.full((3, 8, 8), index / 256), index % 10
+
+
+def step_of(model, optimizer):
+    def step(batch):
+        images, targets = batch
+        loss = nn.functional.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def slow_reader():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    start = copy.deepcopy(model.state_dict())
+    step = step_of(model, optimizer)
+
+    def on_a_device(batch):
+        step(batch)
+        time.sleep(0.004)  # computing elsewhere: a busy machine does not change it
+
+    report = fusedtrain.diagnose(on_a_device, DataLoader(SlowReader(), 4), steps=10, verify=True)
+    return report, model, start
+
+
+def test_waiting_for_storage_is_named_and_cured_by_workers(slow_reader):
+    report, _, _ = slow_reader
+    assert report["bottleneck"] == "loader"
+    first = report["findings"][0]
+    assert "mostly waiting" in first["cause"] and first["lines"][0]["text"] == "time.sleep(0.003)"
+    kept = [v for v in report["verified"] if v["accepted"]]
+    assert kept[0]["remedy"].startswith("loader(num_workers=") and kept[0]["measured_gain"]["low"] > 0
+    assert kept[0]["losses"]["hold"] and kept[0]["losses"]["difference"] == 0, "workers change no bit"
+    assert report["combined"]["gain"]["low"] > 0
+
+
+def test_the_model_is_put_back(slow_reader):
+    _, model, start = slow_reader
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
+    one_step = Net()
+    one_step.load_state_dict(start)
+    optimizer = torch.optim.SGD(one_step.parameters(), lr=0.01, momentum=0.9, fused=True)
+    step_of(one_step, optimizer)(next(iter(DataLoader(SlowReader(), 4))))
+    assert moved and all(torch.equal(a, b) for a, b in zip(model.parameters(), one_step.parameters()))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+class Page(HTMLParser):
+    VOID = ("meta",)
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.outside = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.outside += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_nothing(slow_reader):
+    report, _, _ = slow_reader
+    text = html.page(report)
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.outside == [] and "url(" not in text and "script" not in page.seen
+    assert page.seen.count("svg") >= 4 and page.seen.count("h1") == 1
+    assert all(text.count(f"<{tag}") for tag in ("rect", "table", "details"))
+
+
+def test_the_report_is_plain_json(slow_reader, capsys):
+    report, _, _ = slow_reader
+    assert json.loads(json.dumps(report)) == report
+    report.show()
+    out = capsys.readouterr().out
+    assert "waits for the data loader" in out and "num_workers" in out and "All together" in out
+
+
+def test_a_trainer_is_diagnosed_through_its_fit(monkeypatch):
+    from fusedtrain.train import Batches, SmallNet, TrainConfig, Trainer
+
+    torch.manual_seed(0)
+    images, targets = torch.rand(16, 1, 8, 8), torch.randint(10, (16,))
+    model = SmallNet(10)
+    monkeypatch.setattr(measure, "PAIRS", 1)
+    monkeypatch.setattr(verify, "PAIRS", 1)
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), TrainConfig(epochs=1, device="cpu")
+    )
+    data = Batches(images, targets, 4, shuffle=True)
+    report = fusedtrain.diagnose(trainer, data, Batches(images, targets, 16, shuffle=False), steps=10)
+    assert report["steps"] == 10 and report["parts_ms"]["backward"] > 0 and report["parts_ms"]["optimizer"] > 0
+
+
+STALLS = """
+import time, torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.rand(64, 4), torch.randint(2, (64,)))
+while True:
+    for rows, targets in DataLoader(data, 16):
+        loss = torch.nn.functional.cross_entropy(model(rows), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.02)  # the logger
+"""
+
+
+def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):
+    train = tmp_path / "train.py"
+    train.write_text(STALLS)
+    arguments = ("--json", "--steps", "20", "--html", str(tmp_path / "page.html"), str(train))
+    done = harness.run_python("-m", "fusedtrain", "diagnose", *arguments, OMP_NUM_THREADS=str(measure.cores()))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["bottleneck"] == "own_code", report["findings"]
+    assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.02)  # the logger"
+    assert all(finding["predicted_gain"] <= 1 for finding in report["findings"])
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(("faster", "kept"), [(0.5, True), (1.0, False)])
+def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, faster, kept):
+    finding = {
+        "rule": "allocator",
+        "predicted_gain": 0.4,
+        "remedies": [{"name": "allocator", "class": "bitwise", "how": ""}],
+    }
+    report = {"accepted": [], "findings": [finding], "verified": []}
+    tried = []
+
+    def fresh(task, before, after):
+        tried.append((before, after))
+        return Paired((1.0, 1.1, 0.9), (faster, faster * 1.1, faster * 0.9)), [[2.0, 1.5]] * 6
+
+    monkeypatch.setattr(script, "_fresh", fresh)
+    script._verify_outside({}, report)
+    (verdict,) = report["verified"]
+    assert verdict["accepted"] is kept and verdict["losses"]["hold"]
+    assert tried == [([], [script.ALLOCATOR])] and report["accepted"] == [script.ALLOCATOR] * kept
+    assert ("fresh" in report) is kept
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("pass", "no training loop was recognised"),
+    ],
+)
+def test_a_script_that_cannot_be_diagnosed_says_why(tmp_path, code, message):
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    with pytest.raises(script.ScriptError, match=message):
+        script.diagnose_script(str(path), [])
+
+
+def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
+    from fusedtrain.cli import main
+
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('ran')")
+    for arguments, message in (
+        (["--steps", "5", str(path)], "steps must be at least 10, got 5"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["--html", str(tmp_path / "no" / "page.html"), str(path)], "there is no folder"),
+    ):
+        assert main(["diagnose", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(TypeError, match="must be a function of a batch or have fit"):
+        fusedtrain.diagnose(3, [])
+    with pytest.raises(ValueError, match="steps must be at least 10, got 9"):
+        fusedtrain.diagnose(print, [], steps=9)
+    with pytest.raises(RuntimeError, match="no training loop was recognised"):
+        fusedtrain.diagnose(lambda batch: None, [1, 2])
+
+
+def test_the_planted_faults_name_rules():
+    names = {rule.name for rule in rules.RULES}
+    assert len(PLANTED) >= 20
+    for path in PLANTED:
+        causes = next(
+            ast.literal_eval(node.value)
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Assign) and node.targets[0].id == "CAUSES"
+        )
+        assert set(causes) <= names, path

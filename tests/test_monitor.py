@@ -1,0 +1,203 @@
+"""What a process uses, seen from outside and per stage from inside."""
+
+import json
+import subprocess
+import sys
+import time
+import types
+
+import harness
+import pytest
+import torch
+
+from fusedtrain import monitor
+from fusedtrain.cli import main
+
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+
+# Keeps a core busy, touches new memory all the time and holds 64 MiB; a child sleeps; a file of a run is open.
+BUSY = """
+import mmap, subprocess, sys
+run = open(sys.argv[1], "w")
+held = b"x" * (64 << 20)
+child = subprocess.Popen(
+    [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+)
+child.stdout.readline()
+print(child.pid, flush=True)
+while True:
+    with mmap.mmap(-1, 1 << 20) as fresh:
+        for at in range(0, 1 << 20, 4096):
+            fresh[at] = 1
+"""
+
+
+@pytest.fixture
+def busy(tmp_path):
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", BUSY, str(tmp_path / "run" / "metrics.jsonl")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    process.child = int(process.stdout.readline())
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+def test_a_busy_process_and_its_child_are_seen(busy):
+    sampler = monitor.Sampler(busy.pid)
+    time.sleep(0.5)
+    sample = sampler.sample()
+    first, child = sorted(sample["processes"], key=lambda p: p["pid"] != busy.pid)
+    assert (first["pid"], child["pid"]) == (busy.pid, busy.child)
+    assert 0.05 < first["cpu"] < 1.5 and child["cpu"] < 0.05
+    assert first["rss"] > 64 * 2**20 > child["rss"] and first["minor_faults"] > 1000 > child["minor_faults"]
+    machine = sample["machine"]
+    assert first["cpu"] * 0.5 < machine["cpu"] <= machine["cores"] * 1.1
+    assert 64 * 2**20 < machine["memory_used"] < machine["memory"]
+    names = monitor.scalars(sample)
+    assert names["process/cpu"] == first["cpu"] + child["cpu"] and "machine/net_sent" in names
+    assert sampler.running()
+    busy.kill()
+    busy.wait()
+    assert not sampler.running() and sampler.sample()["processes"] == []
+
+
+def test_json_lines_until_the_process_ends(busy, capsys):
+    assert main(["monitor", str(busy.pid), "--interval", "0.05", "--count", "3", "--json"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(samples) == 3 and all(sample["processes"][0]["pid"] == busy.pid for sample in samples)
+    busy.kill()
+    busy.wait()
+    assert main(["monitor", str(busy.pid), "--json"]) == 2
+    assert capsys.readouterr().err == f"fusedtrain monitor: there is no process {busy.pid}\n"
+
+
+def test_a_run_is_found_by_its_folder_and_shown_in_plain_lines_off_a_terminal(busy, tmp_path, capsys, no_gpu):
+    logs = tmp_path / "board"
+    arguments = ["monitor", str(tmp_path / "run"), "--interval", "0.05", "--count", "2", "--tensorboard", str(logs)]
+    assert main(arguments) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"watching {busy.pid} (") and first.endswith("no GPU values: pip install nvidia-ml-py")
+    assert len(lines) == 2 and "2 proc  cpu " in lines[0] and " MiB  faults " in lines[0]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(logs)).Reload()
+    assert len(board.Scalars("process/rss")) == 2 and board.Scalars("process/rss")[1].value > 64 * 2**20
+
+
+def test_a_terminal_gets_a_table(busy, no_gpu):
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    console = rich.Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(monitor._table(monitor.Sampler(busy.pid).sample(), "run"))
+    text = console.export_text()
+    assert str(busy.pid) in text and str(busy.child) in text and "no GPU values" in text
+
+
+class FakeNvml(types.ModuleType):
+    """NVIDIA's library with two cards, the second of which cannot tell its power."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self): ...
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetName(self, handle):
+        return f"card {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return types.SimpleNamespace(used=3 * 2**30, total=80 * 2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return types.SimpleNamespace(gpu=93)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        if handle:
+            raise self.NVMLError("not supported")
+        return 312500
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return 1410
+
+    def nvmlDeviceGetTemperature(self, handle, kind):
+        return 61
+
+
+def test_gpus_are_read_where_the_library_is(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
+    sample = monitor.Sampler(psutil.Process().pid).sample()
+    first, second = sample["gpus"]
+    assert first == {
+        "index": 0,
+        "name": "card 0",
+        "utilization": 0.93,
+        "memory_used": 3 * 2**30,
+        "memory": 80 * 2**30,
+        "power": 312.5,
+        "clock": 1410,
+        "temperature": 61,
+    }
+    assert second["power"] is None and sample["gpu_note"] is None
+    assert "gpu0 93% 3.0 GiB of 80.0 GiB 312 W 1,410 MHz" in monitor.line(sample)
+    assert "gpu1/power" not in monitor.scalars(sample) and monitor.scalars(sample)["gpu1/clock"] == 1410
+
+
+def test_a_driver_that_is_missing_is_said(monkeypatch):
+    nvml = FakeNvml("pynvml")
+    nvml.nvmlInit = lambda: (_ for _ in ()).throw(FakeNvml.NVMLError("Driver Not Loaded"))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert monitor.Gpus().read() == ([], "no GPU values: Driver Not Loaded")
+
+
+def test_stages_get_what_was_used_in_them():
+    usage = monitor.StageUsage()
+    for _ in range(5):
+        usage.enter("data")
+        time.sleep(0.02)
+        usage.enter("compute")
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        usage.enter("memory")
+        torch.ones(2**23)  # 32 MiB
+        usage.enter("other")
+    found = usage.summary()
+    assert list(found) == ["data", "compute", "memory", "other"]
+    assert found["data"]["seconds"] >= 0.1 and found["data"]["cpu"] < 0.5 * found["compute"]["cpu"]
+    assert found["memory"]["minor_faults"] > 10 * found["compute"]["minor_faults"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "none is neither a process number nor the folder of a run"),
+        (["."], "no process has a file open in .: is the run over?"),
+        (["1", "--interval", "0"], "--interval must be positive and --count at least 1"),
+        (["1", "--count", "0"], "--interval must be positive and --count at least 1"),
+    ],
+)
+def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["monitor", *arguments]) == 2
+    assert capsys.readouterr().err == f"fusedtrain monitor: {message}\n"
+
+
+def test_without_psutil_it_names_the_extra(tmp_path):
+    code = "import sys; sys.modules['psutil'] = None; from fusedtrain.cli import main; sys.exit(main(['monitor', '1']))"
+    done = harness.run_python("-c", code)
+    assert done.returncode == 1 and done.stderr == (
+        "fusedtrain monitor: needs the package psutil, which is not installed: pip install 'fusedtrain[data]'\n"
+    )

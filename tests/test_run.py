@@ -1,0 +1,146 @@
+"""``fusedtrain train --model``: options, files and refusals; the processes are real, the images tiny."""
+
+import json
+import subprocess
+import sys
+
+import harness
+import pytest
+import torch
+from torch import nn
+
+from fusedtrain import optim
+from fusedtrain.cli import main
+from fusedtrain.train import InputError, TrainConfig, options, run
+from fusedtrain.train.groups import freeze, parameter_groups
+
+
+def command(*arguments: str, cwd) -> subprocess.CompletedProcess:
+    env = harness.environment(OMP_WAIT_POLICY="PASSIVE", COLUMNS="200")
+    line = [sys.executable, "-m", "fusedtrain", "train", *arguments]
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+DIGITS = ["--model", "smallnet", "--size", "16", "--batch-size", "256", "--device", "cpu", "--output", "out"]
+
+
+def test_a_run_writes_its_options_starts_again_from_them_and_goes_on(tmp_path):
+    short = [*DIGITS, "--epochs", "2", "--precision", "bf16", "--ema-decay", "0.9", "--log-every", "1"]
+    done = command(*short, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    for name in ("options.yaml", "metrics.jsonl", "weights.pt", "best.pt", "checkpoints/latest"):
+        assert (out / name).exists(), name
+    written = options.read_yaml(out / "options.yaml", run.Options)
+    assert written.train.precision.precision == "bf16" and written.train.epochs == 2 and written.train.ema_decay == 0.9
+    steps = 2 * 6
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
+    again = command("--config", "out/options.yaml", "--epochs", "3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "continues with step 12" in again.stdout and "epoch 3/3" in again.stdout and "epoch 2/3" not in again.stdout
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """train/ and val/ with two classes of images of several sizes."""
+    from PIL import Image
+
+    for part, count in (("train", 5), ("val", 2)):
+        for index, name in enumerate(("bright", "dark")):
+            folder = tmp_path / "photos" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (40 + i, 50 - i), (200 - 150 * index,) * 3).save(folder / f"{i}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "mobilenet_v3_small"])
+def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos, tmp_path, monkeypatch, name, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("timm.is_model", lambda model: model == "efficientnet_b0")
+    words = ["train", "--model", name, "--data", str(photos), "--size", "32", "--workers", "0", "--batch-size", "4"]
+    words += ["--epochs", "1", "--warmup-epochs", "0", "--output", "out", "--mixup", "0.2", "--cutmix", "1.0"]
+    words += ["--device", "cpu", "--freeze", "*.bias", "--label-smoothing", "0.1", "--layer-decay", "0.9"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert "fused" in capsys.readouterr().out
+    stock = {
+        "efficientnet_b0": lambda: zoo.timm.create_model(name, num_classes=2),
+        "mobilenet_v3_small": lambda: zoo.torchvision.models.get_model(name, num_classes=2),
+    }[name]()
+    stock.load_state_dict(torch.load(tmp_path / "out" / "weights.pt"))
+    # and a run starts from those weights, with other classes
+    assert main([*words, "--init-weights", "out/weights.pt", "--output", "again"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "no_such_net"], "model: there is no 'no_such_net': "),
+        (["--data", "nowhere"], "data: there is no folder nowhere"),
+        (["--model", "smallnet", "--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["--model", "smallnet", "--lr", "0"], "lr must be positive, got 0.0"),
+        (["--model", "smallnet", "--workers", "many"], "workers must be auto or a number, got 'many'"),
+        (["--model", "smallnet", "--freeze", "nothing.*"], "freeze: no parameter matches 'nothing.*'"),
+        (["--model", "smallnet", "--init-weights", "no.pt"], "no.pt: cannot be read: "),
+        (["--config", "no.yaml"], "no.yaml cannot be read: "),
+        (["--config", "newer.yaml"], "newer.yaml was written by a newer version (99); this one reads up to 1"),
+        (["--config", "unknown.yaml"], "unknown.yaml: train: unknown option epoch; known are epochs, "),
+        (["--config", "kind.yaml"], "kind.yaml: train: epochs must be int, got 'many'"),
+    ],
+)
+def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "newer.yaml").write_text("version: 99\n")
+    (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
+    (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
+    assert main(["train", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_options_survive_yaml(tmp_path):
+    words = "--model x --milestones 3 5 --schedule multistep --strategy fsdp --loggers jsonl tensorboard --lr 1e-4"
+    chosen = run.parse(words.split())
+    options.write_yaml(tmp_path / "o.yaml", chosen)
+    assert options.read_yaml(tmp_path / "o.yaml", run.Options) == chosen
+    assert run.parse(["--config", str(tmp_path / "o.yaml")]) == chosen
+    assert chosen.train.schedule.milestones == (3, 5) and chosen.train.logging.loggers == ("jsonl", "tensorboard")
+
+
+def test_every_option_of_the_loop_is_on_the_command_line_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        run.parse(["--help"])
+    text = capsys.readouterr().out
+    for part in (run.Options(), TrainConfig(), *vars(TrainConfig()).values()):
+        for name in getattr(part, "__dataclass_fields__", ()):
+            if not hasattr(getattr(part, name), "__dataclass_fields__"):
+                assert f"--{name.replace('_', '-')}" in text, name
+    assert text.count("(default: ") > 50
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def small() -> nn.Sequential:
+    block = lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))  # noqa: E731
+    return nn.Sequential(block(), block(), nn.Linear(4, 2))
+
+
+def test_biases_and_norms_do_not_decay_and_rates_fall_towards_the_input():
+    model = small()
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters()}
+    assert found["0.0.weight"] == (0.25, 0.1) and found["0.0.bias"] == found["0.1.weight"] == (0.25, 0.0)
+    assert found["1.1.bias"] == (0.5, 0.0) and found["2.weight"] == (1.0, 0.1) and len(found) == 10
+    optim.AdamW(groups)
+
+
+def test_frozen_parameters_do_not_learn_and_stand_in_no_group():
+    model = small()
+    assert freeze(model, ["0.*"]) == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
+    assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == 6
+    with pytest.raises(InputError, match="no parameter is left to learn"):
+        freeze(model, ["*"])

@@ -1,0 +1,163 @@
+"""Rows of Parquet and Arrow files: none twice, none lost, for any length, shards and position."""
+
+import collections
+
+import pytest
+import torch
+
+from fusedtrain import data
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+
+def write(folder, rows_per_file, group=7):
+    """Files with column id counting through all of them, a feature of 3 numbers, a name and an unused column."""
+    folder.mkdir(exist_ok=True)
+    first = 0
+    for i, rows in enumerate(rows_per_file):
+        ids = list(range(first, first + rows))
+        first += rows
+        table = pa.table(
+            {
+                "id": pa.array(ids, pa.int64()),
+                "x": pa.array([[j, j / 2, -j] for j in ids], pa.list_(pa.float32(), 3)),
+                "name": pa.array([f"row {j}" for j in ids]),
+                "unused": pa.array([[0] * (j % 3) for j in ids], pa.list_(pa.int32())),
+            }
+        )
+        if i % 2:
+            with pa.OSFile(str(folder / f"{i:02}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=group)
+        else:
+            pq.write_table(table, folder / f"{i:02}.parquet", row_group_size=group)
+    return folder
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("rows_per_file", [(1,), (0, 3), (20, 5, 13), (50, 51)])
+def test_ranks_and_workers_share_rows_evenly_without_duplicates_or_losses(tmp_path, rows_per_file, shuffle):
+    folder = write(tmp_path / "t", rows_per_file)
+    total = sum(rows_per_file)
+    for world, workers in [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)]:
+        seen = []
+        for rank in range(world):
+            dataset = data.TableDataset(
+                folder, columns=["id"], shuffle=shuffle, shuffle_rows=6, batch_rows=4, rank=rank, world_size=world
+            )
+            sizes = dataset.shard_sizes(workers)
+            parts = [_worker(dataset, worker, workers) for worker in range(workers)]
+            assert [len(part) for part in parts] == sizes
+            assert sum(sizes) in (total // world, -(-total // world))
+            seen += [row for part in parts for row in part]
+        assert sorted(seen) == list(range(total))
+
+
+def _worker(dataset, worker, workers):
+    """The ids that one worker of a DataLoader gives, without the process."""
+    info = torch.utils.data._utils.worker.WorkerInfo(id=worker, num_workers=workers, seed=0, dataset=dataset)
+    torch.utils.data._utils.worker._worker_info = info
+    try:
+        return [int(row["id"]) for row in dataset]
+    finally:
+        torch.utils.data._utils.worker._worker_info = None
+
+
+def test_rows_have_types_and_only_the_chosen_columns(tmp_path):
+    dataset = data.TableDataset(write(tmp_path / "t", [9, 4]), columns=["name", "x", "id"])
+    row = list(dataset)[11]
+    assert list(row) == ["name", "x", "id"] and row["name"] == "row 11"
+    assert row["id"].dtype == torch.int64 and row["id"].shape == () and row["x"].dtype == torch.float32
+    assert row["x"].tolist() == [11, 5.5, -11]
+    assert [list(row["unused"].shape) for row in data.TableDataset(tmp_path / "t", columns=["unused"])][:4] == [
+        [0],
+        [1],
+        [2],
+        [0],
+    ]
+
+
+def test_batches_of_rows_are_full_across_files_and_groups(tmp_path):
+    dataset = data.TableDataset(write(tmp_path / "t", [9, 4, 20]), columns=["id", "x", "name"], batch_size=10)
+    batches = list(data.loader(dataset, None, num_workers=0))
+    assert [len(batch["name"]) for batch in batches] == [10, 10, 10, 3]
+    assert torch.cat([batch["id"] for batch in batches]).tolist() == list(range(33))
+    assert batches[1]["x"].shape == (10, 3) and batches[1]["x"][0, 1] == 5
+
+
+def test_every_epoch_has_an_order_of_its_own_that_repeats(tmp_path):
+    dataset = data.TableDataset(write(tmp_path / "t", [40, 41]), columns=["id"], shuffle=True, shuffle_rows=30)
+    batches = data.loader(dataset, 8, num_workers=2, persistent_workers=True)
+    assert len(batches) == 5 + 6
+    orders = []
+    for epoch in (0, 1, 0):
+        batches.set_epoch(epoch)
+        orders.append(torch.cat([batch["id"] for batch in batches]).tolist())
+    assert orders[0] == orders[2] != orders[1]
+    assert all(sorted(order) == list(range(81)) for order in orders)
+    near = sum(abs(a - b) == 1 for a, b in zip(orders[0], orders[0][1:]))
+    assert near < 20  # rows of one group do not stay together
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_pass_continues_where_it_stopped(tmp_path, num_workers, shuffle):
+    folder = write(tmp_path / "t", [40, 41])
+
+    def make():
+        dataset = data.TableDataset(folder, columns=["id"], shuffle=shuffle, shuffle_rows=16, seed=3)
+        return data.loader(dataset, 4, num_workers=num_workers)
+
+    whole = make()
+    whole.set_epoch(2)
+    expected = [batch["id"].tolist() for batch in whole]
+    for stop in (0, 1, len(expected)) if num_workers == 0 else (8, 20):
+        first = make()
+        first.set_epoch(2)
+        for _, _ in zip(range(stop), first):
+            first.advance()
+        again = make()
+        again.load_state_dict(first.state_dict())
+        assert [batch["id"].tolist() for batch in again] == expected[stop:]
+        again.set_epoch(3)
+        assert sum(len(batch["id"]) for batch in again) == 81
+    with pytest.raises(ValueError, match=r"the position belongs to an order with workers=\d, this one has 2"):
+        data.loader(data.TableDataset(folder), 4, num_workers=2).load_state_dict(first.state_dict())
+
+
+def test_files_are_found_by_pattern_and_url(tmp_path):
+    folder = write(tmp_path / "t", [3, 4, 5])
+    for paths in (
+        str(folder / "*.parquet"),
+        [folder / "00.parquet", folder / "02.parquet"],
+        f"file://{folder}/*.parquet",
+    ):
+        assert data.TableDataset(paths).rows == 8
+    assert [row["id"].item() for row in data.TableDataset(f"file://{folder}/02.parquet")] == [7, 8, 9, 10, 11]
+
+
+def test_nulls_come_as_none(tmp_path):
+    pq.write_table(pa.table({"a": [1, None, 3]}), tmp_path / "n.parquet")
+    assert [row["a"] for row in data.TableDataset(tmp_path / "n.parquet")] == [1, None, 3]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    folder = write(tmp_path / "t", [30])
+    path = folder / "00.parquet"
+    with pytest.raises(ValueError, match=r"00\.parquet has no column 'label'; it has id, x, name, unused"):
+        data.TableDataset(path, columns=["label"])
+    with pytest.raises(ValueError, match="no Parquet or Arrow file is found at nowhere"):
+        data.TableDataset("nowhere")
+    with pytest.raises(ValueError, match="batch_rows must be at least 1, got 0"):
+        data.TableDataset(path, batch_rows=0)
+    with pytest.raises(ValueError, match="rank must lie between 0 and world_size - 1, got rank=2, world_size=2"):
+        data.TableDataset(path, rank=2, world_size=2)
+    dataset = data.TableDataset(path)
+    content = bytearray(path.read_bytes())
+    content[4:400] = bytes(396)  # the first pages, not the footer
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"00\.parquet, row group 0, cannot be read: "):
+        list(collections.deque(data.TableDataset(path), 0) or dataset)
+    path.write_bytes(b"PAR1 nothing")
+    with pytest.raises(ValueError, match=r"00\.parquet is not a readable Parquet or Arrow file: "):
+        data.TableDataset(path)

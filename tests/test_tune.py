@@ -1,0 +1,403 @@
+"""Batch size, learning rate, options, workers and backends found by measurement, by processes that are killed."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import harness
+import pytest
+import torch
+
+import fusedtrain
+import fusedtrain.data.workers
+from fusedtrain import _tuned, backend, tune
+from fusedtrain.cli import main
+from fusedtrain.tune import backend as backends
+from fusedtrain.tune import batch_size as sizes
+from fusedtrain.tune.state import State
+from fusedtrain.tune.target import load
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    monkeypatch.setenv("FUSEDTRAIN_TUNED", "0")
+    _tuned.load()
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def models(tmp_path):
+    return write(
+        tmp_path / "models.py",
+        """
+        import os, signal, torch
+
+        class Net(torch.nn.Module):
+            def __init__(self, what):
+                super().__init__()
+                self.what, self.linear = what, torch.nn.Linear(48, 10)
+
+            def forward(self, x):
+                if self.what == "hungry":
+                    torch.ones(len(x), 32 * 2**18)  # 32 MiB per sample
+                if self.what == "killed" and len(x) > 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.what == "broken":
+                    raise KeyError("weights")
+                return self.linear(x.flatten(1))
+
+        def hungry(): return Net("hungry")
+        def killed(): return Net("killed")
+        def broken(): return Net("broken")
+        def number(): return 7
+        def fused():
+            import fusedtrain
+            return torch.nn.Sequential(
+                torch.nn.Conv2d(3, 64, 1), fusedtrain.nn.SEModule(64), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+            )
+        """,
+    )
+
+
+def target(models, name, **options):
+    return tune.Target(f"{models}:{name}", **{"image": (3, 4, 4), "device": "cpu", **options})
+
+
+# --- batch size -------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_that_fits_is_found_and_remembered(models, monkeypatch):
+    lines = []
+    hungry, memory = target(models, "hungry"), 3 * 2**29
+    found = tune.tune_batch_size(hungry, largest=512, memory=memory, steps=1, progress=lines.append)
+    good = [size for size, trial in found["trials"].items() if trial["fits"]]
+    bad = [size for size, trial in found["trials"].items() if not trial["fits"]]
+    assert found["largest"] == max(good) < min(bad) <= max(good) * 17 / 16 + 1
+    assert 8 <= found["largest"] < 48 and found["fastest"] in good  # 48 x 32 MiB is all that there is
+    assert found["limit"].startswith(f"{min(bad)} does not fit: ") and "allocate memory" in found["limit"]
+    assert len(lines) == len(found["trials"])
+    monkeypatch.setattr(sizes, "_trial", lambda *args: pytest.fail("measured again"))
+    assert tune.tune_batch_size(hungry, largest=512, memory=memory, steps=1) == found
+    with pytest.raises(pytest.fail.Exception):
+        tune.tune_batch_size(hungry, largest=512, memory=memory, steps=1, fresh=True)
+
+
+def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(models):
+    found = tune.tune_batch_size(target(models, "killed"), smallest=4, steps=1)
+    assert found["largest"] == 5 and found["limit"] == "6 does not fit: the process was killed by SIGKILL"
+    with pytest.raises(tune.TuneError, match=r"a batch of 2: KeyError: 'weights'"):
+        tune.tune_batch_size(target(models, "broken"), steps=1)
+    with pytest.raises(tune.TuneError, match=r"a batch of 6 does not fit: the process was killed by SIGKILL"):
+        tune.tune_batch_size(target(models, "killed"), smallest=6, steps=1)
+
+
+def test_a_killed_search_of_the_batch_size_goes_on(models, capsys):
+    arguments = ["tune", "batch-size", "--model", f"{models}:killed", "--image", "3x4x4", "--classes", "10"]
+    arguments += ["--device", "cpu", "--steps", "1", "--memory", "4", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fusedtrain", *arguments], stderr=subprocess.PIPE, env=harness.environment(), text=True
+    )
+    first = process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert first.startswith("     2  ")
+    state = next((models.parent / "cache" / "tune").glob("batch-size-*.json"))
+    before = json.loads(state.read_text())["results"]["2"]
+    assert main(arguments) == 0
+    out, _ = capsys.readouterr()
+    assert json.loads(out)["largest"] == 5
+    assert json.loads(out)["trials"]["2"] == before  # not measured again: times never repeat
+
+
+# --- learning rate ----------------------------------------------------------------------------------------------------
+
+
+def test_the_range_test_suggests_a_rate_that_learns_and_goes_on_where_it_stopped():
+    small, lines = tune.Target(image=(1, 16, 16), device="cpu"), []
+    options = {"steps": 50, "batch_size": 32, "highest": 10.0}
+    whole = tune.tune_lr(small, **options, progress=lines.append)
+    assert 1e-5 < whole["suggested"] < whole["lowest_loss_at"] < 1
+    assert len(whole["lrs"]) == len(whole["losses"]) and whole["lrs"][0] == 1e-6
+    assert lines[0].startswith("step 20/50  lr ")
+
+    digits = fusedtrain.data.digits(size=16)
+    calls = iter(range(10**9))
+
+    class Killed(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(digits)
+
+        def __getitem__(self, index):
+            if next(calls) == 33 * 32:
+                raise KeyboardInterrupt
+            return digits[index]
+
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune_lr(small, Killed(), **options, data_key="killed")
+    again = []
+    resumed = tune.tune_lr(small, Killed(), **options, data_key="killed", progress=again.append)
+    assert resumed == whole and again[0] == "goes on after step 20"
+    assert tune.tune_lr(small, [0] * len(digits), **options, data_key="killed") == whole  # kept: no data are read
+
+
+def test_a_range_test_that_tells_nothing_says_so():
+    flat, empty = tune.Target(image=(1, 8, 8), device="cpu"), [(torch.full((1, 8, 8), float("nan")), 0)] * 8
+    with pytest.raises(tune.TuneError, match="0 < lowest < highest"):
+        tune.tune_lr(flat, empty, lowest=1.0, highest=0.1)
+    with pytest.raises(tune.TuneError, match=r"the loss is nan at step 1, with a learning rate of 1\.0e-06"):
+        tune.tune_lr(flat, empty, batch_size=4, data_key="empty")
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def space(tmp_path):
+    """Writes the YAML file and the objective: a parabola with its minimum at x = 0.3 of kind b."""
+    write(
+        tmp_path / "objective.py",
+        """
+        import os, pathlib, time
+        here = pathlib.Path(__file__).parent
+
+        def parabola(params, report):
+            value = (params["x"] - 0.3) ** 2 + (params["kind"] == "a")
+            for step in range(3):
+                report(step, value)
+            with open(here / "ran", "a") as file:
+                file.write(f"{os.getpid()} {params['x']!r}\\n")
+            if (here / "stop").exists():
+                time.sleep(60)
+            if params["x"] > 0.9:
+                raise ValueError("x is too large")
+            return value
+        """,
+    )
+
+    def make(**changes):
+        content = {
+            "objective": f"{tmp_path / 'objective.py'}:parabola",
+            "params": "{x: {low: 1e-3, high: 1, log: true}, kind: [a, b]}",
+            "trials": 12,
+            "sampler": "{name: tpe, seed: 1}",
+            **changes,
+        }
+        path = tmp_path / "space.yaml"
+        path.write_text("\n".join(f"{name}: {value}" for name, value in content.items() if value is not None))
+        return path
+
+    return make
+
+
+def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys):
+    path = space(pruner="{name: median, n_startup_trials: 3, n_warmup_steps: 1}")
+    assert main(["tune", "search", str(path), "--workers", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert len(found["trials"]) == 12 == found["complete"] + found["pruned"] + found["failed"]
+    assert found["best"]["value"] == min(t["value"] for t in found["trials"] if t["state"] == "complete")
+    assert found["best"]["params"]["kind"] == "b" and found["pruned"] > 0
+    assert err.count("\n") == 12 and "x=" in err
+    assert len({line.split()[0] for line in (tmp_path / "ran").read_text().splitlines()}) == 2  # both took part
+    assert main(["tune", "search", str(path), "--trials", "14"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("12 of 14 trials are done already\n") and err.count("\n") == 3
+    assert out.startswith("best: ")
+    assert main(["tune", "search", str(space(direction="maximize"))]) == 2
+    assert "the storage belongs to another search: its direction is minimize, not maximize" in capsys.readouterr().err
+
+
+def test_a_killed_search_runs_the_trial_again_that_was_cut_off(space, tmp_path):
+    path = space(trials=3)
+    (tmp_path / "stop").touch()
+    command = [sys.executable, "-m", "fusedtrain", "tune", "search", str(path)]
+    process = subprocess.Popen(command, env=harness.environment(), stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "ran").exists():
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    (tmp_path / "stop").unlink()
+    worker, cut = (tmp_path / "ran").read_text().split()
+    end = time.monotonic() + 30
+    while time.monotonic() < end and os.path.exists(f"/proc/{worker}"):  # it goes with its parent
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{worker}")
+    found = tune.search(tune.read_space(path), tmp_path / "space.db")
+    assert len(found["trials"]) == 3
+    assert float(cut) in [trial["params"]["x"] for trial in found["trials"]]
+
+
+def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        """
+        import json, sys
+        x = float(sys.argv[1])
+        print("starts")
+        for step in range(3):
+            print(json.dumps({"step": step, "loss": x * x + step}), flush=True)
+        if x == 3:
+            sys.exit("no such x")
+        """,
+    )
+    grid = {"objective": None, "metric": "loss", "sampler": "grid", "pruner": "none"}
+    path = space(**grid, command=f"python {script} {{x}}", params="{x: [1, 2, 3]}")
+    found = tune.search(tune.read_space(path), tmp_path / "space.db", workers=2)
+    assert (found["complete"], found["failed"]) == (2, 1) and found["best"]["params"] == {"x": 1}
+    assert found["best"]["value"] == 3.0
+    (failed,) = (trial for trial in found["trials"] if trial["state"] == "fail")
+    assert failed["error"] == "RuntimeError: the command ended with 1: {} / no such x".format(
+        " / ".join(["starts", *(json.dumps({"step": s, "loss": 9.0 + s}) for s in range(3))])
+    )
+    path = space(**grid, command=f"python {script} 3", params="{x: [1]}")
+    with pytest.raises(tune.TuneError, match="no trial came to its end: RuntimeError: the command ended with 1"):
+        tune.search(tune.read_space(path), tmp_path / "other.db")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": None}, "the space needs either objective: FILE.py:NAME or command: with metric:"),
+        ({"objective": "nowhere.py:f"}, "nowhere.py is not a file; a function is named FILE.py:NAME"),
+        ({"direction": "up"}, "direction must be minimize or maximize, got 'up'"),
+        ({"sampler": "magic"}, "sampler must be one of tpe, random, grid"),
+        ({"sampler": "{name: tpe, magic: 1}"}, "options of the sampler or pruner: .*magic"),
+        ({"params": "{x: 3}"}, r"x must be a list of choices or \{low, high\} with log or step, got 3"),
+        ({"params": "{x: {low: 2, high: 1}}"}, "x: low and high must be numbers in order, got 2 and 1"),
+        ({"params": "{x: {low: 0, high: 1, log: true}}"}, "x: log needs a positive low and no step"),
+        ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
+        ({"color": "red"}, "'color' is not one of params, objective, command"),
+        ({"params": "{x: ["}, "is not YAML: "),
+    ],
+)
+def test_a_space_that_makes_no_sense_is_refused_in_one_line(space, tmp_path, capsys, changes, message):
+    assert main(["tune", "search", str(space(**changes))]) == 2
+    err = capsys.readouterr().err
+    assert re.search(f"fusedtrain tune: .*{message}", err) and err.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+# --- loader -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loader_is_tuned_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fusedtrain.data.workers, "SECONDS", 0.1)
+    path = write(
+        tmp_path / "dataset.py",
+        """
+        import torch
+        def digits(): return torch.utils.data.TensorDataset(torch.zeros(100, 3, 8, 8))
+        """,
+    )
+    assert main(["tune", "loader", "--data", f"{path}:digits", "--batch-size", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sample_bytes"] == 768 and "0" in found["points"] and found["num_workers"] <= found["cores"]
+    assert main(["tune", "loader", "--data", str(tmp_path / "none")]) == 2
+    assert "no Parquet or Arrow file is found at" in capsys.readouterr().err
+
+
+# --- backend ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_kernel(monkeypatch):
+    """The CPU kernel of squeeze_excite, made slower than any other backend."""
+    impls = backend._OPS["squeeze_excite"]
+    kernel = impls["cpu"]
+
+    def slowed(*args):
+        end = time.thread_time() + 0.005
+        while time.thread_time() < end:
+            pass
+        return kernel.forward(*args)
+
+    monkeypatch.setitem(impls, "cpu", dataclasses.replace(kernel, forward=slowed))
+    monkeypatch.setenv("FUSEDTRAIN_TUNED", "1")
+
+
+def test_a_backend_that_was_measured_faster_is_taken_by_auto(models, slow_kernel, cache, capsys, monkeypatch):
+    arguments = ["tune", "backend", "--model", f"{models}:fused", "--image", "3x32x32", "--classes", "64"]
+    arguments += ["--batch-size", "8", "--device", "cpu", "--json"]
+    assert main(arguments) == 0
+    (entry,) = (e for e in json.loads(capsys.readouterr().out)["entries"] if e["op"] == "squeeze_excite")
+    assert (entry["auto"], entry["backend"], entry["shape"]) == ("cpu", "reference", [8, 64, 32, 32])
+    impls = backend._OPS["squeeze_excite"]
+    x = torch.zeros(8, 64, 32, 32).to(memory_format=torch.channels_last)
+    assert backend.select("squeeze_excite", impls, x) is impls["reference"]
+    text = fusedtrain.explain("squeeze_excite", x)
+    assert text.startswith("squeeze_excite: reference runs, by the table of fusedtrain tune backend: cpu ")
+    for other in (x[:7], x.double(), x.contiguous()):
+        assert backend.select("squeeze_excite", impls, other) is impls["cpu"]
+    with fusedtrain.use_backend("cpu"):
+        assert backend.select("squeeze_excite", impls, x) is impls["cpu"]
+    torch._dynamo.reset()
+    compiled = torch.compile(fusedtrain.ops.channel_pool, backend="eager", fullgraph=True)
+    assert compiled(x).shape == (8, 64)
+    # A table of another machine or version counts for nothing, nor does a broken one.
+    table = cache / "backends.json"
+    content = table.read_text()
+    for changed in (content.replace(torch.__version__, "0.0"), content[:100], '{"entries": 3}', "[]"):
+        table.write_text(changed)
+        _tuned.load()
+        assert backend.select("squeeze_excite", impls, x) is impls["cpu"]
+    # What is in the table is not measured again, so that a killed run goes on.
+    table.write_text(content)
+    monkeypatch.setattr(backends, "_measure", lambda call: pytest.fail("measured again"))
+    assert main(arguments) == 0
+
+
+def test_a_tie_and_a_model_without_ops_change_nothing(models, monkeypatch):
+    monkeypatch.setattr(backends, "GAIN", 100.0)
+    found = tune.tune_backend(target(models, "fused", image=(3, 32, 32)), batch_size=4)
+    assert [entry["backend"] for entry in found["entries"]] == [None]
+    assert set(found["entries"][0]["microseconds"]) >= {"cpu", "reference"}
+    with pytest.raises(tune.TuneError, match="calls none of squeeze_excite, channel_pool"):
+        tune.tune_backend(target(models, "killed"), batch_size=2)
+
+
+# --- what all have in common ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["batch-size", "--image", "3x32"], "--image must be CxHxW, 3x224x224 for instance, got '3x32'"),
+        (["batch-size", "--image", "3x8x8"], "the small network takes images of one channel, got 3"),
+        (["batch-size", "--device", "tpu"], "device must be auto, cpu or cuda, got 'tpu'"),
+        (["batch-size", "--smallest", "9", "--largest", "8"], "smallest and largest must be 1 or more and in order"),
+        (["lr", "--image", "3x8x8"], "the digits have one channel and are square"),
+        (["backend", "--layers", "stock"], "--layers stock has no fused ops to choose backends for"),
+        (["search", "none.yaml"], "the space cannot be read: "),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_one_line(capsys, arguments, message):
+    assert main(["tune", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("fusedtrain tune: ") and message in err and err.count("\n") == 1
+
+
+def test_a_function_is_named_by_its_file(models):
+    with pytest.raises(tune.TuneError, match="has no function 'none'"):
+        load(f"{models}:none")
+    with pytest.raises(tune.TuneError, match="number must return a module, got int"):
+        target(models, "number").build()
+
+
+def test_a_broken_state_is_forgotten(cache):
+    state = State("x", {"a": 1})
+    state.add(3, {"b": 2})
+    assert State("x", {"a": 1}).get(3) == {"b": 2}
+    assert State("x", {"a": 2}).get(3) is None and State("x", {"a": 1}, fresh=True).get(3) is None
+    state.path.write_text("{")
+    assert State("x", {"a": 1}).results == {}
