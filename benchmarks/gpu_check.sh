@@ -43,8 +43,8 @@ build() {
 # The kernels' paths under the sanitizer: each op, both layouts, two dtypes; forward and backward.
 sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes application-only \
-    pytest -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
-    tests/test_squeeze_excite.py -k 'as_good_as_torch and cuda-cuda and (odd or long or vectors or one_pixel)'
+    pytest -n0 -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
+    tests/test_squeeze_excite.py tests/test_depthwise_conv2d.py -k 'as_good_as_torch and cuda-cuda and (odd or long or vectors or one_pixel)'
 }
 
 export -f machine build sanitize

@@ -11,8 +11,8 @@ from time import perf_counter
 import torch
 from timing import host_clock
 
-# glibc otherwise maps and unmaps every block over 32 MB, and pays for its page faults, at each call.
-TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
+from fusedtrain._allocator import TUNABLES
+
 ALLOCATORS = ("tuned", "default")
 
 

@@ -33,8 +33,9 @@ def _bytes(row: Row) -> float:
 
 
 def roofline(rows: list[Row], path: Path) -> Path:
-    """Achieved GB/s over counted bytes, forward and backward together, under the roof of each case."""
-    rows = [row for row in rows if row["mode"] == "fwd+bwd" and row["us_p50"] is not None]
+    """Achieved GB/s over counted bytes, forward and backward together or whole steps, under the roof of each case."""
+    whole = results.whole_mode(rows)
+    rows = [row for row in rows if row["mode"] == whole and row["us_p50"] is not None]
     stock = results.best_stock(rows)
     figure, panels = _panels(rows, 5.5, 4.5)
     for dtype, axis in panels:
@@ -48,7 +49,7 @@ def roofline(rows: list[Row], path: Path) -> Path:
                 x, y = [_bytes(row) / 2**20 for row in points], [row["gb_per_s"] for row in points]
                 axis.plot(x, y, linestyle="", marker=marker, color=color, alpha=0.75, label=f"{name}, {layout}")
         axis.axvline(rows[0]["cache_mib"], color=ROOF, linewidth=0.8, linestyle=":", label="last-level cache")
-        axis.set(xscale="log", yscale="log", title=dtype, xlabel="MiB counted, forward and backward", ylabel="GB/s")
+        axis.set(xscale="log", yscale="log", title=dtype, xlabel=f"MiB counted, {whole}", ylabel="GB/s")
         axis.grid(alpha=0.25, which="both", linewidth=0.5)
         _plain_ticks(axis.xaxis, axis.yaxis)
         axis.label_outer()
@@ -59,7 +60,8 @@ def roofline(rows: list[Row], path: Path) -> Path:
 
 def speedups(rows: list[Row], path: Path) -> Path:
     """Every case's speedup over the best stock path, wins and losses on one axis."""
-    rows = [row for row in rows if row["mode"] == "fwd+bwd" and row["backend"] == "auto" and row["speedup"] is not None]
+    whole = results.whole_mode(rows)
+    rows = [row for row in rows if row["mode"] == whole and row["backend"] == "auto" and row["speedup"] is not None]
     names = list(dict.fromkeys((row["case"], row["shape"]) for row in rows))
     figure, panels = _panels(rows, 4.5, 1.6 + 0.16 * len(names))
     for dtype, axis in panels:
@@ -76,7 +78,7 @@ def speedups(rows: list[Row], path: Path) -> Path:
         axis.grid(alpha=0.25, which="both", linewidth=0.5)
     axis.invert_yaxis()  # shared: the first case on top
     figure.legend(*axis.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2)
-    figure.suptitle(f"{rows[0]['op']}, fwd+bwd\n{rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=9)
+    figure.suptitle(f"{rows[0]['op']}, {whole}\n{rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=9)
     return _saved(figure, path)
 
 

@@ -66,6 +66,11 @@ def merge(path: Path, rows: Iterable[Row]) -> None:
     partial.replace(path)
 
 
+def whole_mode(rows: Iterable[Row]) -> str:
+    """The mode that stands for an op: forward and backward together, or the whole step of an optimizer."""
+    return "step" if all(row["mode"] == "step" for row in rows) else "fwd+bwd"
+
+
 def geometric_mean(values: Iterable[float]) -> float | None:
     """None of no values."""
     logs = [math.log(v) for v in values if v]

@@ -1,0 +1,213 @@
+"""Judges ``fusedtrain diagnose`` on scripts with planted faults; writes results/planted.csv and
+PLANTED.md.
+
+Each script in planted/ says in CAUSES which rules may be named first, and does it right when PLANTED_FIXED is set. It
+is diagnosed and verified on one core (CORES in the script: more). A script passes when its cause is named first, no
+remedy that was kept made it slower in fresh processes, and at least 90 % of what the script's own fix saves is saved.
+
+    python benchmarks/planted.py                 all scripts, about half an hour
+    python benchmarks/planted.py slow_disk       some
+    python benchmarks/planted.py --no-verify     only what is named
+    python benchmarks/planted.py --aa 50         false wins in 50 A/A runs beside a process that loads the machine
+"""
+
+import argparse
+import ast
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fusedtrain import _allocator
+from fusedtrain.diagnose import script as scripts
+
+HERE = Path(__file__).parent
+FOLDER = HERE / "planted"
+TABLE = HERE / "results" / "planted.csv"
+KNOWN = ("CAUSES", "CORES", "NEEDS", "FIXED_ENVIRONMENT")
+COLUMNS = (
+    "script",
+    "planted",
+    "named",
+    "correct",
+    "ms",
+    "remedies_kept",
+    "ms_fresh_before",
+    "ms_fresh_after",
+    "ms_fixed",
+)
+COLUMNS += ("of_optimum", "slower", "noisy", "overhead", "seconds")
+
+
+def constants(path: Path) -> dict:
+    """Returns the constants that a script says about itself."""
+    found = {"CAUSES": [], "CORES": 1}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in (
+            "CAUSES",
+            "CORES",
+            "FIXED_ENVIRONMENT",
+        ):
+            found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+def restrict(cores: int) -> None:
+    """Keeps this process and its children to so many cores."""
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, allowed[-cores:])
+    os.environ["OMP_NUM_THREADS"] = str(min(cores, len(allowed)))
+
+
+def judge(name: str, verify: bool) -> dict:
+    """Diagnoses one script in a process of its own and compares with what was planted."""
+    command = [sys.executable, __file__, "--one", name, *(() if verify else ("--no-verify",))]
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return {"script": name, "correct": False, "named": "the diagnosis failed"}
+    return json.loads(done.stdout) | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def one(name: str, verify: bool) -> dict:
+    path = FOLDER / f"{name}.py"
+    planted = constants(path)
+    if planted.get("NEEDS") == "cuda" and not torch.cuda.is_available():
+        return {"script": name, "planted": "/".join(planted["CAUSES"]), "named": "skipped: needs a GPU", "correct": ""}
+    restrict(planted["CORES"])
+    report = scripts.diagnose_script(str(path), [], verify=verify)
+    named = report["bottleneck"]
+    row = {
+        "script": name,
+        "planted": "/".join(planted["CAUSES"]) or "none",
+        "named": named or "none",
+        "correct": named in planted["CAUSES"] if planted["CAUSES"] else named is None,
+        "ms": round(report["step_ms"]["value"], 3),
+        "noisy": report["noisy"],
+        "overhead": f"{report['overhead']:.2%}",
+    }
+    if not verify:
+        return row | {"findings": [(f["rule"], round(f["predicted_gain"], 3)) for f in report["findings"]]}
+    kept = [v["remedy"] for v in report["verified"] if v["accepted"]]
+    fresh = report.get("fresh")
+    row |= {"remedies_kept": " + ".join(kept) or "-", "slower": bool(fresh and fresh["gain"]["high"] < 0)}
+    if fresh:
+        row |= {"ms_fresh_before": round(fresh["ms"][0], 3), "ms_fresh_after": round(fresh["ms"][1], 3)}
+        row |= optimum(path, planted, fresh["ms"])
+    return row
+
+
+def optimum(path: Path, planted: dict, fresh: list[float]) -> dict:
+    """Times the script with its own fix, and says which share of the time that this saves was saved."""
+    variables = {"PLANTED_FIXED": "1"}
+    if planted.get("FIXED_ENVIRONMENT") == "GLIBC_TUNABLES":
+        variables |= _allocator.variables()
+    task = {"script": str(path), "arguments": [], "do": "time", "remedies": []}
+    times = []
+    for _ in range(3):
+        messages, _ = scripts._run(task, variables)
+        times += [1e3 * message["seconds"] for message in messages if "seconds" in message]
+    fixed = sorted(times)[len(times) // 2]
+    return {"ms_fixed": round(fixed, 3), "of_optimum": round((fresh[0] - fresh[1]) / (fresh[0] - fixed), 3)}
+
+
+LOAD = """
+import time
+while True:
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.05:
+        pass
+    time.sleep(0.03)
+"""
+
+
+def false_wins(runs: int) -> dict:
+    """Judges a remedy that does nothing, so many times, while another process takes turns with the machine."""
+    import runpy
+
+    from fusedtrain.diagnose import measure, verify
+    from fusedtrain.diagnose.drive import Arm, Driver, Finished
+    from fusedtrain.diagnose.instrument import Instrument
+    from fusedtrain.diagnose.remedies import Remedy
+
+    restrict(1)
+    load = subprocess.Popen([sys.executable, "-c", LOAD])
+    verdicts = []
+
+    class Nothing(Remedy):
+        name, kind = "nothing", "bitwise"
+
+    def plan(driver):
+        sizes = yield from measure.warm_up(driver)
+        for _ in range(runs):
+            verdicts.append((yield from verify.judge(driver, sizes, Nothing(), 0.0, Arm())))
+
+    try:
+        with Instrument() as instrument:
+            driver = Driver(instrument, plan)
+            driver.install()
+            runpy.run_path(str(FOLDER / "healthy.py"), run_name="__main__")
+    except Finished:
+        pass
+    finally:
+        load.kill()
+    return {
+        "runs": len(verdicts),
+        "false_wins": sum(v.accepted for v in verdicts),
+        "largest_gain_seen": round(max(v.measured.value for v in verdicts), 4),
+    }
+
+
+def write(rows: list[dict]) -> None:
+    """Merges rows into the table, and writes it as Markdown too."""
+    old = {}
+    if TABLE.exists():
+        with TABLE.open() as file:
+            old = {row["script"]: row for row in csv.DictReader(file)}
+    for row in rows:
+        old[row["script"]] = old.get(row["script"], {}) | {name: str(row[name]) for name in COLUMNS if name in row}
+    table = [old[name] for name in sorted(old)]
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+    ran = [row for row in table if row["correct"]]
+    right = sum(row["correct"] == "True" for row in ran)
+    verified = [row for row in ran if row.get("ms_fresh_after")]
+    slower = sum(row["slower"] == "True" for row in verified)
+    text = "# Planted faults\n\nWritten by `python benchmarks/planted.py` from results/planted.csv; do not edit.\n\n"
+    text += f"The planted cause is named first in {right} of {len(ran)} scripts. Remedies were kept and timed in fresh"
+    text += (
+        f" processes in {len(verified)} scripts, and made {slower} of them slower. An empty cell was not measured.\n\n"
+    )
+    text += f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
+    text += "".join(f"| {' | '.join(str(row.get(name) or '') for name in COLUMNS)} |\n" for row in table)
+    (HERE / "PLANTED.md").write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scripts", nargs="*", help="names of scripts in planted/ (default: all)")
+    parser.add_argument("--no-verify", action="store_true", help="only judge what is named")
+    parser.add_argument("--aa", type=int, metavar="RUNS", help="count false wins instead")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one(args.one, not args.no_verify)))
+    elif args.aa:
+        print(json.dumps(false_wins(args.aa)))
+    else:
+        names = args.scripts or sorted(path.stem for path in FOLDER.glob("*.py"))
+        for name in names:
+            row = judge(name, not args.no_verify)
+            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+            write([row])
+
+
+if __name__ == "__main__":
+    main()
