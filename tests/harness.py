@@ -367,10 +367,23 @@ def environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in env.items() if value is not None}
 
 
-def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
-    """Runs Python in a fresh process, in the tests' folder: there the installed package is found, not the sources."""
+def start_python(*arguments, pipes: dict | None = None, **env: str | None) -> subprocess.Popen:
+    """Starts Python in the tests' folder: there the installed package is found, not the sources.
+
+    Args:
+        arguments: of the interpreter.
+        pipes: further arguments of Popen.
+        env: as for :func:`environment`.
+    """
     command, folder = [sys.executable, "-W", "ignore", *arguments], os.path.dirname(__file__)
-    return subprocess.run(command, cwd=folder, env=environment(**env), capture_output=True, text=True, check=False)
+    return subprocess.Popen(command, cwd=folder, env=environment(**env), text=True, **(pipes or {}))
+
+
+def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
+    """Runs Python to its end as :func:`start_python` starts it; its output is captured."""
+    with start_python(*arguments, pipes={"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, **env) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class Zoo:

@@ -11,7 +11,7 @@ from fusedtrain.train.activation import Block, choose, matching
 CHILD = """
 import json, sys
 import torch
-import test_activation as here
+import test_activation_checkpointing as here
 from fusedtrain.train.memory import PeakMemory
 
 run = here.make(json.loads(sys.argv[1]), channels=16)

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import subprocess
-import sys
 
 import cases
 import harness
@@ -328,11 +326,8 @@ os._exit(0)
 def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path):
     images = [[harness.images((n, 5, 3, 4), seed=7 * i + j) for j, n in enumerate(ns)] for i, ns in enumerate(SIZES)]
     torch.save(images, tmp_path / "images.pt")
-    command = [sys.executable, "-W", "ignore", "-c", SYNC_CHILD]
-    children = [
-        subprocess.Popen([*command, str(rank), str(tmp_path), name], env=harness.environment(OMP_NUM_THREADS="1"))
-        for rank in range(2)
-    ]
+    command = ["-c", SYNC_CHILD]
+    children = [harness.start_python(*command, str(i), str(tmp_path), name, OMP_NUM_THREADS="1") for i in range(2)]
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for i, parts in enumerate(images):

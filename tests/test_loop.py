@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 
 import harness
 import pytest
@@ -382,7 +383,13 @@ def test_a_trace_and_a_table_show_the_spans(tmp_path):
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"data", "copy", "forward", "backward", "optimizer"} <= names
     assert "backward" in (tmp_path / "table.txt").read_text()
-    assert run.spans.seconds["backward"] > 0 and "forward" in str(run.spans)
+    seconds = dict(run.spans.seconds)
+    assert seconds["forward"] > 0 and seconds["backward"] > 0
+    time.sleep(0.01)
+    run.spans.enter("other")
+    assert run.spans.seconds == seconds  # nothing is counted after the end
+    run.spans.seconds |= {"forward": 3 * sum(seconds.values())}
+    assert "forward 7" in str(run.spans)
 
 
 def test_a_model_that_is_wrapped_is_refused_with_the_reason():

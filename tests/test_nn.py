@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import pickle
-import subprocess
 import sys
 
 import harness
@@ -419,5 +418,5 @@ def test_neither_timm_nor_torchvision_is_imported():
         "import sys, torch, fusedtrain.nn as nn; [nn.SEModule(8), nn.EcaModule(8), nn.SqueezeExcitation(8, 2)];"
         "print(sorted({'timm', 'torchvision', 'triton'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], env=harness.environment(), capture_output=True, text=True)
+    result = harness.run_python("-c", code)
     assert result.stdout.strip() == "[]", result.stderr

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 
@@ -61,6 +60,8 @@ def test_outside_the_main_thread_it_says_that_signals_do_not_work():
     assert messages == ["signals do not stop this run cleanly: it is not in the main thread"]
 
 
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
 PROGRAM = """
 import os, sys, time
 from fusedtrain.train.preemption import StopSignals
@@ -97,14 +98,7 @@ with StopSignals(together=0 if sys.argv[1] == "twice" else 3600) as stop:
     [("waiting", signal.SIGTERM, False), ("polling", signal.SIGUSR1, False), ("polling", signal.SIGINT, True)],
 )
 def test_the_process_ends_with_128_plus_the_number_and_its_workers_ignore_it(mode, number, group):
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, mode],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=harness.environment(),
-        start_new_session=True,
-        text=True,
-    )
+    process = harness.start_python("-c", PROGRAM, mode, pipes=PIPES | {"start_new_session": True})
     assert {process.stdout.readline(), process.stdout.readline()} == {"ready\n", "worker\n"}
     (os.killpg if group else os.kill)(process.pid, number)
     process.send_signal(signal.SIGTERM)  # what a launcher passes on of the same request
@@ -116,13 +110,7 @@ def test_the_process_ends_with_128_plus_the_number_and_its_workers_ignore_it(mod
 
 
 def test_a_second_signal_ends_the_process_on_the_spot():
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "twice"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=harness.environment(),
-        text=True,
-    )
+    process = harness.start_python("-c", PROGRAM, "twice", pipes=PIPES)
     while process.stdout.readline() != "ready\n":
         pass
     process.send_signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -105,9 +104,7 @@ def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(mo
 def test_a_killed_search_of_the_batch_size_goes_on(models, capsys):
     arguments = ["tune", "batch-size", "--model", f"{models}:killed", "--image", "3x4x4", "--classes", "10"]
     arguments += ["--device", "cpu", "--steps", "1", "--memory", "4", "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fusedtrain", *arguments], stderr=subprocess.PIPE, env=harness.environment(), text=True
-    )
+    process = harness.start_python("-m", "fusedtrain", *arguments, pipes={"stderr": subprocess.PIPE})
     first = process.stderr.readline()
     process.kill()
     process.communicate()
@@ -221,8 +218,8 @@ def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys)
 def test_a_killed_search_runs_the_trial_again_that_was_cut_off(space, tmp_path):
     path = space(trials=3)
     (tmp_path / "stop").touch()
-    command = [sys.executable, "-m", "fusedtrain", "tune", "search", str(path)]
-    process = subprocess.Popen(command, env=harness.environment(), stderr=subprocess.DEVNULL)
+    command = ["-m", "fusedtrain", "tune", "search", str(path)]
+    process = harness.start_python(*command, pipes={"stderr": subprocess.DEVNULL})
     while process.poll() is None and not (tmp_path / "ran").exists():
         time.sleep(0.02)
     process.kill()

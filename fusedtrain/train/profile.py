@@ -40,31 +40,32 @@ class Spans:
     def __init__(self):
         self.seconds = dict.fromkeys(SPANS, 0.0)
         self.tracing = False
-        self._name, self._start, self._range = "other", time.perf_counter(), None
+        self._name, self._start, self._range = None, 0.0, None
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str | None) -> None:
+        """Ends the stage that runs, if any, and begins ``name``; None: time is not counted from here."""
         now = time.perf_counter()
-        self.seconds[self._name] += now - self._start
+        if self._name is not None:
+            self.seconds[self._name] += now - self._start
         self._name, self._start = name, now
         if self.tracing or self._range is not None:
             self._mark(name)
 
-    def _mark(self, name: str) -> None:
+    def _mark(self, name: str | None) -> None:
         nvtx = torch.cuda.is_available()
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
             if nvtx:
                 torch.cuda.nvtx.range_pop()
-        if self.tracing:
+        if self.tracing and name is not None:
             self._range = torch.profiler.record_function(name)
             self._range.__enter__()
             if nvtx:
                 torch.cuda.nvtx.range_push(name)
 
     def __str__(self) -> str:
-        self.enter(self._name)
-        total = sum(self.seconds.values())
+        total = sum(self.seconds.values()) or 1.0
         parts = [f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value >= 0.005 * total]
         return f"{total:.1f} s: {', '.join(parts)}"
 

@@ -507,6 +507,7 @@ class Trainer:
             self._tracer.close()
         self.feed.close()
         self.callbacks.call("on_fit_end", self, error)
+        self.spans.enter(None)
         if error is None:
             self.progress.line(f"{self.title}  {self.spans}")
 
