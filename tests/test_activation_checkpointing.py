@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fusedtrain.train import ActivationCheckpointing, Batches, InputError, Precision, Schedule, TrainConfig, Trainer
-from fusedtrain.train.activation import Block, choose, matching
+from fusedtrain.train.activation import Block, choose, matching, peak
 
 CHILD = """
 import json, sys
@@ -58,10 +58,10 @@ def data(count: int, batch_size: int, size: int = 8) -> Batches:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{"checkpoint_modules": ("1.*",)}, {"activation_budget_gib": 300e-6}])
+@pytest.mark.parametrize("options", [{"checkpoint_modules": ("1.*",)}, {"activation_budget_gib": 400e-6}])
 def test_numbers_are_bitwise_those_without_it_dropout_and_precision_included(options, precision):
     if precision == "bf16" and "activation_budget_gib" in options:
-        options = {"activation_budget_gib": 200e-6}
+        options = {"activation_budget_gib": 250e-6}
     runs = [make(o, precision=precision) for o in ({}, options)]
     losses = [run.fit(data(24, 8)).step_losses for run in runs]
     assert losses[0] == losses[1]
@@ -73,7 +73,7 @@ def test_numbers_are_bitwise_those_without_it_dropout_and_precision_included(opt
 
 
 def test_peak_memory_falls():
-    def peak(options: str) -> int:
+    def measured(options: str) -> int:
         done = harness.run_python("-c", CHILD, options, GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
         assert done.returncode == 0, done.stderr
         line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
@@ -84,18 +84,21 @@ def test_peak_memory_falls():
     # Kept per block: four of 64 channels and two of 16 at 96 x 96, for 16 images.
     image = 16 * 96 * 96 * 4
     block = (4 * 64 + 16) * image
-    whole, saved = peak("{}"), peak('{"checkpoint_modules": ["1.*"]}')
+    whole, saved = measured("{}"), measured('{"checkpoint_modules": ["1.*"]}')
     assert whole - saved > 2 * block, (whole / block, saved / block)
     budget = 3.3 * block
-    assert peak(f'{{"activation_budget_gib": {budget / 2**30}}}') < whole - 0.5 * block
+    assert measured(f'{{"activation_budget_gib": {budget / 2**30}}}') < budget + 0.2 * block
 
 
 def test_the_cheapest_blocks_that_suffice_are_chosen():
-    blocks = [Block("a", 100, 1.0), Block("b", 100, 9.0), Block("c", 400, 2.0), Block("d", 50, 0.1)]
+    blocks = [Block("a", 100, 1.0), Block("b", 100, 9.0), Block("c", 100, 2.0), Block("d", 50, 0.1)]
     assert choose(1000, blocks, 1000) == []
-    assert choose(1000, blocks, 900) == ["a", "c"] or choose(1000, blocks, 900) == ["a", "d"]
+    assert choose(1000, blocks, 950) == ["a"]
+    assert choose(1000, blocks, 900) == ["a"]
+    assert choose(1000, blocks, 860) == ["a", "b"]  # c or d, computed again, would stand beside one that is kept
+    assert peak(1000, blocks, blocks[2:]) == 650 + 200 + 200
     with pytest.raises(InputError, match="with every block computed again"):
-        choose(1000, blocks, 700)
+        choose(1000, blocks, 849)
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

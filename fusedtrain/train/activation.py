@@ -116,7 +116,7 @@ def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Bl
 
     def pack(t: Tensor) -> Tensor:
         storages.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-        return t
+        return t.detach()  # an output that a node saves refers to the node: as it is, neither would ever be freed
 
     kept = []  # outputs stay alive, so that no storage is counted under the address of another
 
@@ -142,27 +142,39 @@ def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Bl
     return int(scale * sum(storages.values())), blocks
 
 
-def choose(total: int, blocks: list[Block], budget: int) -> list[str]:
-    """Returns the blocks to compute again so that what is kept fits into ``budget`` bytes, for little time.
+def peak(total: int, blocks: list[Block], chosen: list[Block]) -> int:
+    """Returns the bytes of activations at their peak, when ``chosen`` of the ``blocks``, in their order, are computed
+    again in backward.
 
-    While one of them is computed again in backward, its own activations are there too: the largest is counted.
+    There the blocks behind are gone, those in front are still kept, and a chosen one takes twice what it keeps: its
+    activations at once, beside what passes through and the gradients.
+    """
+    kept = most = total - sum(block.bytes for block in blocks)
+    for block in blocks:
+        if block in chosen:
+            most = max(most, kept + 2 * block.bytes)
+        else:
+            kept += block.bytes
+    return max(most, kept)
+
+
+def choose(total: int, blocks: list[Block], budget: int) -> list[str]:
+    """Returns the blocks to compute again so that the :func:`peak` fits into ``budget`` bytes, for little time.
 
     Raises:
         InputError: it does not fit with all of them either.
     """
     chosen: list[Block] = []
     left = sorted(blocks, key=lambda block: block.seconds / max(1, block.bytes))
-    while total - sum(b.bytes for b in chosen) + max((b.bytes for b in chosen), default=0) > budget:
+    while peak(total, blocks, chosen) > budget:
         if not left:
-            least = total - sum(b.bytes for b in chosen) + max((b.bytes for b in chosen), default=0)
+            least = peak(total, blocks, chosen)
             raise InputError(
                 f"activation_budget_gib: {budget / 2**30:.3g} is too small: with every block computed again the"
                 f" activations of this batch take {least / 2**30:.3g}"
             )
         chosen.append(left.pop(0))
-    # What a later, larger block has made unnecessary goes again, the most expensive first.
-    for block in sorted(chosen, key=lambda b: -b.seconds):
-        rest = [b for b in chosen if b is not block]
-        if total - sum(b.bytes for b in rest) + max((b.bytes for b in rest), default=0) <= budget:
-            chosen = rest
+    # What another block has made unnecessary goes again, the most expensive first.
+    while spare := [b for b in chosen if peak(total, blocks, [other for other in chosen if other is not b]) <= budget]:
+        chosen.remove(max(spare, key=lambda block: block.seconds))
     return [block.name for block in blocks if block in chosen]
