@@ -8,6 +8,7 @@ import fusedtrain
 
 COMMANDS = {
     "train": "train --model NAME on --data DIR; alone: a small network on digits, fused beside stock layers",
+    "check": "compare a few updates on N processes with one process: gradients, statistics, samples",
     "monitor": "show what a running training uses: GPU, CPU, memory, page faults, disk, network",
     "diagnose": "find out what makes a training script slow, and prove what makes it faster",
     "tune": "find batch size, workers, learning rate, options or backends by measurement",
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     commands = {
         "train": _train,
+        "check": _check,
         "info": _info,
         "verify-checkpoint": _verify,
         "monitor": _monitor,
@@ -94,6 +96,38 @@ def _restart(device: str) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "fusedtrain", *sys.argv[1:]], os.environ | variables)
 
 
+def _missing(error: ModuleNotFoundError, command: str) -> int:
+    package = error.name.partition(".")[0]
+    if package == "fusedtrain":
+        raise error
+    return _fail(f"needs the package {package}, which is not installed: pip install 'fusedtrain[train]'", 1, command)
+
+
+def _check(arguments: list[str]) -> int:
+    try:
+        import sklearn  # noqa: F401
+
+        from fusedtrain.train import run
+    except ModuleNotFoundError as error:
+        return _missing(error, "check")
+    parser = argparse.ArgumentParser(
+        prog="fusedtrain check",
+        usage="fusedtrain check [--ranks N] [--updates N] OPTIONS",
+        description="Trains for a few updates on N processes (gloo, CPU, float64) and on one process with the"
+        " batches of all, and tells what differs and why. The status is 1 when anything does.",
+        epilog="OPTIONS are those of fusedtrain train --model NAME --help.",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--updates", type=int, default=2, help="updates that are compared (default: 2)")
+    own, rest = parser.parse_known_args(arguments)
+    try:
+        report = run.compare(run.parse(rest, "fusedtrain check"), own.ranks, own.updates)
+    except run.InputError as error:
+        return _fail(str(error), 2, "check")
+    print(report)
+    return 1 if report.differences else 0
+
+
 def _train(arguments: list[str], direct: bool = False) -> int:
     try:
         import sklearn  # noqa: F401
@@ -101,10 +135,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
 
         from fusedtrain.train import digits
     except ModuleNotFoundError as error:
-        package = error.name.partition(".")[0]
-        if package == "fusedtrain":
-            raise
-        return _fail(f"needs the package {package}, which is not installed: pip install 'fusedtrain[train]'", 1)
+        return _missing(error, "train")
     try:
         if any(word.partition("=")[0] in ("--model", "--data", "--config") for word in arguments):
             from fusedtrain.train import run
@@ -123,6 +154,6 @@ def _train(arguments: list[str], direct: bool = False) -> int:
     return 0
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"fusedtrain train: {message}", file=sys.stderr)
+def _fail(message: str, status: int, command: str = "train") -> int:
+    print(f"fusedtrain {command}: {message}", file=sys.stderr)
     return status

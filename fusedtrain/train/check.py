@@ -71,14 +71,18 @@ def describe(batch) -> str:
     return type(batch).__name__
 
 
-def to_device(batch, device: torch.device, memory_format: torch.memory_format):
-    """``batch`` with its tensors on ``device``, images in ``memory_format``; copies do not make the CPU wait."""
+def to_device(batch, device: torch.device, memory_format: torch.memory_format, dtype: torch.dtype | None = None):
+    """``batch`` with its tensors on ``device``, images in ``memory_format``, floating point ones in ``dtype`` where it
+    is given; copies do not make the CPU wait."""
     if type(batch) in (tuple, list) and len(batch) == 2 and all(type(t) is Tensor for t in batch):
-        return [_move(t, device, memory_format) for t in batch]  # the usual case, without a walk over a tree
-    return tree_map(lambda t: _move(t, device, memory_format) if isinstance(t, Tensor) else t, batch)
+        return [_move(t, device, memory_format, dtype) for t in batch]  # the usual case, without a walk over a tree
+    return tree_map(lambda t: _move(t, device, memory_format, dtype) if isinstance(t, Tensor) else t, batch)
 
 
-def _move(t: Tensor, device: torch.device, memory_format: torch.memory_format) -> Tensor:
-    if t.dim() == 4 and t.is_floating_point():
-        return t.to(device, memory_format=memory_format, non_blocking=True)
+def _move(t: Tensor, device: torch.device, memory_format: torch.memory_format, dtype: torch.dtype | None) -> Tensor:
+    floating = t.is_floating_point()
+    if floating and t.dim() == 4:
+        return t.to(device, dtype, memory_format=memory_format, non_blocking=True)
+    if floating and dtype is not None:
+        return t.to(device, dtype, non_blocking=True)
     return t if t.device == device else t.to(device, non_blocking=True)

@@ -9,9 +9,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from fusedtrain.nn import BatchNorm2d, SyncBatchNormAct
 from fusedtrain.train.errors import InputError, require
 
 STRATEGIES = ("ddp", "fsdp")
@@ -192,13 +194,43 @@ def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
 
 
 def sync_batchnorm(model: nn.Module, world: World) -> nn.Module:
-    """Returns the model with SyncBatchNorms where that is wanted and there is more than one process.
+    """Returns the model with synchronised BatchNorms, activations behind them kept, where that is wanted and there is
+    more than one process.
 
     Raises:
-        InputError: torch's SyncBatchNorm runs on GPUs only.
+        InputError: without a GPU only BatchNorms of images can be synchronised.
     """
     if not world.config.sync_batchnorm or world.size == 1:
         return model
-    if world.device.type != "cuda":
-        raise InputError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if isinstance(model, _BatchNorm):
+        return _synchronised(model, world)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm) and not isinstance(child, SYNCED):
+                parent.add_module(name, _synchronised(child, world))
+    return model
+
+
+class SyncedBatchNorm2d(BatchNorm2d):
+    """SyncBatchNormAct that is no nn.SyncBatchNorm, which DistributedDataParallel refuses on CPUs."""
+
+    process_group = None
+    forward = SyncBatchNormAct.forward
+
+
+SYNCED = (nn.SyncBatchNorm, SyncedBatchNorm2d)
+
+
+def _synchronised(layer: _BatchNorm, world: World) -> nn.Module:
+    if not isinstance(layer, nn.BatchNorm2d):
+        if world.device.type != "cuda":
+            raise InputError(f"sync_batchnorm: without a GPU only BatchNorm2d works, not {type(layer).__name__}")
+        return nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+    options = (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    other = SyncedBatchNorm2d(*options)
+    other.weight, other.bias = layer.weight, layer.bias  # the optimizer knows them
+    for name, buffer in layer.named_buffers(recurse=False):
+        setattr(other, name, buffer)
+    for name, child in layer.named_children():  # timm's activation and dropout
+        other.add_module(name, child)
+    return other.train(layer.training)

@@ -9,23 +9,24 @@ from torch import Tensor
 
 from fusedtrain.train.errors import require
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Which arithmetic the layers use. Weights, sums and the loss stay in float32.
+    """Which arithmetic the layers use. Weights, sums and the loss stay in float32, but for fp64.
 
     Args:
         precision: fp32; bf16 or fp16: autocast. fp16 scales the loss, so that small gradients do not become zero, and
-            leaves out the steps whose gradients overflow.
+            leaves out the steps whose gradients overflow. fp64: weights, batches and all else in float64, slow, to
+            compare with.
         tf32: on GPUs that have it, fp32 matrix products and convolutions keep 10 bits of the mantissa, and are faster.
         init_scale: first loss scale of fp16; it halves at every overflow.
         growth_interval: steps without overflow after which the loss scale of fp16 doubles.
     """
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     tf32: bool = False
     init_scale: float = 65536.0
     growth_interval: int = 2000
@@ -42,9 +43,14 @@ class Precision:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What weights and batches become; None: they stay as they are."""
+        return torch.float64 if self.precision == "fp64" else None
+
     def autocast(self, device: torch.device):
         """Returns the context in which the model runs forward."""
-        if self.precision == "fp32":
+        if self.precision not in _HALF:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=_HALF[self.precision])
 

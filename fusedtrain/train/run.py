@@ -1,8 +1,10 @@
 """The training run of ``fusedtrain train --model``: any timm or torchvision classifier on a folder of images."""
 
 import dataclasses
+import functools
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,13 +16,15 @@ from torch import nn
 import fusedtrain
 from fusedtrain import data as fdata
 from fusedtrain import optim
-from fusedtrain.train import groups
+from fusedtrain.train import groups, parity
 from fusedtrain.train.checkpoint import CheckpointError
-from fusedtrain.train.config import TrainConfig, resolve_device
+from fusedtrain.train.config import Checkpoint, TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.options import read_yaml, write_yaml
+from fusedtrain.train.profile import Profile
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.trainer import History, Trainer
@@ -84,7 +88,7 @@ class Options:
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
 
 
-def parse(arguments: list[str]) -> Options:
+def parse(arguments: list[str], prog: str = "fusedtrain train") -> Options:
     """Options from the command line, over those of ``--config FILE``, over the defaults."""
     arguments, default = list(arguments), None
     if "--config" in arguments:
@@ -93,7 +97,7 @@ def parse(arguments: list[str]) -> Options:
         default = read_yaml(Path(arguments[at + 1]), Options)
         del arguments[at : at + 2]
     extra = {} if default is None else {"default": default}
-    return tyro.cli(Options, args=arguments, prog="fusedtrain train", config=(tyro.conf.OmitArgPrefixes,), **extra)
+    return tyro.cli(Options, args=arguments, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **extra)
 
 
 def run(options: Options) -> History:
@@ -103,10 +107,52 @@ def run(options: Options) -> History:
         InputError: the options cannot work; nothing is trained then.
     """
     check(options)
-    device = resolve_device(options.train.device)
-    world = World(options.train.distributed, device)
+    world = World(options.train.distributed, resolve_device(options.train.device))
     output = options.output or Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
     output = Path(world.decide(str(output)))
+    trainer, train, valid = build(options, world)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the output folder cannot be made: {error}") from None
+    if world.rank == 0:
+        write_yaml(output / "options.yaml", dataclasses.replace(options, output=output))
+    config = options.train
+    checkpoint, logging = config.checkpoint, config.logging
+    trainer.config = dataclasses.replace(
+        config,
+        weights=config.weights or output / "weights.pt",
+        best_weights=config.best_weights or output / "best.pt",
+        checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / "checkpoints"),
+        logging=dataclasses.replace(logging, log_dir=logging.log_dir or output),
+    )
+    return trainer.fit(train, valid)
+
+
+def compare(options: Options, ranks: int, updates: int) -> parity.Report:
+    """Compares ``ranks`` processes with one, see :mod:`fusedtrain.train.parity`."""
+    check(options)
+    train = dataclasses.replace(
+        options.train,
+        device="cpu",
+        precision="fp64",
+        compile=None,
+        ema_decay=None,
+        checkpoint=Checkpoint(),
+        logging=Logging(),
+        profile=Profile(),
+    )
+    options = dataclasses.replace(options, workers="0", train=train)
+    return parity.compare(functools.partial(_part, options), ranks, updates)
+
+
+def _part(options: Options, factor: int) -> tuple["Classifier", Iterable]:
+    options = dataclasses.replace(options, batch_size=factor * options.batch_size)
+    return build(options, World(options.train.distributed, torch.device("cpu")))[:2]
+
+
+def build(options: Options, world: World) -> tuple["Classifier", Iterable, Iterable]:
+    """Returns what trains, and the batches for training and for validation."""
     train, valid, classes, channels = _datasets(options)
     torch.manual_seed(options.train.seed)
     model = _model(options, classes, channels)
@@ -116,27 +162,10 @@ def run(options: Options) -> History:
         fused = fusedtrain.fuse(model)
         if world.rank == 0:
             print(f"fused {len(fused.swapped)} of {len(fused)} candidate layers")
-    optimizer = _optimizer(options, model)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"the output folder cannot be made: {error}") from None
-    options = dataclasses.replace(options, output=output)
-    if world.rank == 0:
-        write_yaml(output / "options.yaml", options)
-    config = options.train
-    checkpoint, logging = config.checkpoint, config.logging
-    config = dataclasses.replace(
-        config,
-        weights=config.weights or output / "weights.pt",
-        best_weights=config.best_weights or output / "best.pt",
-        checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / "checkpoints"),
-        logging=dataclasses.replace(logging, log_dir=logging.log_dir or output),
-    )
     loss = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-    trainer = Classifier(model, loss, optimizer, config, title=options.model)
+    trainer = Classifier(model, loss, _optimizer(options, model), options.train, title=options.model)
     trainer.mix = _mix(options, classes)
-    return trainer.fit(_loader(train, options, world, True), _loader(valid, options, world, False))
+    return trainer, _loader(train, options, world, True), _loader(valid, options, world, False)
 
 
 class Classifier(Trainer):

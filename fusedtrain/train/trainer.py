@@ -112,9 +112,11 @@ class Trainer:
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         config.precision.set_tf32(self.device)
         self.world = World(config.distributed, self.device)
-        self.model = sync_batchnorm(model.to(self.device, memory_format=self.memory_format), self.world)
+        self.model = sync_batchnorm(
+            model.to(self.device, config.precision.dtype, memory_format=self.memory_format), self.world
+        )
         if isinstance(loss, nn.Module):
-            loss.to(self.device)
+            loss.to(self.device, config.precision.dtype)
         activation.wrap(self.model, activation.matching(self.model, config.activation_checkpointing.checkpoint_modules))
         self._wrapped = self.world.wrap(self.model, optimizer)
         if config.compile is not None:
@@ -550,7 +552,7 @@ class Trainer:
 
     def to_device(self, batch):
         """Returns the batch with its tensors on the device, images in the memory format of the run."""
-        return check.to_device(batch, self.device, self.memory_format)
+        return check.to_device(batch, self.device, self.memory_format, self.config.precision.dtype)
 
     def no_gradients(self):
         """The context of evaluation."""

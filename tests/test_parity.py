@@ -1,0 +1,130 @@
+"""``fusedtrain check``: what several processes compute against one; all in real processes."""
+
+import functools
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain.nn
+from fusedtrain.cli import main
+from fusedtrain.train import Batches, Distributed, InputError, Schedule, TrainConfig, Trainer, parity
+from fusedtrain.train.distributed import World
+
+CPU = torch.device("cpu")
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), *layers, nn.Linear(8, 4))
+
+
+def setup(factor: int, layers=(nn.Tanh,), loss=nn.CrossEntropyLoss, cls=Trainer, noise: bool = False, **distributed):
+    """22 samples, 4 per rank and micro-batch, 2 micro-batches per update: the second and last update is short."""
+    model, distributed = net(*(layer() for layer in layers)), Distributed(timeout=60.0, **distributed)
+    config = TrainConfig(
+        device="cpu",
+        precision="fp64",
+        accumulation=2,
+        distributed=distributed,
+        schedule=Schedule("constant", warmup_epochs=0),
+    )
+    generator = torch.Generator().manual_seed(1)
+    images, targets = torch.randn(22, 1, 4, 4, generator=generator), torch.arange(22) % 4
+    if noise:
+        images += random.random()
+    world = World(distributed, CPU)
+    data = Batches(images, targets, 4 * factor, shuffle=True, rank=world.rank, world_size=world.size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return cls(model, loss(), optimizer, config), data
+
+
+class Noisy(Trainer):
+    def training_step(self, batch):
+        return super().training_step(batch) + nn.functional.dropout(self.model[1].weight, 0.5).mean()
+
+
+class Contrast(nn.Module):
+    """Looks at the other samples of the batch."""
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs - outputs.mean(0), targets)
+
+
+class Images(nn.Sequential):
+    """BatchNorm of images, then an activation, as timm has it."""
+
+    def __init__(self):
+        super().__init__(nn.Unflatten(1, (2, 2, 2)), fusedtrain.nn.BatchNormAct2d(2, act_layer="silu"), nn.Flatten())
+
+
+Sum = functools.partial(nn.CrossEntropyLoss, reduction="sum")
+CASES = {  # options of setup, kinds that differ, the reason
+    "plain": ({}, set(), None),
+    "fsdp": ({"strategy": "fsdp"}, set(), None),
+    "dropout and BatchNorm": (
+        {"layers": (functools.partial(nn.BatchNorm1d, 8), nn.Dropout)},
+        {"loss", "gradient", "statistics"},
+        r"^BatchNorm \(2\) takes .*\ndropout \(3\) draws other numbers on every rank",
+    ),
+    "synchronised": ({"layers": (Images,), "sync_batchnorm": True}, set(), None),
+    "sum": ({"loss": Sum}, {"loss", "gradient"}, "^all gradients are 0.5 times those of one process"),
+    "contrast": ({"loss": Contrast}, {"loss", "gradient"}, "^the loss or a layer looks at the other samples"),
+    "noise": ({"noise": True}, {"samples", "loss", "gradient"}, r"^\d+ samples came to the ranks alone and \d+"),
+    "draws": ({"cls": Noisy}, {"loss", "gradient"}, "^training_step itself draws random numbers"),
+}
+
+
+def process(index: int, ranks: int, folder: str) -> None:
+    """All cases in one process after the other, so that there is one start."""
+    own = parity._experiments
+
+    def experiments(setup, *arguments):
+        return {name: own(functools.partial(setup, **options), *arguments) for name, (options, *_) in CASES.items()}
+
+    parity._experiments = experiments
+    parity._process(index, ranks, setup, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """The traces of two ranks and of the one process: name of the case -> experiment -> trace."""
+    folder = tmp_path_factory.mktemp("parity")
+    torch.multiprocessing.spawn(process, (2, str(folder)), 3)
+    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(3)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_differs_is_found_with_its_reason(traces, name):
+    *ranks, one = (trace[name] for trace in traces)
+    report = parity._judge(ranks, one, 2)
+    _, kinds, reason = CASES[name]
+    assert {difference.kind for difference in report.differences} == kinds, report
+    assert report.counts["samples"] == 22 and report.counts["gradient"] in (4, 6)
+    assert bool(report.reasons) == bool(reason)
+    if reason is not None:
+        text = "\n".join(report.reasons)
+        assert re.search(reason, text), text
+
+
+def test_the_command_names_the_layers_and_its_status_tells(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["check", "--updates", "1", "--model", "smallnet", "--size", "8", "--batch-size", "4", "--no-fuse"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "samples    8 alike" in out and re.search(r"statistics \d+ of 34 differ\n +\S+  \S+running_", out)
+    assert "reason: BatchNorm (bn1, blocks.0.bn1, blocks.0.bn2 and 14 more) takes its statistics" in out
+    assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+def test_what_cannot_be_compared_gets_one_line(capsys):
+    assert main(["check", "--ranks", "1", "--model", "smallnet"]) == 2
+    assert capsys.readouterr().err == "fusedtrain check: ranks must be at least 2, got 1\n"
+    with pytest.raises(InputError, match="updates must be at least 1, got 0"):
+        parity.compare(setup, updates=0)
+    with pytest.raises(InputError, match="the run ends after 30 updates, 31 were to be compared"):
+        parity._trace(*setup(1), (), 31)
+    assert main(["check", "--model", "no_such_net"]) == 2  # found in the processes
+    assert capsys.readouterr().err.startswith("fusedtrain check: model: there is no 'no_such_net': ")
