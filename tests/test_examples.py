@@ -1,0 +1,43 @@
+"""Fused layers and optimizers in other people's trainers: the examples, run as their readers would run them.
+
+The packages are not among the tests' requirements: where they are missing, the tests are skipped.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(script: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
+    """Accuracy and norm of the weights of every process."""
+    command = [sys.executable, "-W", "ignore"]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(Path(__file__).parent / "zoo_child.py"), str(EXAMPLES / script)]
+    env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = re.findall(r"accuracy ([\d.]+)  weights ([\d.]+)", done.stdout)
+    assert len(found) == ranks, done.stdout[-2000:]
+    return [(float(accuracy), float(weights)) for accuracy, weights in found]
+
+
+@pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_learns_in_the_trainer_of_another_package(package, ranks, tmp_path, zoo):
+    pytest.importorskip(package, reason=f"{package} is not installed, and no requirement of the tests")
+    script = {"lightning": "lightning_trainer", "accelerate": "accelerate_loop", "transformers": "transformers_trainer"}
+    found = run(f"{script[package]}.py", ranks, tmp_path)
+    assert all(accuracy > 0.9 for accuracy, _ in found)
+    assert len({weights for _, weights in found}) == 1  # the ranks agree
+
+
+def test_a_network_learns_in_timms_script(tmp_path, zoo):
+    ((accuracy, _),) = run("timm_script.py", 1, tmp_path)
+    assert accuracy > 0.5  # chance: 0.1
