@@ -82,6 +82,64 @@ def speedups(rows: list[Row], path: Path) -> Path:
     return _saved(figure, path)
 
 
+def steps(rows: list[Row], path: Path) -> Path:
+    """Images per second of every form of a network, over those of its fastest stock form."""
+    races: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["speedup"] is not None:
+            races.setdefault((row["network"], row["shape"]), []).append(row)
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.4 + 0.5 * len(races)), layout="constrained")
+    colors = {"eager": STOCK, "compile": "#8c6bb1", "fused": OURS}
+    for y, race in enumerate(races.values()):
+        for row in race:
+            offset, filled = (0.15 if row["dtype"] == "bfloat16" else -0.15), row["dtype"] == "bfloat16"
+            color = colors[row["backend"]]
+            marker, face = MARKERS[row["layout"]], color if filled else "none"
+            axis.plot(row["speedup"], y + offset, linestyle="", marker=marker, color=color, markerfacecolor=face)
+    for backend, color in colors.items():
+        axis.plot([], [], linestyle="", marker="s", color=color, label=f"{backend}, channels_last, bfloat16")
+    axis.plot([], [], linestyle="", marker="o", color=ROOF, markerfacecolor="none", label="contiguous, float32")
+    axis.axvline(1.0, color="#b00020", linewidth=1.0)
+    axis.set(xscale="log", xlabel="images per second over the fastest stock form, any dtype")
+    axis.set_yticks(range(len(races)), [f"{network}\n{shape}" for network, shape in races], fontsize=7)
+    axis.invert_yaxis()
+    _plain_ticks(axis.xaxis)
+    axis.grid(alpha=0.25, which="both", linewidth=0.5)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
+    figure.suptitle(f"whole training steps\n{rows[0]['device']}, threads: {rows[0]['threads']}", fontsize=9)
+    return _saved(figure, path)
+
+
+def losses(rows: list[Row], path: Path) -> Path:
+    """Loss over steps: for each network and dtype the band of the stock seeds, and every fused seed as a line."""
+    networks, dtypes = (list(dict.fromkeys(row[column] for row in rows)) for column in ("network", "dtype"))
+    size = (4 * len(dtypes), 2.2 * len(networks) + 0.6)
+    figure, axes = pyplot.subplots(
+        *(len(networks), len(dtypes)), figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained"
+    )
+    for network, line in zip(networks, axes):
+        for dtype, axis in zip(dtypes, line):
+            curves: dict[tuple, list[float]] = {}
+            for row in rows:
+                if (row["network"], row["dtype"]) == (network, dtype):
+                    curves.setdefault((row["backend"], row["seed"]), []).append(row["loss"])
+            smooth = {
+                key: [sum(part) / len(part) for i in range(len(curve)) if (part := curve[max(0, i - 9) : i + 1])]
+                for key, curve in curves.items()
+            }
+            stock = list(zip(*(curve for (backend, _), curve in smooth.items() if backend == "eager")))
+            x = range(1, len(stock) + 1)
+            axis.fill_between(x, [min(v) for v in stock], [max(v) for v in stock], color=STOCK, alpha=0.4)
+            for (backend, _), curve in smooth.items():
+                if backend == "fused":
+                    axis.plot(x, curve, color=OURS, linewidth=0.8)
+            axis.set_title(f"{network}, {dtype}", fontsize=8)
+            axis.grid(alpha=0.25, linewidth=0.5)
+            axis.tick_params(labelsize=7)
+    figure.suptitle("loss over steps, mean of 10; band: stock seeds, lines: fused seeds", fontsize=9)
+    return _saved(figure, path)
+
+
 def _saved(figure, path: Path) -> Path:
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)

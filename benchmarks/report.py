@@ -1,6 +1,7 @@
 """Renders REPORT.md, the plots and README's tables from the CSVs: `python benchmarks/report.py`."""
 
 import argparse
+import csv
 import importlib
 import re
 from collections.abc import Iterable
@@ -222,19 +223,25 @@ def csv_files(folder: Path) -> list[Path]:
 
 def render(folder: Path) -> None:
     """Writes the report of a folder of CSVs and the plots beside them."""
-    target, sections, device = path(folder), [INTRODUCTION], None
-    for file in csv_files(folder):
-        if file.parent != device:
-            device = file.parent
-            sections.append(f"## {results.read(file)[0]['device']}\n")
-        sections.append(op_section(file, target))
+    import models_report  # builds on this module
+
+    target, sections = path(folder), [INTRODUCTION]
+    for device in sorted({file.parent for file in csv_files(folder)} | {p.parent for p in folder.glob("*/models")}):
+        steps = device / "models" / "steps.csv"
+        files = sorted(device.glob("*.csv"))
+        with (files or [steps])[0].open(newline="") as lines:
+            sections.append(f"## {next(csv.DictReader(lines))['device']}\n")
+        sections += [models_report.section(steps.parent, target)] if steps.exists() else []
+        sections += [op_section(file, target) for file in files]
     target.write_text("\n".join(sections))
 
 
 def fill_readme(folder: Path, readme: Path) -> None:
     """Replaces README's block between the two markers."""
     text = readme.read_text()
-    block = f"{BEGIN}\n{readme_block(csv_files(folder))}{END}"
+    import models_report
+
+    block = f"{BEGIN}\n{models_report.readme_block(folder)}{readme_block(csv_files(folder))}{END}"
     filled, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
     if count != 1:
         raise SystemExit(f"{readme} must hold one block between {BEGIN} and {END}, found {count}")

@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "results"
@@ -22,9 +23,30 @@ COLUMNS = (
     ),
     *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops", "load"),
 )
-# Rows that agree in these were measured together, so a new measurement replaces all of them.
-GROUP = ("case", "shape", "dtype", "threads", "allocator")
 Row = dict[str, str | float | None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file: its columns, those that hold numbers, and those in which rows measured together agree.
+
+    A new measurement replaces all rows of its group.
+    """
+
+    columns: tuple[str, ...]
+    numbers: frozenset[str]
+    group: tuple[str, ...]
+
+    def of(self, row: Row) -> tuple[str, ...]:
+        """The group of a row."""
+        return tuple(_text(row[column]) for column in self.group)
+
+
+OPS = Format(
+    COLUMNS,
+    frozenset((*COLUMNS[8:19], "cache_mib", "peak_gflops", "load")),
+    ("case", "shape", "dtype", "threads", "allocator"),
+)
 
 
 def _text(value) -> str:
@@ -33,36 +55,32 @@ def _text(value) -> str:
     return "" if value is None else str(value)
 
 
-def _value(column: str, text: str):
-    if column in COLUMNS[8:19] or column in ("cache_mib", "peak_gflops", "load"):
-        return float(text) if text else None
-    return text
-
-
-def read(path: Path) -> list[Row]:
+def read(path: Path, kind: Format = OPS) -> list[Row]:
     """All rows of a file, numbers as floats, missing ones as None."""
+
+    def value(column: str, text: str):
+        return text if column not in kind.numbers else float(text) if text else None
+
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [{column: _value(column, row.get(column) or "") for column in COLUMNS} for row in csv.DictReader(file)]
+        return [
+            {column: value(column, row.get(column) or "") for column in kind.columns} for row in csv.DictReader(file)
+        ]
 
 
-def _group(row: Row) -> tuple[str, ...]:
-    return tuple(_text(row[column]) for column in GROUP)
-
-
-def merge(path: Path, rows: Iterable[Row]) -> None:
+def merge(path: Path, rows: Iterable[Row], kind: Format = OPS) -> None:
     """Writes rows into a file in place of those of the same group, sorted."""
     rows = list(rows)
-    replaced = {_group(row) for row in rows}
-    rows = [row for row in read(path) if _group(row) not in replaced] + rows
+    replaced = {kind.of(row) for row in rows}
+    rows = [row for row in read(path, kind) if kind.of(row) not in replaced] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(kind.columns)
         # Stable: within a group the order of measurement stays.
-        writer.writerows([_text(row.get(c)) for c in COLUMNS] for row in sorted(rows, key=_group))
+        writer.writerows([_text(row.get(c)) for c in kind.columns] for row in sorted(rows, key=kind.of))
     partial.replace(path)
 
 

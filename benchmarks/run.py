@@ -1,10 +1,11 @@
 """Runs the benchmarks: `python benchmarks/run.py`, or `--quick` for a handful of shapes.
 
-Every candidate passes a correctness gate before it gets a number. Writes one CSV per device and op, prints a table, and
-renders REPORT.md and the plots from the CSVs.
+`--models` measures whole training steps of networks instead of single ops. Every candidate passes a correctness gate
+before it gets a number. Writes CSVs per device, prints a table, and renders REPORT.md and the plots from the CSVs.
 """
 
 import argparse
+import functools
 import importlib
 import os
 import subprocess
@@ -27,15 +28,38 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ops = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
     parser.add_argument("--op", nargs="+", choices=ops, default=ops, metavar="OP", help=f"of {', '.join(ops)}")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        metavar="NAME",
+        help="training steps of these networks of timm instead of ops; by default six of them",
+    )
+    parser.add_argument("--image", type=int, help="with --models: height and width, 224, or 96 with --quick")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        choices=("compile", "losses"),
+        default=(),
+        help="with --models: leave out torch.compile, or the loss curves, which take minutes; --quick leaves out both",
+    )
+    parser.add_argument("--batch", type=int, default=16, help="with --models: images per step")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one shape of each model or class")
     parser.add_argument("--case", nargs="+", default=[""], metavar="TEXT", help="only layers with this in their name")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES["cuda"], help="default: all that the device is good at")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per case")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--allocator", choices=("both", *machine.ALLOCATORS), default="both", help="glibc's, on a CPU")
+    parser.add_argument(
+        "--allocator",
+        choices=("both", *machine.ALLOCATORS),
+        help="glibc's, on a CPU; by default both for ops, tuned for models",
+    )
     parser.add_argument("--output", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the CSVs")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.allocator = options.allocator or ("both" if options.models is None else "tuned")
+    options.without = ("compile", "losses") if options.quick else options.without
+    options.image = options.image or (96 if options.quick else 224)
+    return options
 
 
 def under_each_allocator(options: argparse.Namespace) -> None:
@@ -92,20 +116,17 @@ def show(console: Console, rows: list[dict]) -> None:
     console.print(report.refused(rows))
 
 
-def main() -> None:
-    options = arguments()
-    under_each_allocator(options)
-    torch.set_num_threads(options.threads)
-    torch.backends.cudnn.benchmark = True
-    shared = machine.describe(torch.device(options.device))
-    options.peak = shared["peak_gflops"]
-    folder = options.output / machine.slug(shared["device"])
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(", ".join(f"{name} {value}" for name, value in shared.items()))
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def run_ops(options: argparse.Namespace, shared: dict, folder: Path, console: Console) -> None:
+    """Measures, writes and shows the ops."""
     work = [(op, name, rows) for op in options.op for name, rows in groups(op, options)]
     everything = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("", total=len(work))
         for op, name, rows in work:
             progress.update(bar, description=f"{shared['allocator']} {name}")
@@ -116,6 +137,45 @@ def main() -> None:
             everything += measured
             progress.advance(bar)
     show(console, everything)
+
+
+def run_models(options: argparse.Namespace, shared: dict, folder: Path, console: Console) -> None:
+    """Measures, writes and shows whole steps of networks."""
+    import models
+    import models_report
+
+    setting = models.Setting(
+        torch.device(options.device),
+        options.image,
+        options.batch,
+        compiled="compile" not in options.without,
+        budget=options.budget,
+    )
+    names, everything = options.models or models.NETWORKS, []
+    with progress_bar(console) as progress:
+        bar = progress.add_task("", total=len(names))
+        for name in names:
+            say = functools.partial(lambda name, what: progress.update(bar, description=f"{name}: {what}"), name)
+            for kind, rows in models.measure(name, setting, "losses" not in options.without, say):
+                form, common = models.FILES[kind], {**shared, "load": machine.load()}
+                measured = [{**dict.fromkeys(form.columns), "note": "", **row, **common} for row in rows]
+                results.merge(folder / "models" / f"{kind}.csv", measured, form)
+                everything += measured if kind == "steps" else []
+            progress.advance(bar)
+    models_report.show(console, everything)
+
+
+def main() -> None:
+    options = arguments()
+    under_each_allocator(options)
+    torch.set_num_threads(options.threads)
+    torch.backends.cudnn.benchmark = True
+    shared = machine.describe(torch.device(options.device))
+    options.peak = shared["peak_gflops"]
+    folder = options.output / machine.slug(shared["device"])
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(", ".join(f"{name} {value}" for name, value in shared.items()))
+    (run_ops if options.models is None else run_models)(options, shared, folder, console)
     report.render(options.output)
     console.print(f"wrote {folder} and {report.path(options.output)}")
 

@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("FUSEDTRAIN_TUNED", "0")  # a table measured on this machine would decide what is tested here
 
 import harness
+from zoo import Zoo
 
 import fusedtrain
 from fusedtrain import _extension
@@ -83,7 +84,7 @@ kernels = backend
 def zoo():
     """timm and torchvision, as an object with these attributes; the CPU-only torch has no build of torchvision."""
     try:
-        return harness.Zoo()
+        return Zoo()
     except Exception as error:
         message = f"the model zoo cannot be imported: {error}"
         if os.environ.get("FUSEDTRAIN_REQUIRE_EXT") == "1" or os.environ.get("CI") == "true":

@@ -386,32 +386,6 @@ def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-class Zoo:
-    """timm and torchvision as attributes.
-
-    There is no CPU build of torchvision: beside a CPU-only torch its import fails for want of two operators, whose
-    schemas are defined here.
-    """
-
-    _library = None
-
-    def __init__(self):
-        try:
-            import torchvision
-        except RuntimeError as error:
-            if "torchvision::" not in str(error):
-                raise
-            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-            Zoo._library = torch.library.Library("torchvision", "DEF")
-            for name in ("nms", "qnms"):
-                Zoo._library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            import torchvision
-        import timm
-
-        self.timm, self.torchvision = timm, torchvision
-
-
 def _free_gib() -> float:
     if torch.cuda.is_available():
         return min(torch.cuda.mem_get_info()[0] / 2**30, _available_ram_gib())

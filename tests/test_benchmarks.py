@@ -196,3 +196,49 @@ def test_the_parameters_are_those_of_the_networks(zoo):
         name, shapes = line.split(":")
         with torch.device("meta"):
             assert shapes == str(sorted(tuple(p.shape) for p in zoo.timm.create_model(name).parameters())), name
+
+
+# A network whose fused form multiplies its logits.
+NETWORK = """
+import torch, models
+setting = models.Setting(torch.device("cpu"), image=64, batch=8)
+for factor in (1.0, 1.001, float("nan")):
+    models.fusedtrain.fuse = lambda model: model.register_forward_hook(lambda module, inputs, y: y * factor)
+    trainees = {(f, "contiguous"): models.network("test_resnet", "contiguous", f, setting) for f in (False, True)}
+    found = models.faults(trainees, setting)
+    print(factor, *(f"{dtype}: {note}" for (_, _, dtype), note in found.items()), sep="|")
+"""
+
+
+def test_a_wrong_network_gets_no_number(zoo):
+    found = dict(line.split("|", 1) if "|" in line else (line, "") for line in run("-c", NETWORK).splitlines())
+    assert found["1.0"] == ""
+    assert "float32: no number: logits are off by" in found["1.001"]
+    assert "float32: no number" in found["nan"] and "bfloat16: no number" in found["nan"]
+
+
+def test_whole_steps_of_a_network(zoo, tmp_path):
+    options = ("--models", "test_efficientnet", "--quick", "--image", 64, "--batch", 4, "--budget", 0)
+    shown = run("run.py", *options, "--device", "cpu", "--output", tmp_path)
+    assert "test_efficientnet" in shown
+    tables = {}
+    for file in tmp_path.glob("*/models/*.csv"):
+        with file.open(newline="") as lines:
+            tables[file.stem] = list(csv.DictReader(lines))
+    assert tables.keys() == {"steps", "profile"}
+    forms = {(row["backend"], row["dtype"], row["layout"]) for row in tables["steps"]}
+    layouts, dtypes = ("contiguous", "channels_last"), ("float32", "bfloat16")
+    assert forms == {(b, d, layout) for b in ("eager", "fused") for d in dtypes for layout in layouts}
+    for row in tables["steps"]:
+        assert row["note"] == "" and row["shape"] == "4x3x64x64" and row["allocator"] == "tuned"
+        assert float(row["images_per_s"]) == pytest.approx(4000 / float(row["ms_p50"]), rel=0.01)
+        assert 0 < float(row["saved_mib"]) <= float(row["peak_mib"]) and float(row["ms_forward"]) > 0
+    best = min((row for row in tables["steps"] if row["backend"] == "eager"), key=lambda row: float(row["ms_p50"]))
+    assert float(best["speedup"]) == float(best["speedup_same_dtype"]) == 1.0
+    shares = [float(row["percent"]) for row in tables["profile"] if row["dtype"] == "float32"]
+    assert sum(shares) == pytest.approx(200, abs=1)  # a stock and a fused step
+    assert {"depthwise convolution", "1x1 convolution", "norm", "optimizer"} <= {r["part"] for r in tables["profile"]}
+    report = (tmp_path / "REPORT.md").read_text()
+    assert "### Whole training steps" in report and "| test_efficientnet | 4x3x64x64 | float32 |" in report
+    (picture,) = tmp_path.glob("*/models/steps.png")
+    assert picture.name in report and picture.read_bytes().startswith(b"\x89PNG")
