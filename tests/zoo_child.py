@@ -1,13 +1,13 @@
-"""Runs a script where timm and torchvision can be imported as :class:`harness.Zoo` does: ``zoo_child.py SCRIPT``."""
+"""Runs a script where timm and torchvision can be imported as :class:`zoo.Zoo` does: ``zoo_child.py SCRIPT``."""
 
 import contextlib
 import runpy
 import sys
 
-import harness
+from zoo import Zoo
 
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):
-        harness.Zoo()
+        Zoo()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
