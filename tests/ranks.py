@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -115,7 +118,7 @@ class Counted(Callback):
             trainer._stop.requested = 15
 
 
-def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = None, seed: int = 0):
+def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = None, seed: int = 0, callbacks=()):
     model = net(seed, norm=strategy == "ddp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {
@@ -129,7 +132,7 @@ def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = No
         "weights": folder / f"{name}.pt",
         "early_stopping": EarlyStopping(stop_patience=1),
     }
-    callbacks = [] if after is None else [Counted(after)]
+    callbacks = [*callbacks, *([] if after is None else [Counted(after)])]
     run = Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(device="cpu", **options), callbacks=callbacks)
     try:
         run.fit(data(30, 4, shuffle=True), data(11, 4))
@@ -143,7 +146,9 @@ def case_resume(folder: Path) -> dict:
     found = {}
     for strategy in ("ddp", "fsdp"):
         code, whole = train(folder, f"{strategy}-whole", strategy)
-        stopped, _ = train(folder, f"{strategy}-cut", strategy, after=3)
+        stopped, _ = train(folder, f"{strategy}-cut", strategy, after=1 if strategy == "fsdp" else 3)
+        if strategy == "fsdp" and RANK == 0:
+            shutil.copytree(folder / "fsdp-cut", folder / "fsdp-moved")  # goes on with one process
         again, rest = train(folder, f"{strategy}-cut", strategy, seed=5)
         found[strategy] = {
             "codes": [code, stopped, again],
@@ -180,6 +185,22 @@ def case_failing(folder: Path) -> dict:
         callbacks=[Failing()],
     )
     run.fit(data(32, 4))
+    return {}
+
+
+def case_hanging(folder: Path) -> dict:
+    """Rank 1 never comes to its second update."""
+
+    class Hanging(Callback):
+        def on_step_end(self, trainer):
+            if RANK == 1:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun kills it half a minute later
+                time.sleep(1000)
+
+    model = net()
+    options = config(folder, epochs=50, distributed=Distributed(timeout=5.0))
+    optimizer = torch.optim.SGD(model.parameters())
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, options, callbacks=[Hanging()]).fit(data(32, 4))
     return {}
 
 

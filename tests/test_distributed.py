@@ -1,15 +1,21 @@
 """Two processes with gloo, started by torchrun; what they run stands in ranks.py."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import harness
 import pytest
 import ranks
 import torch
 from torch import nn
+
+from fusedtrain.train import Callback, CheckpointStore
 
 
 def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedProcess:
@@ -98,6 +104,29 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_bitwise(two, strate
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_a_sharded_checkpoint_goes_on_with_another_number_of_processes(two):
+    """Two ranks saved it; here is one. Before it goes on it holds, bit by bit, what they saved."""
+    folder = two["folder"]
+    saved, info = CheckpointStore(folder / "fsdp-moved").load()
+    shards = list((folder / "fsdp-moved").glob(f"{info.path.stem}.shard-*"))
+    assert info.step == 2 and len(saved["ranks"]) == len(shards) == 2
+    begun = []
+
+    class Look(Callback):
+        def on_fit_start(self, trainer):
+            params = list(trainer.model.state_dict().items())
+            states = trainer.optimizer.state_dict()["state"]
+            begun.extend((name, p.clone(), states[i]["exp_avg"].clone()) for i, (name, p) in enumerate(params))
+
+    code, run = ranks.train(folder, "fsdp-moved", "fsdp", seed=7, callbacks=[Look()])
+    assert code == 0 and run.step_count > info.step
+    assert len(begun) == len(saved["model"]) == 4
+    for name, p, average in begun:
+        assert torch.equal(p, saved["model"][name])
+        assert torch.equal(average, saved["optimizer"]["state"][name]["exp_avg"])
+    assert run.history.step_losses[: info.step] == two["resume"][0]["fsdp"]["losses"][0][: info.step]
+
+
 def test_a_loader_that_gives_every_process_everything_is_refused(two):
     assert all("every one of 2 processes would see all training data" in r["error"] for r in two["all_data"])
 
@@ -107,3 +136,36 @@ def test_a_failing_rank_takes_the_run_down_with_its_traceback(tmp_path):
     done = launch(tmp_path, "failing", timeout=120)
     assert done.returncode != 0 and "this rank fails" in done.stderr
     assert time.monotonic() - start < 100
+
+
+def test_a_hanging_rank_takes_the_run_down_within_the_timeout(tmp_path):
+    done = launch(tmp_path, "hanging", timeout=120)  # the other one waits for 5 s
+    assert done.returncode != 0
+    assert "imed out" in done.stderr and "Trainer" in done.stderr  # with the place where it waited
+
+
+def test_a_run_of_torchrun_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    """``torchrun --max-restarts -m fusedtrain train``; SIGKILL to one of two ranks, from outside."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.2", "-m", "fusedtrain", "train", "--model", "smallnet", "--size", "8"]
+    command += ["--batch-size", "128", "--epochs", "2", "--every-steps", "1", "--device", "cpu", "--output", "out"]
+    command += ["--log-every", "1", "--timeout", "60"]
+    env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    with subprocess.Popen(
+        command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        while run.poll() is None and len(list(tmp_path.glob("out/checkpoints/*-step-3.safetensors"))) == 0:
+            time.sleep(0.02)
+        os.kill(workers(run.pid)[1], signal.SIGKILL)
+        out, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, out[-4000:]
+    step = int(re.search(r"continues with step (\d+)", out)[1])
+    assert 3 <= step < 12 and "epoch 2/2" in out
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))  # 1,437 images, 256 in a step
+    assert (tmp_path / "out" / "weights.pt").exists()
+
+
+def workers(launcher: int) -> list[int]:
+    """The processes that torchrun has started."""
+    return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]

@@ -1,6 +1,7 @@
 """Runs that are killed or stopped go on as if nothing had happened; what they run stands in kill_resume.py."""
 
 import argparse
+import errno
 import gc
 import platform
 from pathlib import Path
@@ -20,6 +21,7 @@ from fusedtrain.train import (
     Schedule,
     TrainConfig,
     Trainer,
+    checkpoint_file,
 )
 from fusedtrain.train.weights import load_canonical, read_weights
 
@@ -102,6 +104,25 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
         run.fit(data)
     state, info = CheckpointStore(tmp_path).load()
     assert info.step == 4 and state["model"]["1.weight"].isfinite().all()
+
+
+def test_a_write_in_a_thread_that_fails_stops_the_run_and_the_earlier_checkpoints_stay(tmp_path, monkeypatch):
+    """Asynchronous saving, with a disk that is full at the third save."""
+    write, saved = checkpoint_file.write, []
+
+    def full(*args, **options):
+        saved.append(args[1])
+        if len(saved) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args, **options)
+
+    monkeypatch.setattr(checkpoint_file, "write", full)
+    options = Checkpoint(tmp_path, every_steps=2, asynchronous=True)
+    run = trainer(net(), epochs=100, checkpoint=options)
+    with pytest.raises(CheckpointError, match=r"step 6 could not be written to .*: No space left on device"):
+        run.fit(Batches(*images(80, 2), 4, shuffle=True))
+    assert saved == [2, 4, 6] and CheckpointStore(tmp_path).load()[1].step == 4
+    assert run.step_count <= 8  # at the next save at the latest
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, fusedtrain.optim.AdamW])

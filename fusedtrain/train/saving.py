@@ -1,5 +1,6 @@
 """What a run writes and reads: checkpoints of its whole state, and weights."""
 
+import base64
 from pathlib import Path
 
 import torch
@@ -7,24 +8,33 @@ import torch
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights, write_atomic
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.rng import rng_state, set_rng_state
+from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
 
 VERSION = 1
+TEXTS = ("ranks", "history", "group")  # their tensors change from save to save
 
 
 class Saving:
     """The state of a :class:`~fusedtrain.train.Trainer` in its checkpoints.
 
-    Rank 0 writes; what differs between processes, the state of their generators, is gathered first. Models that are
-    sharded are gathered too, so that a run may go on with another number of processes.
+    Rank 0 writes; what differs between processes, the state of their generators, is gathered first. With the strategy
+    fsdp every rank writes its part, see :mod:`fusedtrain.train.sharded`. Either way a run may go on with another number
+    of processes.
     """
 
     def __init__(self, trainer):
         self.trainer, self.config = trainer, trainer.config.checkpoint
-        self.store = None
-        if self.config.directory is not None:
-            # Losses and the gradients of half a group are what they are; what is wrong with them is found elsewhere.
-            names = ["history", "group", *(f"model/{name}" for name in nonfinite_names(trainer.model))]
+        self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
+        if self.config.directory is None:
+            return
+        # Losses and the gradients of half a group are what they are; what is wrong with them is found elsewhere.
+        names = ["history", "group", *(f"model/{name}" for name in nonfinite_names(trainer.model))]
+        if self.fsdp:
+            from fusedtrain.train.sharded import ShardedCheckpointStore
+
+            self.store = ShardedCheckpointStore(self.config.directory, self.config.keep, names)
+        else:
             self.store = CheckpointStore(self.config.directory, self.config.keep, self.config.asynchronous, names)
 
     # --- when ---------------------------------------------------------------------------------------------------------
@@ -58,7 +68,7 @@ class Saving:
                 if t.world.rank == 0:
                     save_weights(path, t.model)
                 return
-            state = canonical_keys(model_state(t))
+            state = canonical_keys(whole_model(t))
         if t.world.rank == 0:
             write_atomic(path, lambda file: torch.save(state, file))
 
@@ -69,6 +79,9 @@ class Saving:
         if self.store is None:
             return
         state, world, failure = self.state(), self.trainer.world, None
+        if self.fsdp:
+            self.store.save(self.trainer.step_count, state)  # on the disk for all, or an error for all
+            return
         if world.rank == 0:
             try:
                 self.store.save(self.trainer.step_count, state)
@@ -87,8 +100,7 @@ class Saving:
         t._read_losses(wait=True)
         grads = {name: p.grad for name, p in t.model.named_parameters() if p.grad is not None and t.group.done}
         own = {"rng": rng_state(), "at_start": t._at_start, "loss": float(t._loss_sum), "weight": t._weight}
-        ranks = t.world.gather(own)
-        return {
+        state = {
             "version": VERSION,
             "model": canonical_keys(model_state(t)),
             "optimizer": optimizer_state(t),
@@ -98,7 +110,7 @@ class Saving:
             "best": t.best.state_dict(),
             "group": t.group.state_dict() | {"loss": float(t._group_loss) if t.group.done else 0.0, "grads": grads},
             "feed": t.feed.state_dict(),
-            "ranks": ranks,
+            "ranks": t.world.gather(own),
             "step_count": t.step_count,
             "skipped": [t.skipped, t._skipped_in_a_row],
             "seconds": t._seconds,
@@ -107,6 +119,8 @@ class Saving:
                 "step_losses": torch.tensor(t.history.step_losses, dtype=torch.float64),
             },
         }
+        # Over the ranks go only the tensors that every run of this model has.
+        return state | {name: as_text(state[name]) for name in TEXTS} if self.fsdp else state
 
     def resume(self) -> str | None:
         """Goes on from the newest checkpoint, where there is one; returns which, as text.
@@ -121,7 +135,7 @@ class Saving:
         if not world.decide(bool(steps)):
             return None
         try:
-            state, info = self._newest()
+            state, info = self.store.load_into(self.state()) if self.fsdp else self._newest()
         except CheckpointError as error:
             raise InputError(str(error)) from error
         self.load(state)
@@ -143,8 +157,12 @@ class Saving:
     def load(self, state: dict) -> None:
         """Puts the run into the state that :meth:`state` returned."""
         t = self.trainer
+        state = state | {name: from_text(state[name]) for name in TEXTS}
         if state["version"] > VERSION:
             raise InputError(f"the checkpoint has version {state['version']}, this package reads up to {VERSION}")
+        if state["group"]["done"] and len(state["ranks"]) != t.world.size:
+            count = len(state["ranks"])
+            raise InputError(f"the checkpoint ends amid an update of {count} processes: go on with as many first")
         try:
             load_model_state(t, state["model"])
             load_optimizer_state(t, state["optimizer"])
@@ -186,15 +204,26 @@ class Saving:
 # --- sharded or not ---------------------------------------------------------------------------------------------------
 
 
-def _options():
+def _options(whole: bool = False):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+
+
+def _fsdp(t) -> bool:
+    return t.world.config.strategy == "fsdp"
+
+
+def whole_model(t) -> dict:
+    """The whole state_dict of a sharded model, on rank 0."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(t.model, options=_options(whole=True))
 
 
 def model_state(t) -> dict:
-    """The model's whole state_dict."""
-    if not t.world.sharded:
+    """The model's state_dict; with fsdp the own part of each tensor."""
+    if not _fsdp(t):
         return t.model.state_dict()
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -202,7 +231,7 @@ def model_state(t) -> dict:
 
 
 def load_model_state(t, state: dict) -> None:
-    if not t.world.sharded:
+    if not _fsdp(t):
         load_canonical(t.model, state)
         return
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -211,7 +240,7 @@ def load_model_state(t, state: dict) -> None:
 
 
 def optimizer_state(t) -> dict:
-    if not t.world.sharded:
+    if not _fsdp(t):
         return t.optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -219,9 +248,30 @@ def optimizer_state(t) -> dict:
 
 
 def load_optimizer_state(t, state: dict) -> None:
-    if not t.world.sharded:
+    if not _fsdp(t):
         t.optimizer.load_state_dict(state)
         return
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     set_optimizer_state_dict(t.model, t.optimizer, state, options=_options())
+
+
+def as_text(value):
+    """``value`` with its tensors, which are on the CPU, as plain values."""
+    if isinstance(value, torch.Tensor):
+        data = base64.b85encode(value.cpu().contiguous().view(torch.uint8).numpy().tobytes()).decode()
+        return {"tensor": data, "dtype": NAMES[value.dtype], "shape": list(value.shape)}
+    if isinstance(value, dict):
+        return {key: as_text(item) for key, item in value.items()}
+    return type(value)(map(as_text, value)) if isinstance(value, (list, tuple)) else value
+
+
+def from_text(value):
+    """The inverse of :func:`as_text`."""
+    if isinstance(value, dict) and "tensor" in value:
+        data = bytearray(base64.b85decode(value["tensor"]))
+        flat = torch.frombuffer(data, dtype=DTYPES[value["dtype"]]) if data else torch.empty(0)
+        return flat.to(DTYPES[value["dtype"]]).reshape(value["shape"])
+    if isinstance(value, dict):
+        return {key: from_text(item) for key, item in value.items()}
+    return type(value)(map(from_text, value)) if isinstance(value, (list, tuple)) else value

@@ -6,6 +6,7 @@ pickles, which execute code and are not verified, so reading and writing are don
 of the shards, that makes the checkpoint valid when it gets its name.
 """
 
+import contextlib
 import warnings
 from pathlib import Path
 
@@ -59,7 +60,8 @@ class ShardedCheckpointStore(CheckpointStore):
         path = self.directory / self._agree(lambda: self._new_name(step))
         writer = _Writer(path, self._rank, step, tree, self.may_be_nonfinite)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=_save_planner(), no_dist=self._world == 1)
+            with _quiet():
+                dcp.save(tensors, storage_writer=writer, planner=_save_planner(), no_dist=self._world == 1)
         except dcp.CheckpointException as error:
             raise _not_written(path, step, _reason(error)) from error
         self._agree(lambda: self._finish(path, step))
@@ -102,8 +104,7 @@ class ShardedCheckpointStore(CheckpointStore):
                 raise CheckpointError(f"{path.name}: {name} has shape {stored[name]['shape']}, not {list(t.shape)}")
         with checkpoint_file.ShardReader(path.parent, file.shards) as shards:
             try:
-                with warnings.catch_warnings():  # torch warns of what no_dist asks for
-                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                with _quiet():
                     dcp.load(tensors, storage_reader=_Reader(file.shards, shards), no_dist=self._world == 1)
             except dcp.CheckpointException as error:
                 raise CheckpointError(f"{path.name}: {_reason(error)}") from error
@@ -137,6 +138,14 @@ class ShardedCheckpointStore(CheckpointStore):
         if self._world > 1:
             dist.all_gather_object(values, value)
         return values
+
+
+@contextlib.contextmanager
+def _quiet():
+    """torch warns of what no_dist asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _step(path: Path) -> int:
