@@ -10,8 +10,11 @@
 //   step = step + 1
 //   g = 0                                                                   where zero_grads
 //
+// Parameters and states may be stored in fewer bits than they are computed in, csrc/core/narrow.h.
+//
 // Where found_inf is set, or the norm is not finite and skip_nonfinite is set, only the last line is done.
 #include "core/isa.h"
+#include "core/narrow.h"
 #include "core/types.h"
 #include "core/update_rule.h"
 #include "grad_norm.h"
@@ -24,11 +27,17 @@ struct StepTensor {
   DType dtype;
   void* param;                  // dtype [numel]
   void* grad;                   // dtype [numel]
-  void* states[kMaxStates];     // dtype [numel], as many as the rule has
+  void* states[kMaxStates];     // state_dtype or 8 bits [numel], as many as the rule has
   float* scalars[kMaxScalars];  // [1], as many as the rule has
   void* ema;                    // acc [numel] or null
   float* step;                  // [1]: updates done so far; null where none are counted; neighbours may share one
+  DType state_dtype;            // dtype; or kFloat32 or kBFloat16 for all dtypes but kFloat64
+  float* scales[kMaxStates];    // [code_blocks(numel)] where the states are blocks of 8 bits, else null
+  void* exact;                  // kKahan: dtype [numel], what rounding took from the parameter; else float [numel], the
+                                // number whose rounded copy the parameter is; or null
 };
+
+FUSEDTRAIN_HD bool is_coded(const StepTensor& t) { return t.scales[0] != nullptr; }
 
 struct OptimizerStep {
   int64_t count;
@@ -44,7 +53,17 @@ struct OptimizerStep {
   const float* found_inf;   // [1] or null: 0
   double* partial;          // [chunks, 2]: the sums of the first pass, or null
   double* ratio;            // [count]: what the rule makes of them, or null
+  Rounding rounding;        // of the parameters in 16 bits
+  bool random;              // states in 16 and 8 bits are rounded stochastically
+  uint64_t seed;
 };
+
+// True when nothing of `t` is stored in fewer bits than the parameter, nor rounded in other ways than to nearest.
+FUSEDTRAIN_HD bool is_plain(const OptimizerStep& a, const StepTensor& t) {
+  if (t.dtype == DType::kFloat64) return true;
+  if (is_coded(t) || t.exact != nullptr || t.state_dtype != t.dtype) return false;
+  return t.dtype == DType::kFloat32 || (a.rounding == Rounding::kNearest && !a.random);
+}
 
 // The factor f on the gradients, +-1 / grad_scale where there is no norm.
 FUSEDTRAIN_HD double grad_factor(const OptimizerStep& a) {

@@ -561,3 +561,179 @@ def test_autograd_sees_what_a_table_changes():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# --- states and parameters in fewer bits ------------------------------------------------------------------------------
+
+NARROW = {
+    "bf16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "8-bit states": (torch.float32, {"state_dtype": "8bit"}),
+    "stochastic": (torch.bfloat16, {"rounding": "stochastic"}),
+    "kahan": (torch.bfloat16, {"rounding": "kahan"}),
+    "master": (torch.bfloat16, {"master_weights": True}),
+    "fp16, stochastic, 8 bits": (torch.float16, {"rounding": "stochastic", "state_dtype": "8bit"}),
+}
+every_format = pytest.mark.parametrize("format_name", NARROW)
+
+
+def wide_parameters(dtype) -> list[torch.Tensor]:
+    """A channels_last weight and a matrix whose states are kept in 8 bits, and a bias whose are not."""
+    weight = harness.normal(16, 30, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+    return [
+        p.requires_grad_() for p in (weight, harness.normal(70, 61, dtype=dtype, seed=1), torch.ones(70, dtype=dtype))
+    ]
+
+
+def kept(optimizer, params) -> dict[str, torch.Tensor]:
+    """The parameters and their states by name."""
+    tensors = {str(i): p.detach() for i, p in enumerate(params)}
+    for i, p in enumerate(params):
+        tensors |= {f"{i} {name}": torch.atleast_1d(torch.as_tensor(t)) for name, t in optimizer.state[p].items()}
+    return dict(sorted(tensors.items()))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adan", "NovoGrad"])
+@every_format
+def test_saved_and_resumed_steps_are_bitwise_the_same(name, format_name):
+    dtype, narrow = NARROW[format_name]
+    runs = []
+    for resumed in (False, True):
+        params = wide_parameters(dtype)
+        optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **narrow, ema_decay=0.9)
+        train(optimizer, 3)
+        if resumed:
+            saved = pickle.loads(pickle.dumps([optimizer.state_dict(), params]))
+            params = saved[1]
+            optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **narrow, ema_decay=0.9)
+            optimizer.load_state_dict(saved[0])
+        train(optimizer, 3, params, first=3)
+        runs.append(kept(optimizer, params))
+    harness.assert_bitwise_equal(*runs, f"{name} {format_name}")
+
+
+@needs_tables
+@every_format
+def test_tables_and_lists_store_the_same_bits(format_name, monkeypatch):
+    dtype, narrow = NARROW[format_name]
+    runs, calls = [], counted(monkeypatch)
+    for threads, tables in ((1, True), (2, True), (1, False)):
+        monkeypatch.setattr(_tables, "usable", lambda tables=tables: tables)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            params = wide_parameters(dtype)
+            optimizer = optim.Adam(params, **OPTIMIZERS["Adam"], **narrow, **EXTRAS)
+            for step in range(4):
+                same_layout_gradients(params, step)
+                for p in params:
+                    p.grad = p.grad.to(dtype)
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        runs.append(kept(optimizer, params))
+    assert len(calls) == 6
+    for run in runs[1:]:
+        harness.assert_bitwise_equal(run, runs[0], format_name)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"])
+def test_states_in_fewer_bits_go_into_torch_and_back(name, state_dtype):
+    stock_params, params = wide_parameters(torch.float32), wide_parameters(torch.float32)
+    stock = getattr(torch.optim, name)(stock_params, **OPTIMIZERS[name])
+    train(stock, 3)
+    ours = getattr(optim, name)(params, **OPTIMIZERS[name], state_dtype=state_dtype)
+    ours.load_state_dict(copy.deepcopy(stock.state_dict()))
+    own = [ours.state[params[0]][key] for key in stock.state[stock_params[0]] if key != "step"]
+    assert {t.dtype for t in own} == {torch.uint8 if state_dtype == "8bit" else torch.bfloat16}
+    stock.load_state_dict(copy.deepcopy(ours.state_dict()))
+    saved = ours.state_dict()["state"]
+    for i, p in enumerate(stock_params):
+        for key, value in stock.state[p].items():
+            assert value.dtype == torch.float32 and value.shape in ((), p.shape), key
+            assert torch.equal(value, saved[i][key].float()), key
+    train(stock, 1)
+
+
+def test_adamw_in_8_bits_keeps_two_bytes_per_parameter():
+    p = torch.nn.Parameter(torch.ones(512, 512))
+    small = torch.nn.Parameter(torch.ones(64))
+    optimizer = optim.AdamW([p, small], state_dtype="8bit")
+    train(optimizer, 1)
+    tensors = [t for t in optimizer.state[p].values() if t.dim()]
+    assert sum(t.numel() * t.element_size() for t in tensors) <= 2.1 * p.numel()
+    assert optimizer.state[small]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("narrow", [NARROW[name][1] for name in ("stochastic", "kahan", "master")], ids=str)
+def test_small_steps_move_weights_in_bfloat16(narrow):
+    p = torch.nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))
+    stuck = torch.nn.Parameter(p.detach().clone())
+    optimizers = [optim.AdamW([p], lr=1e-4, weight_decay=0.0, **narrow), torch.optim.AdamW([stuck], lr=1e-4)]
+    for _ in range(50):
+        p.grad, stuck.grad = torch.ones_like(p), torch.ones_like(p)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (stuck == 1.0).all()
+    assert abs(p.double().mean().item() - (1 - 50e-4)) < 2.0**-9  # half a unit in the last place
+
+
+def digits_loss(dtype, **narrow) -> float:
+    """The loss on all digits after training on them in ``dtype``."""
+    from fusedtrain import data
+
+    digits = data.digits()
+    x = torch.stack([digits[i][0].float().mean(0).flatten() for i in range(0, len(digits))])
+    x, y = (x - x.mean()) / x.std(), torch.tensor([int(digits[i][1]) for i in range(len(digits))])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(x.shape[1], 96), torch.nn.ReLU(), torch.nn.Linear(96, 10)).to(dtype)
+    optimizer = optim.AdamW(model.parameters(), lr=2e-3, **narrow)
+    for _ in range(6):
+        for rows in torch.arange(len(y)).split(64):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[rows].to(dtype)).float(), y[rows]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model(x.to(dtype)).float(), y).item()
+
+
+def test_training_in_fewer_bits_follows_float32():
+    expected = digits_loss(torch.float32)
+    losses = {name: digits_loss(dtype, **narrow) for name, (dtype, narrow) in NARROW.items()}
+    assert expected < 0.1
+    assert all(loss < 1.5 * expected for loss in losses.values()), (expected, losses)
+
+
+def test_swapped_averages_and_loaded_weights_do_not_lose_masters():
+    model = torch.nn.Linear(3, 4).to(torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, master_weights=True, ema_decay=0.5)
+    train(optimizer, 2)
+    masters = [optimizer.state[p]["master"].clone() for p in model.parameters()]
+    assert all(m.dtype == torch.float32 and torch.equal(m.bfloat16(), p) for m, p in zip(masters, model.parameters()))
+    with optimizer.swap_ema():
+        pass
+    assert all(torch.equal(optimizer.state[p]["master"], m) for p, m in zip(model.parameters(), masters))
+    model.load_state_dict({name: torch.full_like(t, 7.0) for name, t in model.state_dict().items()})
+    train(optimizer, 1, first=2)
+    assert all((p > 6).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"state_dtype": torch.float16}, "state_dtype must be one of None, torch.float32, .* got torch.float16"),
+        ({"rounding": "up"}, "rounding must be one of nearest, stochastic, kahan, got 'up'"),
+        ({"rounding": "kahan", "master_weights": True}, "master_weights=True leaves nothing to rounding='kahan'"),
+        ({"seed": -1}, r"seed must lie in \[0, 2\*\*31\), got -1"),
+    ],
+)
+def test_bad_formats_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW(parameters(), **arguments)
+
+
+def test_float64_keeps_its_states():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(TypeError, match="AdamW: state_dtype=8bit is not for parameters in float64"):
+        optim.AdamW([p], state_dtype="8bit").step()

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtrain.ops import _codes, optimizer_step_
-from fusedtrain.ops.optimizer_step import IMPLS, RULES, reference
+from fusedtrain.backend import use_backend
+from fusedtrain.ops import _codes, _narrow, optimizer_step_
+from fusedtrain.ops.optimizer_step import IMPLS, NARROW_IMPLS, RULES, is_signed, reference
 
 COEFFICIENTS = {
     "adam": (0.9, 0.999, 1e-8),
@@ -246,6 +247,10 @@ def test_dense_tensors_of_any_order_are_taken_and_others_refused(device, kernels
         ({"states": []}, "rule 'adam' takes 1 grads, 2 states and 1 steps for 1 params, got 1, 0 and 1"),
         ({"steps": []}, "got 1, 2 and 0"),
         ({"ema": [torch.ones(1)] * 2}, "ema: 2"),
+        ({"rounding": "up"}, "rounding must be one of nearest, stochastic, kahan, got 'up'"),
+        ({"rounding": "stochastic"}, "rounding='stochastic' needs a seed"),
+        ({"exact": [torch.ones(3)] * 2}, "exact must hold none or 1 tensors, got 2"),
+        ({"scales": [torch.ones(1)]}, "scales must hold none or 2 tensors, got 1"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
@@ -253,3 +258,178 @@ def test_bad_arguments_are_named(changes, message):
     arguments = lists | {"rule": "adam", "lr": 0.1, "coefficients": COEFFICIENTS["adam"]} | changes
     with pytest.raises(ValueError, match=message):
         optimizer_step_(**arguments)
+
+
+# --- numbers stored in fewer bits -------------------------------------------------------------------------------------
+
+# Of the parameter, of its states, and what the op is told.
+FORMATS = {
+    "bf16 states": (torch.float32, torch.bfloat16, {}),
+    "fp32 states": (torch.float16, torch.float32, {}),
+    "8-bit states": (torch.float32, torch.uint8, {}),
+    "stochastic": (torch.bfloat16, torch.bfloat16, {"rounding": "stochastic"}),
+    "stochastic fp16, 8-bit states": (torch.float16, torch.uint8, {"rounding": "stochastic"}),
+    "kahan": (torch.bfloat16, torch.bfloat16, {"rounding": "kahan"}),
+    "master": (torch.bfloat16, torch.float32, {"exact": torch.float32}),
+}
+
+
+def coded(t: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty_like(t, dtype=torch.uint8)
+    scales = t.new_empty(_narrow.blocks(t.numel()), dtype=torch.float32)
+    _narrow.encode_(codes, scales, t, signed)
+    return codes, scales
+
+
+def make_narrow(rule, device, name) -> tuple[dict, dict]:
+    """The lists of the op and its options with a seed."""
+    dtype, stored, options = FORMATS[name]
+    lists = make(rule, device, dtype=dtype, with_ema=True)
+    names, count = RULES[rule].states, len(SHAPES)
+    states, scales = lists["states"], []
+    for k, state in enumerate(states[: len(names) * count]):
+        if stored == torch.uint8:
+            states[k], scale = coded(state, is_signed(names[k // count]))
+            scales.append(scale)
+        else:
+            states[k] = state.to(stored)
+    exact = []
+    if "exact" in options:
+        exact = [p + harness.normal(*p.shape, device=device, seed=i) / 2**12 for i, p in enumerate(lists["params"])]
+        lists["params"] = [x.to(dtype) for x in exact]
+    elif options.get("rounding") == "kahan":
+        exact = [(p.float() / 2**10).to(dtype) for p in lists["params"]]
+    return lists, {**options, "exact": exact, "scales": scales, "seed": 2**40 + 7}
+
+
+def run_narrow(rule, lists, options, everything=True) -> dict:
+    """What the op leaves in copies of the lists, by name; codes as numbers."""
+    held = {name: [t.clone() for t in options[name]] for name in ("exact", "scales")}
+    after = run(optimizer_step_, rule, lists, (EVERYTHING if everything else PLAIN) | options | held)
+    names, count = RULES[rule].states, len(SHAPES)
+    for k, scale in enumerate(held["scales"]):
+        after[f"states[{k}]"] = _narrow.decode(after[f"states[{k}]"], scale, is_signed(names[k // count]))
+    return after | by_name({"exact": held["exact"]})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rule", _codes.RULES)
+def test_numbers_in_fewer_bits_are_as_good_as_plain_torch(device, kernels, rule, name):
+    """Random bits are the same in every backend, so that a result may differ by a unit in the last place alone."""
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    lists, options = make_narrow(rule, device, name)
+    ours = run_narrow(rule, lists, options)
+    with use_backend("reference"):
+        stock = run_narrow(rule, lists, options)
+    double = {key: [t.double() for t in tensors] if key != "steps" else tensors for key, tensors in lists.items()}
+    count, names, exact = len(SHAPES), RULES[rule].states, options["exact"]
+    for k, scale in enumerate(options["scales"]):
+        double["states"][k] = _narrow.decode(lists["states"][k], scale, is_signed(names[k // count])).double()
+    if exact:
+        kahan = options.get("rounding") == "kahan"
+        double["params"] = [(p + e if kahan else e).double() for p, e in zip(double["params"], exact)]
+    truth_ = run(truth, rule, double, EVERYTHING)
+    for key, value in ours.items():
+        if key.startswith("steps"):
+            assert torch.equal(value, truth_[key])
+        elif not key.startswith("exact"):
+            harness.assert_as_good_as_torch(value, stock[key], truth_[key], f"{rule} {key}")
+        elif "exact" in options and FORMATS[name][2].get("exact"):
+            harness.assert_as_good_as_torch(value, stock[key], truth_[key.replace("exact", "params")], f"{rule} {key}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bits_depend_on_seed_and_place_alone(device, kernels, name):
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    lists, options = make_narrow("adam", device, name)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(run_narrow("adam", lists, options))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        harness.assert_bitwise_equal(result, results[0], "with more threads")
+    other = run_narrow("adam", lists, options | {"seed": 3})
+    drawn = any(not torch.equal(other[key], results[0][key]) for key in other)
+    assert drawn == (name not in ("fp32 states", "master"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_is_unbiased_and_keeps_what_fits(device, backend, dtype):
+    harness.skip_unless_runs(backend, device, "optimizer_step_narrow")
+    count, tiny = 1 << 18, 2.0**-24 if dtype == torch.float16 else 2.0**-133
+    for start, lr in ((1.0, 2.0**-12), (-3.0, 2.0**-11), (0.0, tiny / 4), (tiny * 3, -tiny / 4)):
+        p, g = (
+            torch.full((2, count), start, dtype=dtype, device=device),
+            torch.ones(2, count, dtype=dtype, device=device),
+        )
+        g[1] = 0.0
+        optimizer_step_([p], [g], [], rule="sgd", lr=lr, rounding="stochastic", seed=5)
+        assert torch.equal(p[1], torch.full_like(p[1], start))
+        values, counts = p[0].double().unique(return_counts=True)
+        assert len(values) == 2  # the neighbours
+        mean = (values * counts).sum() / count
+        spread = (values[1] - values[0]).item() / count**0.5 / 2  # at most, of the mean
+        assert abs(mean.item() - (start - lr)) < 4 * spread
+
+
+def test_second_moments_decay_in_few_bits(device, backend):
+    """In steps of 1/256 an average with a rate of 1/1000 never decays when it is rounded to nearest."""
+    harness.skip_unless_runs(backend, device, "optimizer_step_narrow")
+    for stored in (torch.bfloat16, torch.uint8):
+        p, g = torch.zeros(8192, device=device), torch.zeros(8192, device=device)
+        v = torch.linspace(0.1, 1.0, 8192, device=device)
+        moments, scales = [torch.zeros_like(p), v], []
+        if stored == torch.bfloat16:
+            states = [t.bfloat16() for t in moments]
+        else:
+            states, scales = map(list, zip(*(coded(t, bool(k == 0)) for k, t in enumerate(moments))))
+        step = torch.tensor(0.0, device=device)
+        for i in range(200):
+            optimizer_step_(
+                [p], [g], states, [step], rule="adam", lr=0.0, coefficients=(0.9, 0.999, 1e-8), scales=scales, seed=i
+            )
+        now = states[1].float() if stored == torch.bfloat16 else _narrow.decode(states[1], scales[1], False)
+        assert 0.75 < (now.sum() / v.sum()).item() < 0.89, stored  # 0.999^200 = 0.82
+
+
+def test_codes_keep_signs_zeros_and_the_order_of_memory(device):
+    x = harness.normal(5, 3, 40, 8, device=device).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :4] = torch.tensor([0.0, 1e-30, -1e-30, float("inf")])
+    x[-1] = x[-1] * 1e-6
+    for signed in (True, False):
+        values = x if signed else x.abs()
+        codes, scales = coded(values, signed)
+        assert codes.stride() == x.stride()
+        back = _narrow.decode(codes, scales, signed)
+        broken = scales.isnan().repeat_interleave(256)[: x.numel()]
+        assert torch.equal(_narrow.flat(back).isnan(), broken) and broken[:256].all() and not broken[256:].any()
+        sound = ~back.isnan()
+        assert ((back - values)[sound].abs() <= 2.0**-4 * values[sound].abs() + 2.0**-15 * 5).all()
+        again = coded(torch.where(sound, back, 0.0), signed)  # loading what was saved changes nothing
+        assert torch.equal(_narrow.decode(*again, signed)[sound], back[sound])
+    tiny = coded(torch.tensor([1.0, 1e-20, 0.0]), False)
+    assert (_narrow.decode(*tiny, False) > 0).tolist() == [True, True, False]  # it stands in a divisor
+
+
+def test_a_parameter_set_by_hand_counts_more_than_its_master(device, kernels):
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    p, master = torch.ones(40, device=device).bfloat16(), torch.full((40,), 1 + 2**-9, device=device)
+    p[20:] = 5.0
+    optimizer_step_([p], [torch.ones_like(p)], [], rule="sgd", lr=0.25, exact=[master])
+    assert torch.equal(master, torch.tensor([0.75 + 2**-9] * 20 + [4.75] * 20, device=device))
+    assert torch.equal(p, master.bfloat16())
+
+
+@pytest.mark.parametrize("rule", ["adam", "novograd"])
+def test_narrow_operators_agree_with_schema_and_fake(device, kernels, rule):
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    lists, options = make_narrow(rule, device, "8-bit states")
+    scalars = [torch.tensor(EVERYTHING[name], dtype=SCALARS[name], device=device) for name in SCALARS]
+    arguments = (_codes.RULES.index(rule), 0.1, 0.1, True, list(COEFFICIENTS[rule]), False, 0.9, True)
+    arguments = (*lists.values(), *arguments, scalars[0], 1.0, False, *scalars[1:], [], options["scales"], 0, 5)
+    tests = ("test_schema", "test_faketensor")
+    results = torch.library.opcheck(NARROW_IMPLS[kernels].forward, arguments, test_utils=tests)
+    assert set(results.values()) == {"SUCCESS"}, results

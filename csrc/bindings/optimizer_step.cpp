@@ -32,11 +32,37 @@ RuleInfo info_of(Rule rule) {
   return info;
 }
 
+// `narrow`: the states may be in other types than the parameter, all of one parameter in the same.
+ScalarType state_type(const StepTensor& t, const Tensor& state, const Tensor& p, bool narrow) {
+  const ScalarType type = state.scalar_type();
+  if (!narrow || t.dtype == DType::kFloat64) return p.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Byte ? type : p.scalar_type();
+}
+
+float* scales_of(const Tensor& scales, const StepTensor& t) {
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && !scales.is_cuda() && scales.is_contiguous() &&
+                      scales.numel() == code_blocks(t.numel),
+                  "fusedtrain: scales must be ", code_blocks(t.numel), " float32 numbers on the device of params, got ",
+                  scales.numel());
+  return static_cast<float*>(scales.mutable_data_ptr());
+}
+
+// What an operator takes beyond the lists that all have: how numbers are stored in fewer bits.
+struct Narrow {
+  Tensors exact, scales;
+  int64_t rounding = int64_t(Rounding::kNearest);
+  std::optional<int64_t> seed;
+  bool allowed = false;
+};
+
 std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads, const Tensors& states,
-                                     const Tensors& steps, const Tensors& ema, const RuleInfo& rule) {
+                                     const Tensors& steps, const Tensors& ema, const RuleInfo& rule,
+                                     const Narrow& narrow) {
   const size_t count = params.size();
   STD_TORCH_CHECK(grads.size() == count && states.size() == count * (rule.states + rule.scalars) &&
-                      (steps.empty() || steps.size() == count) && (ema.empty() || ema.size() == count),
+                      (steps.empty() || steps.size() == count) && (ema.empty() || ema.size() == count) &&
+                      (narrow.exact.empty() || narrow.exact.size() == count) &&
+                      (narrow.scales.empty() || narrow.scales.size() == count * rule.states),
                   "fusedtrain: optimizer_step_ got lists of different lengths");
   std::vector<StepTensor> tensors(count);
   for (size_t i = 0; i < count; ++i) {
@@ -51,10 +77,26 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
          .states = {},
          .scalars = {},
          .ema = nullptr,
-         .step = nullptr};
+         .step = nullptr,
+         .state_dtype = dtype_of(p),
+         .scales = {},
+         .exact = nullptr};
     for (int64_t k = 0; k < rule.states; ++k) {
-      check_like("states", states[k * count + i], p, p.scalar_type());
-      t.states[k] = states[k * count + i].mutable_data_ptr();
+      const Tensor& state = states[k * count + i];
+      const ScalarType type = state_type(t, states[i], p, narrow.allowed);
+      check_like("states", state, p, type);
+      t.states[k] = state.mutable_data_ptr();
+      if (type != ScalarType::Byte) {
+        t.state_dtype = dtype_of(state);
+      } else {
+        STD_TORCH_CHECK(!narrow.scales.empty(), "fusedtrain: states in 8 bits need scales");
+        t.scales[k] = scales_of(narrow.scales[k * count + i], t);
+      }
+    }
+    if (!narrow.exact.empty() && narrow.exact[i].numel() > 0) {
+      const bool kahan = narrow.rounding == int64_t(Rounding::kKahan);
+      check_like("exact", narrow.exact[i], p, kahan ? p.scalar_type() : ScalarType::Float);
+      t.exact = narrow.exact[i].mutable_data_ptr();
     }
     for (int64_t k = 0; k < rule.scalars; ++k) {
       t.scalars[k] = scalar<float>("scalar states", states[(rule.states + k) * count + i], ScalarType::Float);
@@ -112,7 +154,7 @@ void step_with_norms(OptimizerStep a) {
   }
 }
 
-void step(const StepTensor* tensors, int64_t count, const Options& o) {
+void step(const StepTensor* tensors, int64_t count, const Options& o, const Narrow& narrow) {
   STD_TORCH_CHECK(o.coefficients.size() <= size_t(kCoefficients), "fusedtrain: too many coefficients");
   Hyper hyper{.lr = o.lr, .weight_decay = o.weight_decay, .decoupled = o.decoupled, .c = {}};
   std::copy(o.coefficients.begin(), o.coefficients.end(), hyper.c);
@@ -131,7 +173,10 @@ void step(const StepTensor* tensors, int64_t count, const Options& o) {
                         .grad_scale = scalar<float>("grad_scale", o.grad_scale, ScalarType::Float),
                         .found_inf = scalar<float>("found_inf", o.found_inf, ScalarType::Float),
                         .partial = nullptr,
-                        .ratio = nullptr};
+                        .ratio = nullptr,
+                        .rounding = static_cast<Rounding>(narrow.rounding),
+                        .random = narrow.seed.has_value(),
+                        .seed = uint64_t(narrow.seed.value_or(0))};
   if (info_of(a.rule).norms && !is_skipped(a)) {
     step_with_norms(a);
   } else {
@@ -149,16 +194,33 @@ void optimizer_step_(Tensors params, Tensors grads, Tensors states, Tensors step
                      double weight_decay, bool decoupled, std::vector<double> coefficients, bool maximize,
                      double ema_decay, bool zero_grads, std::optional<Tensor> norm, double max_norm,
                      bool skip_nonfinite, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
-  const std::vector<StepTensor> tensors = step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)));
+  const std::vector<StepTensor> tensors = step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), {});
   step(tensors.data(), int64_t(tensors.size()),
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
-        skip_nonfinite, grad_scale, found_inf});
+        skip_nonfinite, grad_scale, found_inf},
+       {});
+}
+
+void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tensors steps, Tensors ema, int64_t rule,
+                            double lr, double weight_decay, bool decoupled, std::vector<double> coefficients,
+                            bool maximize, double ema_decay, bool zero_grads, std::optional<Tensor> norm,
+                            double max_norm, bool skip_nonfinite, std::optional<Tensor> grad_scale,
+                            std::optional<Tensor> found_inf, Tensors exact, Tensors scales, int64_t rounding,
+                            std::optional<int64_t> seed) {
+  const Narrow narrow{exact, scales, rounding, seed, true};
+  const std::vector<StepTensor> tensors =
+      step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), narrow);
+  step(tensors.data(), int64_t(tensors.size()),
+       {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
+        skip_nonfinite, grad_scale, found_inf},
+       narrow);
 }
 
 void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_decay, bool decoupled,
                            std::vector<double> coefficients, bool maximize, double ema_decay, bool zero_grads,
                            std::optional<Tensor> norm, double max_norm, bool skip_nonfinite,
-                           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+                           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, int64_t rounding,
+                           std::optional<int64_t> seed) {
   const StepTensor* tensors = static_cast<const StepTensor*>(table.const_data_ptr());
   const RuleInfo info = info_of(rule_of(rule));
   for (int64_t i = 0; i < rows_of(table); ++i) {
@@ -169,13 +231,15 @@ void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_
   }
   step(tensors, rows_of(table),
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
-        skip_nonfinite, grad_scale, found_inf});
+        skip_nonfinite, grad_scale, found_inf},
+       {{}, {}, rounding, seed});
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("optimizer_step_", TORCH_BOX(&optimizer_step_));
+  m.impl("optimizer_step_narrow_", TORCH_BOX(&optimizer_step_narrow_));
   m.impl("optimizer_step_table_", TORCH_BOX(&optimizer_step_table_));
 }
 

@@ -18,6 +18,8 @@ namespace py = pybind11;
 namespace fusedtrain::bindings {
 namespace {
 
+bool is_byte(DLDataType type) { return type.lanes == 1 && type.code == kDLUInt && type.bits == 8; }
+
 std::optional<DType> dtype_of(DLDataType type) {
   if (type.lanes != 1) return {};
   if (type.code == kDLBfloat && type.bits == 16) return DType::kBFloat16;
@@ -72,6 +74,8 @@ class Gatherer {
     py::tuple states, scalars;
     py::object step;  // None, a name, or one tensor for all parameters
     bool ema;
+    py::object exact;  // None or a name: of parameters in 16 bits
+    bool exact_is_float;
   };
   py::object gather(const py::list& params, const py::dict& state, const Names& names) const;
 
@@ -90,20 +94,44 @@ class Gatherer {
     }
     return static_cast<char*>(t.data) + t.byte_offset;
   }
-  // The number in a tensor of one float, or null.
-  float* number(PyObject* object) const {
+  // The states of one parameter, all stored alike; false where they are not what the kernels take.
+  bool fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const py::tuple& names) const;
+  // The numbers in a tensor of `count` floats, or null.
+  float* numbers(PyObject* object, int64_t count) const {
     DLTensor t;
-    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != DType::kFloat32 || numel_of(t) != 1) {
+    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != DType::kFloat32 || numel_of(t) != count ||
+        !is_dense(t, count)) {
       return nullptr;
     }
     return reinterpret_cast<float*>(static_cast<char*>(t.data) + t.byte_offset);
   }
+  float* number(PyObject* object) const { return numbers(object, 1); }
   bool fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const;
 
   PyTypeObject *tensor_, *parameter_;
   const DLPackExchangeAPI* api_;
-  py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"};
+  py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"}, scale_{"_scale"};
 };
+
+bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const py::tuple& names) const {
+  const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
+  for (size_t k = 0; k < names.size(); ++k) {
+    PyObject* state = value(names[k]);
+    DLTensor t;
+    if (state == nullptr || !read(state, &t)) return false;
+    const bool coded = is_byte(t.dtype);
+    const std::optional<DType> dtype = dtype_of(t.dtype);
+    if (k == 0) row->state_dtype = dtype.value_or(row->dtype);
+    const bool same_bits = dtype == row->dtype;
+    const bool narrow = row->dtype != DType::kFloat64 && (dtype == DType::kFloat32 || dtype == DType::kBFloat16);
+    const bool taken = coded ? row->dtype != DType::kFloat64 : (same_bits || narrow) && dtype == row->state_dtype;
+    if (!taken || !is_laid_out_like(t, p, row->numel) || (k > 0 && coded != is_coded(*row))) return false;
+    if (coded && (row->scales[k] = numbers(value(py::object(names[k]) + scale_), code_blocks(row->numel))) == nullptr)
+      return false;
+    row->states[k] = static_cast<char*>(t.data) + t.byte_offset;
+  }
+  return true;
+}
 
 bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const {
   DLTensor p;
@@ -118,7 +146,10 @@ bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* 
           .states = {},
           .scalars = {},
           .ema = nullptr,
-          .step = nullptr};
+          .step = nullptr,
+          .state_dtype = *dtype,
+          .scales = {},
+          .exact = nullptr};
   const auto assign = [&](void*& to, PyObject* object, DType wanted) {
     const std::optional<void*> data = like(object, p, numel, wanted);
     if (data) to = *data;
@@ -127,17 +158,18 @@ bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* 
   if (!assign(row->grad, grad, *dtype)) return false;
   const bool own_step = PyUnicode_Check(names.step.ptr());
   if (!own_step && !names.step.is_none() && (row->step = number(names.step.ptr())) == nullptr) return false;
-  if (names.states.empty() && !own_step && !names.ema) return true;
+  const bool with_exact = !names.exact.is_none() && (dtype == DType::kBFloat16 || dtype == DType::kFloat16);
+  if (names.states.empty() && !own_step && !names.ema && !with_exact) return true;
   if (own == nullptr || !PyDict_Check(own)) return false;
   const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
-  for (size_t k = 0; k < names.states.size(); ++k) {
-    if (!assign(row->states[k], value(names.states[k]), *dtype)) return false;
-  }
+  if (!fill_states(row, p, own, names.states)) return false;
   for (size_t k = 0; k < names.scalars.size(); ++k) {
     if ((row->scalars[k] = number(value(names.scalars[k]))) == nullptr) return false;
   }
   const DType acc = *dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   if (names.ema && !assign(row->ema, value(ema_), acc)) return false;
+  const DType exact = names.exact_is_float ? DType::kFloat32 : *dtype;
+  if (with_exact && !assign(row->exact, value(names.exact), exact)) return false;
   return !own_step || (row->step = number(value(names.step))) != nullptr;
 }
 
@@ -168,11 +200,14 @@ void bind_step_table(py::module_& m) {
       .def(
           "gather",
           [](const Gatherer& self, const py::list& params, const py::dict& state, py::tuple states, py::tuple scalars,
-             py::object step, bool ema) {
+             py::object step, bool ema, py::object exact, bool exact_is_float) {
             if (states.size() > kMaxStates || scalars.size() > kMaxScalars) throw py::value_error("too many states");
-            return self.gather(params, state, {std::move(states), std::move(scalars), std::move(step), ema});
+            return self.gather(
+                params, state,
+                {std::move(states), std::move(scalars), std::move(step), ema, std::move(exact), exact_is_float});
           },
           py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"), py::arg("ema"),
+          py::arg("exact"), py::arg("exact_is_float"),
           "Returns (table, params, grads) of the parameters that have a gradient, or None where a tensor is missing, "
           "a subclass, not dense, not on the CPU, or unlike its parameter.");
 }

@@ -61,9 +61,11 @@ struct WeightDecay {
   }
 };
 
+// `kUnsigned` is a set of bits: the states that are squares or averages of squares.
 struct OnePass {
   static constexpr bool kNorms = false, kStatesFirst = false;
   static constexpr int kScalars = 0;
+  static constexpr unsigned kUnsigned = 0;
 };
 
 // Kingma, Ba: Adam, https://arxiv.org/abs/1412.6980; decoupled: AdamW, https://arxiv.org/abs/1711.05101;
@@ -73,6 +75,7 @@ struct OnePass {
 template <class A, bool kAmsgrad = false>
 struct Adam : OnePass {
   static constexpr int kStates = kAmsgrad ? 3 : 2;
+  static constexpr unsigned kUnsigned = 0b110;
   WeightDecay<A> decay;
   A rate1, beta2, rate2, step_size, scale, eps;
   FUSEDTRAIN_HD Adam(const Hyper& h, double step, double)
@@ -154,6 +157,7 @@ struct Lion : OnePass {
 template <class A, bool kMomentum = false, bool kCentered = false>
 struct Rmsprop : OnePass {
   static constexpr int kStates = 1 + kMomentum + kCentered;
+  static constexpr unsigned kUnsigned = 0b1;
   WeightDecay<A> decay;
   A alpha, rate, eps, eps_in_root, momentum, into_buffer, from_buffer;
   FUSEDTRAIN_HD Rmsprop(const Hyper& h, double, double)
@@ -189,6 +193,7 @@ struct Rmsprop : OnePass {
 template <class A>
 struct Adan : OnePass {
   static constexpr int kStates = 4;
+  static constexpr unsigned kUnsigned = 0b10;
   A shrink, prox, rate1, beta2, rate2, beta3, rate3, size_m, size_d, scale, eps;
   FUSEDTRAIN_HD Adan(const Hyper& h, double step, double)
       : shrink(A(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
@@ -223,6 +228,7 @@ template <class A>
 struct Lamb {
   static constexpr bool kNorms = true, kStatesFirst = true;
   static constexpr int kStates = 2, kScalars = 0;
+  static constexpr unsigned kUnsigned = 0b10;
   A shrink, l2, beta1, rate1, beta2, rate2, correction, scale, eps, step_size;
   FUSEDTRAIN_HD Lamb(const Hyper& h, double step, double ratio)
       : shrink(A(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
@@ -272,6 +278,7 @@ template <class A, bool kAmsgrad = false>
 struct Novograd {
   static constexpr bool kNorms = true, kStatesFirst = false;
   static constexpr int kStates = 1, kScalars = kAmsgrad ? 2 : 1;
+  static constexpr unsigned kUnsigned = 0;
   WeightDecay<A> decay;
   A lr, beta1, rate, over;
   FUSEDTRAIN_HD Novograd(const Hyper& h, double, double ratio)

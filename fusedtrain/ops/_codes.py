@@ -1,4 +1,4 @@
-"""The integer codes in the operator schemas, in the order of csrc/core/types.h and csrc/core/update_rule.h."""
+"""The integer codes in the operator schemas, in the order of csrc/core: types.h, update_rule.h, narrow.h."""
 
 ACTIVATIONS = (
     "identity",
@@ -28,8 +28,9 @@ RULES = (
     "novograd",
     "novograd_amsgrad",
 )
+ROUNDINGS = ("nearest", "stochastic", "kahan")
 
-_CODES = {name: code for names in (ACTIVATIONS, POOLS, RULES) for code, name in enumerate(names)}
+_CODES = {name: code for names in (ACTIVATIONS, POOLS, RULES, ROUNDINGS) for code, name in enumerate(names)}
 
 
 def code(argument: str, name: str, allowed: tuple[str, ...]) -> int:

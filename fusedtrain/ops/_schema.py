@@ -17,6 +17,7 @@ _STEP = (
     "int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize, float ema_decay,"
     " bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale, Tensor? found_inf"
 )
+_NARROW = "int rounding, int? seed"
 
 SCHEMAS = {
     "batch_norm_act": "(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, int act,"
@@ -47,11 +48,13 @@ SCHEMAS = {
     "grad_norm": "(Tensor[] grads) -> Tensor norm",
     "optimizer_step_": f"(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
     f" Tensor(e!)[] ema, {_STEP}) -> ()",
+    "optimizer_step_narrow_": f"(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
+    f" Tensor(e!)[] ema, {_STEP}, Tensor(f!)[] exact, Tensor(g!)[] scales, {_NARROW}) -> ()",
 }
 # The same on tables of addresses that fusedtrain._host.Gatherer fills on the CPU. Compiled only, never traced.
 TABLES = {
     "grad_norm_table": "(Tensor[] tables) -> Tensor norm",
-    "optimizer_step_table_": f"(Tensor table, {_STEP}) -> ()",
+    "optimizer_step_table_": f"(Tensor table, {_STEP}, {_NARROW}) -> ()",
 }
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")

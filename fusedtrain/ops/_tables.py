@@ -44,16 +44,21 @@ def usable() -> bool:
     return _GATHERER is not None and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
-def gather(params: list, state: dict, rule: str, step: str | Tensor, ema: bool) -> Table | None:
+def gather(
+    params: list, state: dict, rule: str, step: str | Tensor, ema: bool, exact: str | None = None, kahan: bool = False
+) -> Table | None:
     """The table of those of ``params`` that have a gradient, their states by the rule's names.
 
-    ``step`` is the name of the state that counts updates, or one count for all.
+    ``step`` is the name of the state that counts updates, or one count for all; ``exact`` the name of what
+    :func:`optimizer_step_` calls so, in the dtype of the parameters with ``kahan``.
 
     None where the CPU kernels do not run or a tensor is not what they take: a state is missing, a gradient has other
     strides than its parameter, a tensor has gaps or is a subclass. The lists then make it so, or say what is wrong.
     """
     info = RULES[rule]
-    gathered = _GATHERER.gather(params, state, info.states, info.scalars, step if info.counts else None, ema)
+    gathered = _GATHERER.gather(
+        params, state, info.states, info.scalars, step if info.counts else None, ema, exact, not kahan
+    )
     if gathered is None:
         return None
     rows, params, grads = gathered
@@ -84,6 +89,8 @@ def optimizer_step_(
     skip_nonfinite=False,
     grad_scale=None,
     found_inf=None,
+    rounding="nearest",
+    seed=None,
 ) -> None:
     """:func:`fusedtrain.ops.optimizer_step_` on a table."""
     torch.ops.fusedtrain.optimizer_step_table_(
@@ -101,5 +108,7 @@ def optimizer_step_(
         skip_nonfinite,
         grad_scale,
         found_inf,
+        _codes.ROUNDINGS.index(rounding),
+        seed,
     )
     torch.autograd.graph.increment_version([*table.params, *table.grads] if zero_grads else table.params)

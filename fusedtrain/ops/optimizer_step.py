@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops._narrow import ROUNDED, decode, encode_, random_bits, round_
 
 
 class Rule(NamedTuple):
@@ -45,6 +46,11 @@ RULES = {
         ("exp_avg",), (*_BETAS, "grad_rate"), counts=True, scalars=("exp_avg_sq", "max_exp_avg_sq")
     ),
 }
+
+
+def is_signed(state: str) -> bool:
+    """False for second moments."""
+    return not state.endswith(("exp_avg_sq", "square_avg"))
 
 
 class _Hyper(NamedTuple):
@@ -188,9 +194,14 @@ def reference(
     skip_nonfinite,
     grad_scale,
     found_inf,
+    exact=(),
+    scales=(),
+    rounding=0,
+    seed=None,
 ) -> None:
     name, count = _codes.RULES[rule], len(params)
-    elementwise, columns = len(RULES[name].states), len(RULES[name].states + RULES[name].scalars)
+    names, columns = RULES[name].states, len(RULES[name].states + RULES[name].scalars)
+    kahan, stochastic = (_codes.ROUNDINGS[rounding] == mode for mode in ("kahan", "stochastic"))
     clip_eps = 0.0 if name == "lamb" else 1e-6  # clip_grad_norm_ has it, timm's LAMB has not
     factor, skip = _factor_and_skip(norm, max_norm, clip_eps, skip_nonfinite, grad_scale, found_inf)
     hyper = _Hyper(lr, weight_decay, decoupled, coefficients)
@@ -198,21 +209,41 @@ def reference(
         if not skip:
             acc = _common.acc_dtype(p)
             x, own = p.to(acc), [states[k * count + i] for k in range(columns)]
+            rest = exact[i] if exact and exact[i].numel() else None
+            if rest is not None:  # a parameter that was set by hand since counts, not what it was before
+                x = x + rest.to(acc) if kahan else torch.where(rest.to(p.dtype) == p, rest, x)
             g = grads[i].to(acc) * factor.to(acc) * (-1 if maximize else 1)
             if steps and (i == 0 or steps[i] is not steps[i - 1]):
                 steps[i] += 1
-            s = [state.to(acc) if k < elementwise else state for k, state in enumerate(own)]
-            p.copy_(_FUNCTIONS[name](x, g, s, hyper, steps[i].double() if steps else None))
-            for state, value in zip(own, s):
-                state.copy_(value)
+            coded = [scales[k * count + i] if own[k].dtype == torch.uint8 else None for k in range(columns)]
+            s = [
+                decode(state, scale, is_signed(names[k])) if scale is not None else state.to(acc)
+                for k, (state, scale) in enumerate(zip(own[: len(names)], coded))
+            ] + own[len(names) :]
+            x = _FUNCTIONS[name](x, g, s, hyper, steps[i].double() if steps else None)
+            draw = partial(random_bits, p.numel(), seed, i, device=p.device)
+            round_(p, x, draw(use=0) if stochastic and p.dtype in ROUNDED else None)
+            for k, (state, scale, value) in enumerate(zip(own, coded, s)):
+                random = draw(use=k + 1) if seed is not None and state.dtype in (*ROUNDED, torch.uint8) else None
+                if scale is None:
+                    round_(state, value, random)
+                else:
+                    encode_(state, scale, value, is_signed(names[k]), random)
+            if rest is not None:
+                rest.copy_(x - p.to(acc) if kahan else x)
             if ema:
-                ema[i].lerp_(p.to(acc), 1 - ema_decay)
+                ema[i].lerp_(x if rest is not None and not kahan else p.to(acc), 1 - ema_decay)
         if zero_grads:
             grads[i].zero_()
 
 
 @_schema.register_fake("optimizer_step_")
 def _fake(*_):
+    return None
+
+
+@_schema.register_fake("optimizer_step_narrow_")
+def _narrow_fake(*_):
     return None
 
 
@@ -231,6 +262,22 @@ IMPLS = register(
         "cuda": Impl(_OP.default, None, _why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
         "triton": Impl(_OP.triton, None, _why_not_triton),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+def _no_narrow(*_) -> str:
+    return "states and parameters in fewer bits than they are computed in (seed, rounding, exact) have CPU kernels only"
+
+
+_NARROW_OP = torch.ops.fusedtrain.optimizer_step_narrow_
+NARROW_IMPLS = register(
+    "optimizer_step_narrow",
+    {
+        "cuda": Impl(_NARROW_OP.default, None, _no_narrow),
+        "cpu": Impl(_NARROW_OP.default, None, _common.why_not_cpu),
+        "triton": Impl(_NARROW_OP.triton, None, _no_narrow),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
@@ -256,6 +303,10 @@ def optimizer_step_(
     skip_nonfinite: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    exact: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    rounding: str = "nearest",
+    seed: int | None = None,
 ) -> None:
     r"""Takes one step of an optimizer for a list of parameters, in place.
 
@@ -285,15 +336,24 @@ def optimizer_step_(
         skip_nonfinite: a ``norm`` that is not finite acts as ``found_inf``.
         grad_scale: the factor :math:`s` on the loss, a float32 number.
         found_inf: a float32 number; other than 0, nothing happens but the zeroing of the gradients.
+        exact: none, or one like each parameter and in float32: the number whose rounded copy the parameter is; with
+            ``rounding="kahan"`` in the parameter's dtype: what rounding took from it. An empty tensor for a parameter
+            that has none.
+        rounding: of parameters in bfloat16 and float16: "nearest", "stochastic" or "kahan".
+        seed: rounds states in less than float32 stochastically, and parameters where ``rounding`` says so. All states
+            of one parameter may then be in float32, bfloat16 or 8 bits (uint8 codes, csrc/core/narrow.h) instead of
+            its own dtype, if that is not float64.
+        scales: none, or for each of ``states`` (but numbers) what belongs to its codes, a float32 number per 256
+            elements; empty tensors for states that are not in 8 bits.
 
     Raises:
-        ValueError: an unknown rule, or a wrong number of coefficients or tensors.
+        ValueError: an unknown rule, or a wrong number of coefficients or tensors, or stochastic rounding without seed.
         RuntimeError: a forced backend cannot run; a tensor does not match its parameter. Nothing was changed then.
 
     Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
     "novograd" read parameters and states, or gradients, once more.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
-    threads.
+    threads. Random bits are a function of the seed, the place in the list and the place in memory alone.
     """
     code = _codes.code("rule", rule, _codes.RULES)
     info, count = RULES[rule], len(params)
@@ -301,6 +361,12 @@ def optimizer_step_(
     if len(coefficients) != wanted:
         raise ValueError(f"optimizer_step_: rule {rule!r} has {wanted} coefficients, got {len(coefficients)}")
     counts = (count, len(info.states + info.scalars) * count, count if info.counts else 0)
+    mode = _codes.code("rounding", rounding, _codes.ROUNDINGS)
+    if rounding == "stochastic" and seed is None:
+        raise ValueError("optimizer_step_: rounding='stochastic' needs a seed")
+    for argument, tensors, expected in (("exact", exact, count), ("scales", scales, len(info.states) * count)):
+        if len(tensors) not in (0, expected):
+            raise ValueError(f"optimizer_step_: {argument} must hold none or {expected} tensors, got {len(tensors)}")
     if (len(grads), len(states), len(steps)) != counts or len(ema) not in (0, count):
         raise ValueError(
             f"optimizer_step_: rule {rule!r} takes {counts[0]} grads, {counts[1]} states and {counts[2]} steps"
@@ -308,7 +374,10 @@ def optimizer_step_(
         )
     if not params:
         return
-    impl = select("optimizer_step", IMPLS, *params)
+    if mode or seed is not None or exact or scales:
+        impl, own = select("optimizer_step_narrow", NARROW_IMPLS, *params), (exact, scales, mode, seed)
+    else:
+        impl, own = select("optimizer_step", IMPLS, *params), ()
     with torch.no_grad():
         impl.forward(
             params,
@@ -329,6 +398,7 @@ def optimizer_step_(
             skip_nonfinite,
             grad_scale,
             found_inf,
+            *own,
         )
     # The operators write behind autograd's back.
     torch.autograd.graph.increment_version([*params, *grads] if zero_grads else params)

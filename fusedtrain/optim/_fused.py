@@ -8,10 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedtrain.ops import _common, _tables, grad_norm, optimizer_step_
-from fusedtrain.ops.optimizer_step import RULES
+from fusedtrain.ops import _codes, _common, _narrow, _tables, grad_norm, optimizer_step_
+from fusedtrain.ops.optimizer_step import RULES, is_signed
 
 NONFINITE = ("propagate", "skip", "error")
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
+MIN_CODED = 4096  # elements; the states of smaller parameters stay in float32, as in bitsandbytes
 
 
 class FusedStep(torch.optim.Optimizer):
@@ -34,6 +36,10 @@ class FusedStep(torch.optim.Optimizer):
         nonfinite: str = "propagate",
         ema_decay: float | None = None,
         zero_grads: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        rounding: str = "nearest",
+        master_weights: bool = False,
+        seed: int = 0,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
@@ -45,11 +51,22 @@ class FusedStep(torch.optim.Optimizer):
             )
         if ema_decay is not None and not 0.0 <= ema_decay < 1.0:
             raise ValueError(f"ema_decay must lie in [0, 1) or be None, got {ema_decay}")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype!r}")
+        _codes.code("rounding", rounding, _codes.ROUNDINGS)
+        if master_weights and rounding != "nearest":
+            raise ValueError(f"master_weights=True leaves nothing to rounding={rounding!r}: use one of them")
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
         self._options = {
             "max_grad_norm": max_grad_norm,
             "nonfinite": nonfinite,
             "ema_decay": ema_decay,
             "zero_grads": zero_grads,
+            "state_dtype": state_dtype,
+            "rounding": rounding,
+            "master_weights": master_weights,
+            "seed": seed,
         }
         self._norm = self._norm_scale = None
 
@@ -66,6 +83,22 @@ class FusedStep(torch.optim.Optimizer):
                 raise NotImplementedError(
                     f"fusedtrain.optim.{type(self).__name__} does not support {argument}=True; its counterpart does"
                 )
+
+    @property
+    def _exact(self) -> str | None:
+        """The name of what a parameter in 16 bits is exactly, or lacks."""
+        kahan = "compensation" if self._options["rounding"] == "kahan" else None
+        return "master" if self._options["master_weights"] else kahan
+
+    def _stored(self, index: int) -> dict:
+        """What the op takes for the group of that index where anything is stored in fewer bits than it is computed."""
+        options, group = self._options, self.param_groups[index]
+        if options["state_dtype"] is None and options["rounding"] == "nearest" and not options["master_weights"]:
+            return {}
+        if "rounding_seed" not in group:
+            group["rounding_seed"] = _narrow.split_mix(options["seed"] + (index << 32)) >> 2
+        group["rounding_seed"] += 1
+        return {"rounding": options["rounding"], "seed": group["rounding_seed"]}
 
     def _parts(self, group: dict, params: list[Tensor]) -> list[tuple[dict, list[Tensor]]]:
         """``params`` of one group, split where they take different hyperparameters."""
@@ -105,31 +138,35 @@ class FusedStep(torch.optim.Optimizer):
         tables = self._gather()
         if tables is None:
             groups = []
-            for group in self.param_groups:
-                groups += self._parts(group, [p for p in group["params"] if p.grad is not None])
-            groups = [(group, params) for group, params in groups if params]
+            for index, group in enumerate(self.param_groups):
+                parts = self._parts(group, [p for p in group["params"] if p.grad is not None])
+                groups += [(index, part, params) for part, params in parts if params]
             if groups:
-                self._check(params for _, params in groups)
+                self._check(params for _, _, params in groups)
                 self._step_lists(groups)
         elif tables:
-            shared = self._shared(tables[0][1].params[0].device, lambda: _tables.grad_norm([t for _, t in tables]))
-            for options, table in tables:
-                _tables.optimizer_step_(table, **options, **shared)
+            device = tables[0][-1].params[0].device
+            shared = self._shared(device, lambda: _tables.grad_norm([table for _, _, table in tables]))
+            for index, options, table in tables:
+                _tables.optimizer_step_(table, **options, **shared, **self._stored(index))
         return loss
 
-    def _gather(self) -> list[tuple[dict, _tables.Table]] | None:
-        """The options and the table of each group; None where the lists are to be taken, as at the first step."""
+    def _gather(self) -> list[tuple[int, dict, _tables.Table]] | None:
+        """The index, options and table of each group; None where the lists are to be taken, as at the first step."""
         if not _tables.usable():
             return None
-        tables, ema = [], self._options["ema_decay"] is not None
-        for group in self.param_groups:
+        tables, exact = [], self._exact
+        beside = self._options["ema_decay"] is not None, exact, exact == "compensation"
+        for index, group in enumerate(self.param_groups):
             options = self._update(group)
             step = group.get("step") if self._step_of_group else "step"
-            table = None if step is None else _tables.gather(group["params"], self.state, options["rule"], step, ema)
+            if step is None:
+                return None
+            table = _tables.gather(group["params"], self.state, options["rule"], step, *beside)
             if table is None:
                 return None
             if table.params:
-                tables.append((options, table))
+                tables.append((index, options, table))
         return tables
 
     def _check(self, lists) -> None:
@@ -144,6 +181,8 @@ class FusedStep(torch.optim.Optimizer):
                 raise RuntimeError(f"{name} does not support sparse gradients")
             if dtype not in _common.DTYPES:
                 raise TypeError(f"{name}: parameters must be float32, bfloat16, float16 or float64, got {dtype}")
+            if dtype == torch.float64 and self._options["state_dtype"] is not None:
+                raise TypeError(f"{name}: state_dtype={self._options['state_dtype']} is not for parameters in float64")
             if grad_dtype != dtype:
                 raise TypeError(f"{name}: a gradient of {grad_dtype} belongs to a parameter of {dtype}")
         devices = sorted({str(device) for kind in kinds for device in kind[3:]})
@@ -168,46 +207,65 @@ class FusedStep(torch.optim.Optimizer):
             shared |= {"norm": self._norm, "max_norm": options["max_grad_norm"], "skip_nonfinite": skip}
         return shared
 
-    def _step_lists(self, groups: list[tuple[dict, list[Tensor]]]) -> None:
+    def _step_lists(self, groups: list[tuple[int, dict, list[Tensor]]]) -> None:
         copies = _Copies()
-        grads = [[copies.grad(p) for p in params] for _, params in groups]
+        grads = [[copies.grad(p) for p in params] for _, _, params in groups]
         shared = self._shared(grads[0][0].device, lambda: grad_norm(list(chain.from_iterable(grads))))
-        for (group, params), own in zip(groups, grads):
-            options = self._update(group)
-            states, steps, ema = self._states(params, options["rule"], group)
-            optimizer_step_([copies.param(p) for p in params], own, states, steps, ema, **options, **shared)
+        stored = {index: self._stored(index) for index, _, _ in groups}
+        for (index, group, params), own in zip(groups, grads):
+            options = self._update(group) | stored[index]
+            lists = self._states(params, options["rule"], group)
+            optimizer_step_([copies.param(p) for p in params], own, **lists, **options, **shared)
         copies.write_back(self._options["zero_grads"])
 
-    def _states(self, params: list[Tensor], rule: str, group: dict) -> tuple[list, list, list]:
+    def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
         """The states in the order of the op, made or brought into the parameter's memory format where needed."""
-        info, with_ema = RULES[rule], self._options["ema_decay"] is not None
-        columns, steps, ema = [[] for _ in info.states + info.scalars], [], []
+        info, with_ema, exact = RULES[rule], self._options["ema_decay"] is not None, self._exact
+        columns, steps, ema, exacts = [[] for _ in info.states + info.scalars], [], [], []
+        scales = [[] for _ in info.states] if self._options["state_dtype"] == "8bit" else []
         if info.counts and self._step_of_group:
             steps = [group.setdefault("step", _number(params[0]))] * len(params)
         counts = info.counts and not steps
-        if not (columns or counts or with_ema):
-            return [], steps, []  # and self.state stays empty, as in torch
-        states = self.state
+        if not (columns or counts or with_ema or exact):
+            return {"states": [], "steps": steps}  # and self.state stays empty, as in torch
         for p in params:
-            state, strides = states[p], p.stride()
+            state = self.state[p]
             if counts:
                 steps.append(state.setdefault("step", _number(p)))
-            for name, column in zip(info.states + info.scalars, columns):
+            for name, column in zip(info.scalars, columns[len(info.states) :]):
+                column.append(state.setdefault(name, _number(p)))
+            for name, column in zip(info.states, columns):
                 value = state.get(name)
-                if value is None and name in info.scalars:
-                    value = state[name] = _number(p)
-                elif value is None:
-                    value = state[name] = torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False)
-                elif value.stride() != strides and name not in info.scalars:
-                    value = state[name] = _like(p, value)
-                column.append(value)
+                if value is None:
+                    self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
+                elif value.stride() != p.stride():
+                    self._set_state(p, name, _plain(state, name))
+                column.append(state[name])
+            for name, column in zip(info.states, scales):
+                column.append(state.get(f"{name}_scale", _NONE))
             if with_ema:
-                value = state.get("ema")
-                if value is None or value.stride() != strides:
-                    dtype = _common.acc_dtype(p)
-                    value = state["ema"] = _like(p, p if value is None else value, dtype)
-                ema.append(value)
-        return list(chain.from_iterable(columns)), steps, ema
+                ema.append(_beside(state, p, "ema", _common.acc_dtype(p)))
+            if exact:
+                needed = p.dtype in _narrow.ROUNDED
+                dtype = torch.float32 if exact == "master" else p.dtype
+                exacts.append(_beside(state, p, exact, dtype) if needed else _NONE)
+        states, scales = list(chain.from_iterable(columns)), list(chain.from_iterable(scales))
+        return {"states": states, "steps": steps, "ema": ema, "exact": exacts, "scales": scales}
+
+    def _set_state(self, p: Tensor, name: str, value: Tensor) -> None:
+        """Keeps ``value`` as a state, in the strides that the op takes for ``p`` and as ``state_dtype`` has it."""
+        state, dtype = self.state[p], self._options["state_dtype"]
+        state.pop(f"{name}_scale", None)
+        if dtype is None:
+            dtype = torch.float32 if self._options["master_weights"] and p.dtype in _narrow.ROUNDED else p.dtype
+        elif dtype == "8bit":
+            dtype = torch.float32 if p.numel() < MIN_CODED else torch.uint8
+        if dtype == torch.uint8:
+            codes = state[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
+            scale = state[f"{name}_scale"] = p.new_empty(_narrow.blocks(p.numel()), dtype=torch.float32)
+            _narrow.encode_(codes, scale, value, is_signed(name))
+        else:
+            state[name] = _like(p, value, dtype)
 
     # --- averaged weights ---------------------------------------------------------------------------------------------
 
@@ -251,8 +309,15 @@ class FusedStep(torch.optim.Optimizer):
     # --- saving and loading -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Returns what torch's or timm's counterpart returns, with "ema" beside its states."""
+        """Returns what torch's or timm's counterpart returns, with "ema", "master" or "compensation" beside its states.
+
+        States in 8 bits are returned in float32.
+        """
         saved = super().state_dict()
+        saved["state"] = {
+            key: {name: _plain(state, name) for name in state if not name.endswith("_scale")}
+            for key, state in saved["state"].items()
+        }
         if self._step_is_int:
             for group in saved["param_groups"]:
                 group |= {"step": int(group["step"])} if "step" in group else {}
@@ -278,17 +343,21 @@ class FusedStep(torch.optim.Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, own):
             state, loaded = self.state.get(p, {}), state_dict["state"].get(index, {})
-            if loaded.get("ema") is not None:  # torch has rounded it to the parameter's dtype
-                state["ema"] = _like(p, loaded["ema"], _common.acc_dtype(p))
-            for name, value in loaded.items():
+            for name, value in loaded.items():  # torch has rounded them to the parameter's dtype
                 if name == "step" or (name in _SCALARS and torch.as_tensor(value).dim() == 0 < p.dim()):
                     state[name] = _number(p, value)
+                elif name in ("ema", "master") and value is not None:
+                    state[name] = _like(p, value, _common.acc_dtype(p))
+                elif name in _STATES and value is not None:
+                    self._set_state(p, name, value)
 
     def __getstate__(self):
         return super().__getstate__() | {"_options": self._options, "_norm": None, "_norm_scale": None}
 
 
 _SCALARS = {name for rule in RULES.values() for name in rule.scalars}
+_STATES = {name for rule in RULES.values() for name in rule.states}
+_NONE = torch.empty(0)
 
 
 def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
@@ -299,6 +368,21 @@ def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
 def _like(p: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``value`` in the strides that the op takes for ``p``: its own, or without the gaps."""
     return torch.empty_like(p, dtype=dtype or p.dtype, requires_grad=False).copy_(value)
+
+
+def _plain(state: dict, name: str) -> Tensor:
+    """A state, in float32 where it is kept in 8 bits."""
+    scale = state.get(f"{name}_scale")
+    return state[name] if scale is None else _narrow.decode(state[name], scale, is_signed(name))
+
+
+def _beside(state: dict, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """What is kept beside the states, made or brought into the memory format of ``p`` where needed."""
+    value = state.get(name)
+    if value is None or value.stride() != p.stride():
+        begin = torch.zeros_like(p) if name == "compensation" else p
+        value = state[name] = _like(p, begin if value is None else value, dtype)
+    return value
 
 
 def _is_dense(t: Tensor) -> bool:

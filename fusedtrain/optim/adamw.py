@@ -32,16 +32,29 @@ class Adam(FusedStep, torch.optim.Adam):
         ema_decay: keeps running averages :math:`e \leftarrow e + (1 - d)(p - e)` in float32, see :meth:`ema_state_dict`
             and :meth:`swap_ema`; they begin as the parameters before the first step.
         zero_grads: leaves zeros in the gradients, so that no ``zero_grad(set_to_none=False)`` is needed.
+        state_dtype: what states are stored in: None is the parameter's dtype, else float32, bfloat16 or "8bit": a byte
+            each and a float32 number per 256 of them; parameters of fewer than 4096 elements keep float32 then.
+        rounding: how parameters in bfloat16 and float16 are stored: "nearest", where steps below half a unit in the
+            last place are lost, "stochastic", where they are kept in the mean at no cost of memory, or "kahan", where
+            what was lost is added at the next step, a state of the parameter's size.
+        master_weights: of such parameters a float32 copy is trained, the state "master", and rounded into the parameter
+            in the same pass; states are float32 then. A parameter that is changed from outside replaces its master.
+        seed: of the random bits for states in less than float32, which are rounded stochastically where one of the four
+            is set, and for ``rounding``; ``group["rounding_seed"]`` counts on with every step and is saved.
 
     Raises:
         ValueError: an argument is out of range.
         NotImplementedError: ``capturable`` or ``differentiable`` is set.
+        TypeError: at the first step, if a parameter is float64 and ``state_dtype`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
     threads. Steps that GradScaler or "skip" leaves out change nothing but the gradients that are zeroed.
-    The state dict is that of :class:`torch.optim.Adam` and is exchanged both ways; "ema" stands beside torch's keys.
-    Source: Kingma, Ba, https://arxiv.org/abs/1412.6980
+    Random bits are a function of the seed, the step, the parameter's place in its group and the element's in memory.
+    The state dict is that of :class:`torch.optim.Adam` and is exchanged both ways; "ema", "master" and "compensation"
+    stand beside torch's keys. States in 8 bits are saved in float32, and resumed to the bit.
+    Source: Kingma, Ba, https://arxiv.org/abs/1412.6980; blocks of 8 bits: Dettmers et al.,
+    https://arxiv.org/abs/2110.02861; rounding: Zamirai et al., https://arxiv.org/abs/2010.06192
     """
 
     def __init__(

@@ -24,7 +24,8 @@ class Adan(FusedStep):
         no_prox: the parameter shrinks by :math:`1 - \eta \lambda` before the step instead.
         caution: not supported.
         foreach: chooses among timm's implementations; without effect here.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

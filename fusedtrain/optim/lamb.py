@@ -26,7 +26,8 @@ class Lamb(FusedStep):
         corrected_weight_decay: decoupled decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
         foreach: chooses among timm's implementations; without effect here.
-        **extras: ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -20,7 +20,8 @@ class Lion(FusedStep):
             :math:`\eta_0` being the one given here.
         maximize: ascends.
         foreach: chooses among timm's implementations; without effect here.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -21,7 +21,8 @@ class NovoGrad(FusedStep):
         decoupled_decay: the parameter shrinks by :math:`1 - \eta \lambda` instead.
         corrected_weight_decay: decoupled decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -32,7 +32,8 @@ class RMSprop(FusedStep, torch.optim.RMSprop):
         foreach: chooses among torch's implementations; without effect here.
         maximize: ascends.
         differentiable: not supported.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -90,7 +91,8 @@ class RMSpropTF(FusedStep):
         lr_in_momentum: the buffer holds steps; else it holds directions, as torch's does.
         caution: not supported.
         foreach: chooses among timm's implementations; without effect here.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

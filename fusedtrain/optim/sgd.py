@@ -21,7 +21,8 @@ class SGD(FusedStep, torch.optim.SGD):
         foreach: chooses among torch's implementations; without effect here.
         differentiable: not supported.
         fused: as ``foreach``.
-        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, see :class:`fusedtrain.optim.Adam`.
+        **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
+            ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.

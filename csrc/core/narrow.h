@@ -1,0 +1,65 @@
+#pragma once
+// How numbers computed in float32 are stored in fewer bits, one text for g++ (on vectors) and nvcc (on scalars).
+//
+// Stochastic rounding takes one of the two neighbours, the nearer one more often, so that the mean is the number
+// itself: an average with a rate of 1/1000 would never move in steps of 1/256. The random bits are a function of the
+// seed, the place of the tensor in its list and the place of the element in memory, and of nothing else.
+//
+// "Blocks of 8 bits": codes uint8 [numel] and the largest magnitude of each 256 elements, float [blocks]. A code holds
+// the leading bits of a float32, |x| / largest * 1.875: three of the mantissa and five of the exponent, or four and the
+// sign. Relative errors are alike for small and large numbers, which second moments ask for: they stand below a root in
+// a divisor. 0 is 0; a positive second moment never becomes 0.
+#include "core/activation.h"
+
+namespace fusedtrain {
+
+enum class Rounding : int32_t { kNearest, kStochastic, kKahan };  // fusedtrain/ops/_codes.py holds the same list
+
+constexpr int64_t kCodeBlock = 256;
+constexpr float kCodeTop = 1.875f;  // 0x3ff00000, whose leading 12 bits are the code 255, or 127
+constexpr int kCodeShift = 20;
+constexpr uint32_t kCodeBase = 0x3ff - 255, kSignedCodeBase = 0x3ff - 127;
+constexpr float kSmallestLargest = 0x1p-120f;  // blocks below count as zeros
+
+FUSEDTRAIN_HD constexpr int64_t code_blocks(int64_t numel) { return (numel + kCodeBlock - 1) / kCodeBlock; }
+
+// Steele, Vigna: SplitMix, https://doi.org/10.1145/2660193.2660195
+FUSEDTRAIN_HD uint64_t split_mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Wellons: lowbias32, https://nullprogram.com/blog/2018/07/31. U is uint32_t or a vector of them.
+template <class U>
+FUSEDTRAIN_HD U mix(U x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// The random bits of one tensor: 16 for each element and use, 0 for the parameter and 1, 2, ... for its states.
+struct RandomBits {
+  uint32_t low, high;
+  FUSEDTRAIN_HD RandomBits(uint64_t seed, int64_t tensor) {
+    const uint64_t key = split_mix(split_mix(seed) + uint64_t(tensor));
+    low = uint32_t(key);
+    high = uint32_t(key >> 32);
+  }
+  // `element`: the low 32 bits of the places; `far`: the others, the same for all.
+  template <class U>
+  FUSEDTRAIN_HD U operator()(U element, uint32_t far, int use) const {
+    const U word = mix((element ^ low) + (high + far + uint32_t(use / 2) * 0x9e3779b9u));
+    return use % 2 == 0 ? word & 0xffffu : word >> 16;
+  }
+};
+
+// 16 random bits in front of the place where `dropped` bits are cut off. Where more are, they stand for the middle of
+// what they leave open: a number that rounding in float32 has moved by a few units keeps its code.
+template <class U>
+FUSEDTRAIN_HD U random_tail(U random, int dropped) {
+  return dropped > 16 ? (random * 2u + 1u) << (dropped - 17) : random >> (16 - dropped);
+}
+
+}  // namespace fusedtrain

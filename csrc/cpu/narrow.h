@@ -1,0 +1,134 @@
+#pragma once
+// csrc/core/narrow.h on vectors: numbers in 16 or 8 bits to float32 and back. Internal linkage, as in core/simd.h.
+#include <cstring>
+
+#include "core/narrow.h"
+#include "core/simd.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+using Words = RawVec<uint32_t>;
+using Bytes = RawVec<uint8_t, kVecBytes / 4>;
+
+inline Words bits_of(Vec<float> x) { return reinterpret_cast<Words>(x.v); }
+inline Vec<float> from_bits(Words u) { return Vec<float>(reinterpret_cast<RawVec<float>>(u)); }
+// Of words below 2^31.
+inline Vec<float> number(Words u) {
+  return Vec<float>(__builtin_convertvector(reinterpret_cast<RawVec<int32_t>>(u), RawVec<float>));
+}
+
+#if defined(__AVX512F__)  // g++ 12 would convert the bytes one by one
+inline Words widen(Bytes b) { return reinterpret_cast<Words>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(b))); }
+inline Bytes narrow(Words u) { return reinterpret_cast<Bytes>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(u))); }
+#else
+inline Words widen(Bytes b) { return __builtin_convertvector(b, Words); }
+inline Bytes narrow(Words u) { return __builtin_convertvector(u, Bytes); }
+#endif
+
+// The random bits of elements first, first + 1, ... for one use.
+class Draw {
+ public:
+  Draw(const RandomBits& bits, int64_t first, int use) : bits_(bits), first_(first), use_(use) {}
+  Words operator()(int64_t offset) const {
+    const int64_t element = first_ + offset;
+    return bits_(lanes() + uint32_t(element), uint32_t(element >> 32), use_);
+  }
+
+ private:
+  static Words lanes() {
+    Words numbers;
+    for (int i = 0; i < Vec<float>::kLanes; ++i) numbers[i] = uint32_t(i);
+    return numbers;
+  }
+  RandomBits bits_;
+  int64_t first_;
+  int use_;
+};
+
+// x as one of the two neighbours that T has, by 16 random bits.
+inline Vec<float> round_randomly(Vec<float> x, Words /*random*/, float) { return x; }
+inline Vec<float> round_randomly(Vec<float> x, Words random, BFloat16) {
+  const Words cut = (bits_of(x) + random_tail(random, 16)) & ~0xffffu;
+  return vselect(x - x == Vec<float>(0), from_bits(cut), x);
+}
+inline Vec<float> round_randomly(Vec<float> x, Words random, Float16) {
+  using V = Vec<float>;
+  const Words sign = bits_of(x) & 0x80000000u;
+  const V a = from_bits(bits_of(x) ^ sign);
+  const V normal = from_bits((bits_of(a) + random_tail(random, 13)) & ~0x1fffu);
+  // Below 2^-14 the numbers of float16 are the multiples of 2^-24, to which adding 0.5 rounds.
+  const V tail = (number(random >> 4) + V(0.5f)) * V(0x1p-36f) - V(0x1p-25f);
+  const V small = (a + tail + V(0.5f)) - V(0.5f);
+  const V rounded = vselect(a < V(0x1p-14f), small, normal);
+  return vselect(x - x == V(0), from_bits(bits_of(rounded) | sign), x);
+}
+
+// `count` elements of 16 or 32 bits; `to` has room for whole vectors and gets zeros behind.
+template <class T>
+void expand(const T* from, int64_t count, float* to) {
+  for_each_vector<Vec<float>>(count, [=](int64_t i, auto lanes) { store(to + i, load<Vec<float>>(from + i, lanes)); });
+}
+
+template <class T>
+void contract(const float* from, int64_t count, T* to, const Draw* draw) {
+  using V = Vec<float>;
+  for_each_vector<V>(count, [=](int64_t i, auto lanes) {
+    const V x = load<V>(from + i);
+    store(to + i, draw != nullptr ? round_randomly(x, (*draw)(i), T{}) : x, lanes);
+  });
+}
+
+// One block of codes, see core/narrow.h.
+template <bool kSigned>
+void decode(const uint8_t* codes, float largest, int64_t count, float* to) {
+  using V = Vec<float>;
+  alignas(kVecBytes) uint8_t padded[kCodeBlock] = {};
+  std::memcpy(padded, codes, count);
+  const V scale{largest / kCodeTop};
+  for (int64_t i = 0; i < count; i += V::kLanes) {
+    Bytes bytes;
+    std::memcpy(&bytes, padded + i, sizeof bytes);
+    const Words code = widen(bytes), sign = kSigned ? (code & 0x80u) << 24 : Words{};
+    const Words digits = kSigned ? code & 0x7fu : code;
+    const V x = from_bits((digits + (kSigned ? kSignedCodeBase : kCodeBase)) << kCodeShift);
+    store(to + i, from_bits(bits_of(vselect(number(digits) == V(0), V(0), x) * scale) ^ sign));
+  }
+}
+
+// Returns the largest magnitude; NaN where a number is not finite. `from` has zeros behind `count` up to a whole
+// vector.
+template <bool kSigned>
+float encode(const float* from, int64_t count, uint8_t* codes, const Draw* draw) {
+  using V = Vec<float>;
+  V most(0), broken(0);
+  for (int64_t i = 0; i < count; i += V::kLanes) {
+    const V x = load<V>(from + i);
+    most = at_least(most, magnitude(x));
+    broken += x - x;
+  }
+  float largest = lane_sum(broken);  // 0 or NaN
+  for (int lane = 0; lane < V::kLanes; ++lane) largest = largest < most.v[lane] ? most.v[lane] : largest;
+  if (!(largest >= kSmallestLargest)) {
+    std::memset(codes, 0, count);
+    return largest == largest ? 0.f : largest;
+  }
+  constexpr uint32_t kBase = kSigned ? kSignedCodeBase : kCodeBase;
+  const V scale{kCodeTop / largest}, smallest = from_bits(Words{} + ((kBase + 1) << kCodeShift));
+  alignas(kVecBytes) uint8_t padded[kCodeBlock];
+  for (int64_t i = 0; i < count; i += V::kLanes) {
+    const V x = load<V>(from + i), y = at_most(magnitude(x) * scale, V(kCodeTop));
+    const Words random = draw != nullptr ? (*draw)(i) : Words{} + 0x8000u;
+    const Words code = ((bits_of(y) + random_tail(random, kCodeShift)) >> kCodeShift) - kBase;
+    const V least = kSigned ? number(random) * smallest * V(0x1p-16f) : V(0);
+    const V one_or_none = vselect(y > least, from_bits(Words{} + 1), V(0));
+    const Words digits = bits_of(vselect(y < smallest, one_or_none, from_bits(code)));
+    const Bytes bytes = narrow(kSigned ? digits | ((bits_of(x) >> 24) & 0x80u) : digits);
+    std::memcpy(padded + i, &bytes, sizeof bytes);
+  }
+  std::memcpy(codes, padded, count);
+  return largest;
+}
+
+}  // namespace
+}  // namespace fusedtrain::cpu
