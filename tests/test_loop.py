@@ -9,6 +9,7 @@ import harness
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedtrain import optim
 from fusedtrain.train import (
@@ -215,6 +216,68 @@ def test_skipping_leaves_the_state_untouched_and_has_a_limit(kind):
     inputs[:] = math.nan
     with pytest.raises(NonFiniteError, match="3 updates in a row were not finite, up to step 3"):
         make(net(), nonfinite="skip", max_skipped=2).fit(Batches(inputs, targets, 8, shuffle=False))
+
+
+class Hasty(Trainer):
+    """As on a GPU: nothing waits for a number in a step, which here is an error."""
+
+    class NoReading(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert "_local_scalar_dense" not in str(function), "the step waits for the device"
+            return function(*args, **kwargs or {})
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.late = self.update.late = True
+
+    def step(self, group):
+        with self.NoReading():
+            return super().step(group)
+
+
+def hasty_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_where_nobody_waits_for_the_device_skipped_updates_change_as_little(precision, tmp_path):
+    inputs, targets = samples(96)
+    inputs[[20, 50]] = math.nan  # updates 3 and 7 of 12
+    for cls in (Trainer, Hasty):
+        model = hasty_net()
+        logging = Logging(tmp_path / cls.__name__, log_every=2)
+        schedule = Schedule("step", step_epochs=2, warmup_epochs=0)
+        options = {"cls": cls, "nonfinite": "skip", "precision": precision, "epochs": 4, "schedule": schedule}
+        run = make(model, optim.AdamW(model.parameters(), lr=0.01), logging=logging, **options)
+        run.fit(Batches(inputs, targets, 8, shuffle=False), data())
+        assert run.skipped == 8 and run.step_count == 48
+        assert run.schedule.last_epoch - run.owed == 40  # the updates that were applied
+        assert weights(model).isfinite().all()
+    lines = [[json.loads(x) for x in (tmp_path / c.__name__ / "metrics.jsonl").open()] for c in (Trainer, Hasty)]
+    assert lines[0][-1]["epoch"] == lines[1][-1]["epoch"] == 4
+    assert ("loss_scale" in lines[1][5]) == (precision == "fp16")
+    # One epoch at one rate: bit by bit the same, running statistics too.
+    constant = {"nonfinite": "skip", "precision": precision}
+    states = []
+    for cls in (Trainer, Hasty):
+        model = hasty_net()
+        run = make(model, optim.AdamW(model.parameters(), lr=0.01), cls=cls, **constant)
+        history = run.fit(Batches(inputs, targets, 8, shuffle=False))
+        states.append((model.state_dict(), history.epochs[0].train_loss))
+    (a, loss_a), (b, loss_b) = states
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert math.isnan(loss_a) == math.isnan(loss_b) and (math.isnan(loss_a) or loss_a == pytest.approx(loss_b))
+
+
+def test_where_nobody_waits_for_the_device_the_run_stops_some_steps_later_with_sound_weights():
+    inputs, targets = samples(96)
+    inputs[20] = math.nan
+    model = hasty_net()
+    run = make(model, optim.AdamW(model.parameters(), lr=0.01), cls=Hasty, logging=Logging(log_every=2))
+    with pytest.raises(NonFiniteError, match=r"step 3 of epoch 1 was not made: .* a GPU tells some steps later"):
+        run.fit(Batches(inputs, targets, 8, shuffle=False))
+    assert run.step_count in (5, 6) and weights(model).isfinite().all()
 
 
 # --- schedules, averages, the best epoch ------------------------------------------------------------------------------

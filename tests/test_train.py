@@ -158,7 +158,7 @@ def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, fp64, got 'fp8'"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"schedule": Schedule(warmup_epochs=2.0)}, r"warmup_epochs must lie between 0 and epochs \(1\), got 2.0"),
         ({"weights": "no/such/folder/weights.pt"}, "the folder for the weights does not exist: no/such/folder"),

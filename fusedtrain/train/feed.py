@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError
+from fusedtrain.train.rng import rng_state, set_rng_state
 
 
 class Feed:
@@ -37,6 +38,7 @@ class Feed:
         if world.size > 1:
             self._check_shards()
         self.epoch, self.used, self.iterating = 0, 0, False
+        self.at_start = rng_state()  # of the epoch
 
     def _first(self, *methods: str):
         return next((o for o in self._owners if all(hasattr(o, method) for method in methods)), None)
@@ -93,6 +95,18 @@ class Feed:
             self._position.load_state_dict(position)
 
     # --- batches ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins the loader, and where the run was interrupted, from the same random numbers as then, which may have
+        made the order of the batches; the generators then are as before."""
+        state = rng_state()
+        if self.iterating:
+            set_rng_state(self.at_start)
+            self.begin()
+            set_rng_state(state)
+        else:
+            self.at_start = state
+            self.begin()
 
     def begin(self) -> None:
         """Starts the loader's workers at the position."""

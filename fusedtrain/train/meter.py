@@ -1,45 +1,142 @@
-"""The losses of the steps, read without making the CPU wait for a GPU."""
+"""The numbers of a run: read without making the CPU wait for a GPU, summed up, logged, shown."""
+
+import math
+import time
 
 import torch
 from torch import Tensor
 
+from fusedtrain.train.memory import memory_text
+from fusedtrain.train.nonfinite import NonFiniteError, left_out
+from fusedtrain.train.records import History
 
-class Losses:
-    """Takes the loss of every step and gives the numbers later: on the CPU at once, on a GPU one call later.
 
-    Args:
-        device: on which the losses are.
-    """
+class Late:
+    """Takes numbers that are on a GPU and gives them one :meth:`collect` later, when they have long arrived."""
 
-    def __init__(self, device: torch.device):
-        self._cpu = device.type == "cpu"
+    def __init__(self):
         self._pending: list[Tensor] = []
         self._flying: tuple[Tensor, object] | None = None
-        self._ready: list[float] = []
 
-    def add(self, loss: Tensor | float) -> None:
-        if self._cpu:
-            self._ready.append(float(loss))
-        else:
-            self._pending.append(loss)
+    def add(self, numbers: Tensor) -> None:
+        self._pending.append(numbers)
 
-    def collect(self, wait: bool = False) -> list[float]:
-        """Returns the numbers that are new since the last call; with ``wait`` all of them."""
-        if not self._cpu:
-            self._land()
-            if self._pending:
-                host = torch.stack(self._pending).to("cpu", non_blocking=True)
+    def collect(self, wait: bool = False) -> list[list[float]]:
+        """Returns what is new since the last call; with ``wait`` all there is."""
+        ready = self._land()
+        if self._pending:
+            host, event = torch.stack(self._pending).to("cpu", non_blocking=True), None
+            if self._pending[0].is_cuda:
                 event = torch.cuda.Event()
                 event.record()
-                self._flying, self._pending = (host, event), []
-            if wait:
-                self._land()
-        ready, self._ready = self._ready, []
-        return ready
+            self._flying, self._pending = (host, event), []
+        return ready + self._land() if wait else ready
 
-    def _land(self) -> None:
-        if self._flying is not None:
-            host, event = self._flying
+    def _land(self) -> list[list[float]]:
+        if self._flying is None:
+            return []
+        (host, event), self._flying = self._flying, None
+        if event is not None:
             event.synchronize()  # of the previous call: long over
-            self._ready += host.tolist()
-            self._flying = None
+        return host.tolist()
+
+
+class Numbers:
+    """Losses and means of a run.
+
+    Args:
+        trainer: whose run it is.
+        late: the losses are on a GPU, and known some steps later; with an optimizer of ``fusedtrain.optim`` so is
+            whether an update was applied.
+    """
+
+    def __init__(self, trainer, late: bool):
+        self.trainer, self.late = trainer, late
+        self.history = History()
+        self.loss_sum = self.weight = self.seconds = 0.0  # of the epoch: loss times weight, samples
+        self.last: Tensor | float | None = None
+        self.start = 0.0
+        self._late, self._new, self._weights = Late(), [], []
+        self._scale: float | None = None
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float, weight: float, applied: bool | Tensor) -> None:
+        """Takes the summed loss of an update and its weight; a Tensor for ``applied``: that is not known yet."""
+        t, unknown = self.trainer, isinstance(applied, Tensor)
+        if weight:
+            self.last = loss / weight
+            if self.late:
+                known = applied.double() if unknown else loss.new_full((), float(applied), dtype=torch.float64)
+                scale = known if t.scaler is None else t.scaler._get_scale_async().double()
+                self._late.add(torch.stack([self.last.double(), known, scale]))
+                self._weights.append(weight if unknown else None)
+            else:
+                self._new.append(float(self.last))
+        if unknown and t.scaler is None:
+            loss = torch.where(applied, loss, 0.0)
+        if applied is not False or t.scaler is not None:  # the mean over an epoch is that of its updates
+            self.loss_sum = self.loss_sum + loss
+            self.weight += weight
+
+    def read(self, wait: bool = False) -> list[float]:
+        """Returns the losses that have become known since the last call.
+
+        Raises:
+            NonFiniteError: an update whose outcome has become known was not finite, and may not be left out.
+        """
+        t = self.trainer
+        if not self.late:
+            values, self._new = self._new, []
+            self.history.step_losses += values
+            return values
+        values = []
+        for loss, applied, scale in self._late.collect(wait):
+            weight = self._weights.pop(0)
+            values.append(loss)
+            self.history.step_losses.append(loss)
+            self._scale = scale
+            if weight is not None:
+                self._learnt(bool(applied), weight)
+            if applied and not math.isfinite(loss) and t.config.nonfinite == "raise" and t.scaler is None:
+                raise NonFiniteError(f"a loss of the steps up to {t.step_count} is {loss}, its gradients were finite")
+        return values
+
+    def _learnt(self, applied: bool, weight: float) -> None:
+        """The outcome of an update that was decided on the device."""
+        t = self.trainer
+        if applied:
+            t.skipped_in_a_row = 0
+            return
+        t.owed += 1  # the schedule has moved for it
+        if t.scaler is None:
+            self.weight -= weight
+        left_out(t, len(self.history.step_losses), [])
+
+    # --- what is seen -------------------------------------------------------------------------------------------------
+
+    def log_step(self) -> None:
+        t, values = self.trainer, self.read()
+        if not t.loggers:
+            return
+        now = {"lr": t.optimizer.param_groups[0]["lr"], "skipped": t.skipped}
+        if values:
+            now["loss"] = values[-1]
+        now["samples_per_second"] = self.weight / (time.perf_counter() - self.start)
+        if not self.late and t.update.norm is not None:
+            now["grad_norm"] = float(t.update.norm)
+        if t.scaler is not None:
+            scale = self._scale if self.late else t.scaler.get_scale()
+            now |= {} if scale is None else {"loss_scale": scale}
+        self.log(now)
+
+    def log(self, values: dict[str, float]) -> None:
+        for logger in self.trainer.loggers:
+            logger.log(self.trainer.step_count, values)
+
+    def shown(self) -> str:
+        """The text beside the bar."""
+        t, losses = self.trainer, self.history.step_losses
+        loss = f"loss {losses[-1]:.4f}  " if losses else ""
+        rate = self.weight / max(1e-9, time.perf_counter() - self.start)
+        return f"{loss}lr {t.optimizer.param_groups[0]['lr']:.2e}  {rate:,.0f} samples/s{memory_text(t.device)}"

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain.train.checkpoint_file import is_finite
 from fusedtrain.train.rng import rng_state, set_rng_state
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is not finite; the update was not made."""
 
 
 @dataclass(frozen=True)
@@ -145,3 +150,44 @@ def _rows(t: Tensor, batch: int | None) -> tuple[int, ...]:
     if not batch or not t.dim() or t.shape[0] != batch:
         return ()
     return tuple((~t.detach().isfinite().reshape(batch, -1).all(1)).nonzero().flatten().tolist())
+
+
+# --- updates that are left out ----------------------------------------------------------------------------------------
+
+
+def left_out(trainer, step: int, batches: list) -> None:
+    """Counts an update that was left out, or ends the run where it may not be, or too many in a row were.
+
+    Args:
+        step: its number.
+        batches: its micro-batches; empty where they are gone.
+
+    Raises:
+        NonFiniteError: with what was not finite first.
+    """
+    t, limit = trainer, trainer.config.max_skipped
+    t.skipped += 1
+    t.skipped_in_a_row += 1
+    if t.scaler is None and t.config.nonfinite == "raise":
+        raise NonFiniteError(f"step {step} of epoch {t.feed.epoch + 1} was not made: {_why(t, batches)}")
+    if t.skipped_in_a_row > limit:
+        raise NonFiniteError(f"{limit + 1} updates in a row were not finite, up to step {step}: {_why(t, batches)}")
+
+
+def _why(trainer, batches: list) -> str:
+    if not batches:
+        return "its loss or a gradient was not finite, which a GPU tells some steps later; the weights are sound"
+    trainer.update.discard()
+    training, scale = trainer.model.training, 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
+    try:
+        with trainer.bare():
+            for batch in batches:
+                tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.is_floating_point()]
+                again = lambda batch=batch: trainer.training_step(batch)  # noqa: E731
+                found = find_nonfinite(trainer.model, again, tensors, scale)
+                if found is not None:
+                    return str(found)
+    finally:
+        trainer.model.train(training)
+    others = ", or it is another process's" if trainer.world.size > 1 else ""
+    return f"a loss or a gradient is not finite, but is when computed again{others}"

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
@@ -49,7 +48,7 @@ class StopSignals(contextlib.AbstractContextManager):
     def __init__(self, together: float = 1.0):
         self.requested: int | None = None
         self._together, self._when = together, 0.0
-        self._interruptible = False
+        self._interruptible, self._interruption = False, _Interruptible(self)
         self._previous: dict[int, object] = {}
         self._process = os.getpid()
 
@@ -73,20 +72,10 @@ class StopSignals(contextlib.AbstractContextManager):
         if self.requested is not None:
             raise Preempted(self.requested)
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> contextlib.AbstractContextManager:
         """Within the block a signal raises :class:`Preempted` at once; so does, at the end of it, one that came before,
         also in the place of an error: workers that were stopped by the same signal make a DataLoader fail."""
-        self._interruptible = True
-        try:
-            self.check()
-            yield
-        except Exception:
-            self.check()
-            raise
-        finally:
-            self._interruptible = False
-        self.check()
+        return self._interruption
 
     def _handle(self, number: int, frame) -> None:
         if os.getpid() != self._process:
@@ -99,3 +88,53 @@ class StopSignals(contextlib.AbstractContextManager):
         self.requested, self._when = number, time.monotonic()
         if self._interruptible:
             raise Preempted(number)
+
+
+class _Interruptible(contextlib.AbstractContextManager):
+    """One object for all blocks: it is entered in every step."""
+
+    def __init__(self, stop: StopSignals):
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        self._stop._interruptible = True
+        if self._stop.requested is not None:
+            self._stop._interruptible = False
+            self._stop.check()
+
+    def __exit__(self, kind, *error) -> None:
+        self._stop._interruptible = False
+        if kind is None or issubclass(kind, Exception):
+            self._stop.check()
+
+
+class Stops(StopSignals):
+    """Stops all processes of a run at the same place, whichever of them got the signal.
+
+    Args:
+        world: the processes. One alone may be left at once inside :meth:`interruptible`; several stop after an update.
+    """
+
+    def __init__(self, world):
+        super().__init__()
+        self.world, self.agreed = world, None
+
+    def interruptible(self):
+        return super().interruptible() if self.world.size == 1 else contextlib.nullcontext()
+
+    def asked(self) -> list[bool]:
+        """One value per signal, for :meth:`agree` to get the sums over all processes."""
+        return [self.requested == number for number in SIGNALS]
+
+    def agree(self, asked: list[float]) -> None:
+        self.agreed = next((number for number, count in zip(SIGNALS, asked) if count), None)
+
+    def check_agreed(self) -> None:
+        """Raises :class:`Preempted` where all have agreed to stop."""
+        if self.agreed is not None:
+            raise Preempted(self.agreed)
+
+    def together(self) -> None:
+        """Agrees and stops; all processes call it."""
+        self.agree(self.world.sum(*self.asked()))
+        self.check_agreed()

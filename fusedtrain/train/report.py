@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedtrain.train.checkpoint import write_atomic
-from fusedtrain.train.trainer import History
+from fusedtrain.train.records import History
 
 RESULTS = "results.json"
 FIRST_STEPS = 10

@@ -97,9 +97,14 @@ class Saving:
     def state(self) -> dict:
         """The whole state of the run: nested dicts of tensors and plain values."""
         t = self.trainer
-        t._read_losses(wait=True)
+        t.numbers.read(wait=True)
         grads = {name: p.grad for name, p in t.model.named_parameters() if p.grad is not None and t.group.done}
-        own = {"rng": rng_state(), "at_start": t._at_start, "loss": float(t._loss_sum), "weight": t._weight}
+        own = {
+            "rng": rng_state(),
+            "at_start": t.feed.at_start,
+            "loss": float(t.numbers.loss_sum),
+            "weight": t.numbers.weight,
+        }
         state = {
             "version": VERSION,
             "model": canonical_keys(model_state(t)),
@@ -112,8 +117,8 @@ class Saving:
             "feed": t.feed.state_dict(),
             "ranks": t.world.gather(own),
             "step_count": t.step_count,
-            "skipped": [t.skipped, t._skipped_in_a_row],
-            "seconds": t._seconds,
+            "skipped": [t.skipped, t.skipped_in_a_row, t.owed],
+            "seconds": t.numbers.seconds,
             "history": {
                 "epochs": [vars(epoch) for epoch in t.history.epochs],
                 "step_losses": torch.tensor(t.history.step_losses, dtype=torch.float64),
@@ -185,19 +190,19 @@ class Saving:
         for name, grad in state["group"]["grads"].items():
             params[name].grad = grad.to(params[name].device)
         t.feed.load_state_dict(state["feed"])
-        t.step_count, (t.skipped, t._skipped_in_a_row) = state["step_count"], state["skipped"]
-        t._seconds = state["seconds"]
+        t.step_count, (t.skipped, t.skipped_in_a_row, t.owed) = state["step_count"], state["skipped"]
+        t.numbers.seconds = state["seconds"]
         make = t.epoch_class
         t.history.epochs[:] = [make(**epoch) for epoch in state["history"]["epochs"]]
         t.history.step_losses[:] = state["history"]["step_losses"].tolist()
         ranks, rank = state["ranks"], t.world.rank
         if len(ranks) == t.world.size or t.device.type == "cpu":  # on the CPU every process has the sums of all
             own = ranks[min(rank, len(ranks) - 1)]
-            t._loss_sum, t._weight = own["loss"], own["weight"]
+            t.numbers.loss_sum, t.numbers.weight = own["loss"], own["weight"]
         elif rank == 0:  # another number of processes: what all of them have done so far is in the sum
-            t._loss_sum, t._weight = (sum(one[name] for one in ranks) for name in ("loss", "weight"))
+            t.numbers.loss_sum, t.numbers.weight = (sum(one[name] for one in ranks) for name in ("loss", "weight"))
         if rank < len(ranks):
-            t._at_start = ranks[rank]["at_start"]
+            t.feed.at_start = ranks[rank]["at_start"]
             set_rng_state(ranks[rank]["rng"])
 
 

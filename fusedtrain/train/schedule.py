@@ -134,3 +134,25 @@ class Plateau:
     def load_state_dict(self, state: dict) -> None:
         self.last_epoch, self.peaks = state["last_epoch"], state["peaks"]
         self.plateau.load_state_dict(state["plateau"])
+
+
+def make(config: Schedule, made, optimizer: Optimizer, epochs: int, updates: int | None) -> tuple[object, bool]:
+    """Returns the scheduler of a run and whether it moves with every update.
+
+    Args:
+        made: a scheduler of torch's, what makes one from optimizer and number of updates, or None.
+        updates: per epoch; None where that is not known.
+
+    Raises:
+        InputError: the schedule needs to know the number of updates.
+    """
+    per_step = config.per == "step"
+    if made is None:
+        require(
+            updates is not None or config.schedule == "constant",
+            f"the schedule {config.schedule} needs training data with a length",
+        )
+        return config.build(optimizer, epochs, updates or 1), per_step or config.schedule == "plateau"
+    if not hasattr(made, "step"):
+        made = made(optimizer, (updates or 0) * epochs)
+    return made, per_step and not isinstance(made, ReduceLROnPlateau)

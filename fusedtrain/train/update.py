@@ -12,8 +12,8 @@ from fusedtrain.optim._fused import FusedStep
 class Update:
     """Applies the gathered gradients, unless they are not finite: then nothing changes, but the loss scale.
 
-    An optimizer of ``fusedtrain.optim`` checks, clips and unscales within its own pass over memory. For others that is
-    done here by torch's functions.
+    An optimizer of ``fusedtrain.optim`` checks, clips and unscales within its own pass over memory; on a GPU nobody
+    waits for its verdict (:attr:`late`). For others that is done here by torch's functions, and the CPU waits.
 
     Args:
         model: whose gradients are used.
@@ -37,30 +37,49 @@ class Update:
             if max_grad_norm is not None or options["max_grad_norm"] is None:
                 options["max_grad_norm"] = math.inf if max_grad_norm is None else max_grad_norm
             options["nonfinite"] = "skip"  # decided on the device; what was not finite is reported by the caller
+        self.late = self.fused and self.params[0].device.type != "cpu"
+        self._alike = len({(p.dtype, p.device) for p in self.params}) == 1
+        self._clears = type(optimizer).zero_grad is Optimizer.zero_grad
         self._found = torch.zeros((), device=self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         self._sharded = None
         self.norm: Tensor | None = None
 
-    def __call__(self, correction: float) -> bool:
-        """Multiplies the gradients by ``correction``, makes the step and returns whether it was applied."""
+    def __call__(self, correction: float) -> bool | Tensor:
+        """Multiplies the gradients by ``correction``, makes the step and returns whether it was applied; where that is
+        known late, as a tensor."""
         grads = [p.grad for p in self.params if p.grad is not None]
         if correction != 1.0 and grads:
             torch._foreach_mul_(grads, correction)
         applied = self._scaled(grads) if self.scaler is not None else self._plain(grads)
-        self.optimizer.zero_grad(set_to_none=not (self.fused and self.optimizer._options["zero_grads"]))
+        self._clear()
         return applied
+
+    def _clear(self) -> None:
+        if self.fused and self.optimizer._options["zero_grads"]:
+            self.optimizer.zero_grad(set_to_none=False)
+        elif self._clears:
+            for p in self.params:  # what zero_grad does, without its profiling
+                p.grad = None
+        else:
+            self.optimizer.zero_grad()
 
     def discard(self) -> bool:
         """Throws the gradients away; returns False: nothing was applied."""
         self.optimizer.zero_grad(set_to_none=True)
         return False
 
-    def _plain(self, grads: list[Tensor]) -> bool:
+    def _verdict(self) -> bool | Tensor:
+        """Whether the optimizer itself, which skips what is not finite, has made its step."""
+        self.norm = self.optimizer.grad_norm
+        if self.norm is None:
+            return True
+        return self.norm.isfinite() if self.late else math.isfinite(self.norm)
+
+    def _plain(self, grads: list[Tensor]) -> bool | Tensor:
         if self.fused:
             self.optimizer.step()
-            self.norm = self.optimizer.grad_norm
-            return self.norm is None or math.isfinite(self.norm)
+            return self._verdict()
         if not self._finite_and_clipped(grads):
             return False
         self.optimizer.step()
@@ -72,7 +91,7 @@ class Update:
         if self.max_grad_norm is None and not self._sharded:
             # The check of GradScaler: one pass, no norm.
             self._found.zero_()
-            for same in _by_kind(grads):
+            for same in [grads] if self._alike and grads else _by_kind(grads):
                 torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
             return not self._found
         self.norm = nn.utils.get_total_norm(grads)
@@ -86,15 +105,17 @@ class Update:
             )
         return True
 
-    def _scaled(self, grads: list[Tensor]) -> bool:
+    def _scaled(self, grads: list[Tensor]) -> bool | Tensor:
+        if self.fused:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return self._verdict()
         before = self.scaler.get_scale()
-        if not self.fused and self.max_grad_norm is not None:
+        if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.norm = nn.utils.clip_grad_norm_([p for p in self.params if p.grad is not None], self.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.fused:
-            self.norm = self.optimizer.grad_norm
         return self.scaler.get_scale() >= before
 
 
@@ -109,15 +130,16 @@ class Buffers:
         if self._own:
             torch._foreach_copy_(self._kept, self._own)
 
-    def put_back(self) -> None:
-        if self._own:
+    def put_back(self, unless: bool | Tensor) -> None:
+        """Undoes the changes unless the update was applied."""
+        if isinstance(unless, Tensor):
+            for own, kept in zip(self._own, self._kept):
+                own.copy_(torch.where(unless, own, kept))
+        elif self._own and not unless:
             torch._foreach_copy_(self._own, self._kept)
 
 
 def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
-    first = grads[0] if grads else None
-    if all(g.dtype == first.dtype and g.device == first.device for g in grads):
-        return [grads] if grads else []
     kinds: dict = {}
     for g in grads:
         kinds.setdefault((g.dtype, g.device), []).append(g)
