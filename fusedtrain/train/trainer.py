@@ -227,9 +227,9 @@ class Trainer:
 
         Raises:
             InputError: before the first step, when the data are empty or do not fit the model.
-            NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU with
-                an optimizer of ``fusedtrain.optim`` the update is left out at once, but the error comes some steps
-                later, when the loss is read.
+            NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU,
+                with an optimizer of ``fusedtrain.optim``, the update is left out at once, but the error comes some
+                steps later, when the loss is read.
             Preempted: a signal came; the state was saved.
         """
         with self._stop:
