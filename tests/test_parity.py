@@ -126,5 +126,13 @@ def test_what_cannot_be_compared_gets_one_line(capsys):
         parity.compare(setup, updates=0)
     with pytest.raises(InputError, match="the run ends after 30 updates, 31 were to be compared"):
         parity._trace(*setup(1), (), 31)
-    assert main(["check", "--model", "no_such_net"]) == 2  # found in the processes
-    assert capsys.readouterr().err.startswith("fusedtrain check: model: there is no 'no_such_net': ")
+
+
+def test_what_a_process_refuses_gets_one_line_too(capsys, monkeypatch):
+    def spawn(function, arguments, count):
+        torch.save("there is no such model", f"{arguments[-1]}/0.pt")
+        raise torch.multiprocessing.ProcessRaisedException("another one lost its connection", 1, 0)
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    assert main(["check", "--model", "smallnet"]) == 2
+    assert capsys.readouterr().err == "fusedtrain check: there is no such model\n"
