@@ -80,6 +80,8 @@ ATTENTION = {
     "CecaModule",
 }
 ATTENTION |= {"CbamModule", "LightCbamModule", "GatherExcite", "GlobalContext", "SplitAttn", "SqueezeExcitation"}
+# The blocks whose inner layers of these names are one op, where they are convolution, normalisation and gate.
+MIDDLES = {"DepthwiseSeparableConv": ("conv_dw", "bn1", "se"), "InvertedResidual": ("conv_dw", "bn2", "se")}
 NOT_YET = {
     "timm.layers.global_context.GlobalContext",
     "timm.models.hgnet.EseModule",
@@ -121,6 +123,9 @@ def small_model(zoo):
 
 
 def is_candidate(module):
+    if type(module).__name__ in MIDDLES and type(module).__module__ == "timm.models._efficientnet_blocks":
+        conv, norm, se = (getattr(module, name) for name in MIDDLES[type(module).__name__])
+        return is_candidate(conv) and is_candidate(norm) and type(se).__name__ in ("SqueezeExcite", "SEModule")
     if isinstance(module, nn.Conv2d):
         return module.groups == module.in_channels > 1
     return isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or type(module).__name__ in ATTENTION

@@ -22,6 +22,8 @@ PLACES = {
 # What is still to be written. The backend tables give the same as their reason; an entry that is there is an error too.
 MISSING = {
     ("batch_norm_act", "CUDA kernel"),
+    ("depthwise_bn_act_se", "CUDA kernel"),
+    ("depthwise_bn_act_se", "Triton kernel"),
     ("grad_norm", "CUDA kernel"),
     ("grad_norm", "Triton kernel"),
     ("optimizer_step", "CUDA kernel"),

@@ -1,6 +1,7 @@
 """Layers on the fused ops, with the constructor arguments, attributes and state_dict keys of timm and torchvision."""
 
 from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchNormAct
+from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
 from fusedtrain.nn.squeeze_excite import (
@@ -16,6 +17,7 @@ __all__ = [
     "BatchNorm2d",
     "BatchNormAct2d",
     "CecaModule",
+    "DepthwiseBnActSe",
     "DepthwiseConv2d",
     "DepthwiseConv2dSame",
     "DepthwiseSeparableConv",

@@ -9,15 +9,8 @@ from fusedtrain.ops import batch_norm_act
 torch.fx.wrap("batch_norm_act")  # recorded as a single node
 
 
-def normalise(
-    layer: nn.Module,
-    x: Tensor,
-    act: str = "identity",
-    residual: Tensor | None = None,
-    residual_after: bool = False,
-    process_group=None,
-) -> Tensor:
-    """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``; counts the batch as the layer would."""
+def arguments(layer: nn.Module) -> tuple:
+    """Returns what ``ops.batch_norm_act`` takes behind x for this call of ``layer``; counts the batch as that does."""
     momentum = 0.0 if layer.momentum is None else layer.momentum
     if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -26,8 +19,38 @@ def normalise(
     by_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
     keeps = layer.track_running_stats or not layer.training
     running = (layer.running_mean, layer.running_var) if keeps else (None, None)
+    return *running, layer.weight, layer.bias, by_batch, momentum, layer.eps
+
+
+def group_of(layer: nn.Module):
+    """Returns the process group over which ``layer`` takes the statistics of a batch, or None."""
+    distributed = torch.distributed
+    if not isinstance(layer, nn.SyncBatchNorm) or not layer.training:
+        return None
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    group = layer.process_group or distributed.group.WORLD
+    return group if distributed.get_world_size(group) > 1 else None
+
+
+def activation_of(layer: nn.Module) -> str | None:
+    """Returns the ops' name of what follows the normalisation inside ``layer``; None where it must be called."""
+    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    alone = drop is None or (type(drop) is nn.Identity and not observed(drop))
+    return ("identity" if act is None else op_name(act)) if alone else None
+
+
+def normalise(
+    layer: nn.Module,
+    x: Tensor,
+    act: str = "identity",
+    residual: Tensor | None = None,
+    residual_after: bool = False,
+    process_group=None,
+) -> Tensor:
+    """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``."""
     return batch_norm_act(
-        *(x, *running, layer.weight, layer.bias, by_batch, momentum, layer.eps),
+        *(x, *arguments(layer)),
         act=act,
         residual=residual,
         residual_after=residual_after,
@@ -35,13 +58,13 @@ def normalise(
     )
 
 
-def _then_act(layer: nn.Module, x: Tensor, process_group=None) -> Tensor:
+def _then_act(layer: nn.Module, x: Tensor) -> Tensor:
     """Normalises, then calls ``layer.drop`` and ``layer.act``; as one op where that computes the same."""
+    name, group = activation_of(layer), group_of(layer)
+    if name is not None:
+        return normalise(layer, x, name, process_group=group)
     drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
-    name = "identity" if act is None else op_name(act)
-    if name is not None and (drop is None or (type(drop) is nn.Identity and not observed(drop))):
-        return normalise(layer, x, name, process_group=process_group)
-    y = normalise(layer, x, process_group=process_group)
+    y = normalise(layer, x, process_group=group)
     y = y if drop is None else drop(y)
     return y if act is None else act(y)
 
@@ -156,8 +179,4 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        distributed, group = torch.distributed, None
-        if self.training and distributed.is_available() and distributed.is_initialized():
-            group = self.process_group or distributed.group.WORLD
-            group = group if distributed.get_world_size(group) > 1 else None
-        return _then_act(self, x, group)
+        return _then_act(self, x)

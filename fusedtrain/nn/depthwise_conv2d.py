@@ -59,8 +59,12 @@ class DepthwiseConv2d(nn.Conv2d):
             *(dilation, in_channels, bias, padding_mode, device, dtype),
         )
 
+    def sides(self, input: Tensor) -> int | tuple[int, ...] | str:
+        """Returns the zeros around ``input``, as ``ops.depthwise_conv2d`` takes them."""
+        return self.padding
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
+        padding = self.sides(input)
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
@@ -85,11 +89,13 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
     Source: ``timm.layers.Conv2dSame``
     """
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def sides(self, input: Tensor) -> tuple[int, int, int, int]:
         top, bottom = same_padding(input.shape[-2], self.kernel_size[0], self.stride[0], self.dilation[0])
         left, right = same_padding(input.shape[-1], self.kernel_size[1], self.stride[1], self.dilation[1])
-        sides = (left, right, top, bottom)
-        return ops.depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation)
+        return left, right, top, bottom
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
 
 
 class DepthwiseSeparableConv(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fusedtrain.nn import batch_norm_act, depthwise_conv2d, eca, squeeze_excite
+from fusedtrain.nn import batch_norm_act, depthwise_bn_act_se, depthwise_conv2d, eca, squeeze_excite
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,28 @@ class Rule:
     parts: tuple[str, ...] = ()
     applies: Callable[[nn.Module], bool] = lambda module: True
     why_not: Callable[[nn.Module], str | None] = lambda module: None
+
+
+def _becomes(module: nn.Module) -> type:
+    """Returns the class that ``module`` has once it is fused."""
+    rule = _rule_of(module)
+    return rule.fused if rule is not None and _why_not(module, rule, _wrapper(module)) is None else type(module)
+
+
+def _has_middle(*names: str) -> Callable[[nn.Module], bool]:
+    """Whether the inner modules of these names are what one op takes: convolution, normalisation and gate."""
+
+    def applies(module: nn.Module) -> bool:
+        layers = [getattr(module, name, None) for name in names]
+        kinds = depthwise_bn_act_se.CONVOLUTIONS, depthwise_bn_act_se.NORMS, depthwise_bn_act_se.GATES
+        return None not in layers and all(_becomes(layer) in kind for layer, kind in zip(layers, kinds))
+
+    return applies
+
+
+def _holds_middle(sequential: nn.Sequential) -> bool:
+    layers = list(sequential)
+    return any(depthwise_bn_act_se.find(layers[i:], _becomes) for i in range(len(layers)))
 
 
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
@@ -68,6 +90,19 @@ RULES = (
         ("weight",),
         applies=lambda module: module.groups == module.in_channels > 1,
     ),
+    Rule(
+        "timm.models._efficientnet_blocks.DepthwiseSeparableConv",
+        depthwise_bn_act_se.DepthwiseSeparableConv,
+        ("conv_dw", "bn1", "aa", "se", "conv_pw", "bn2", "drop_path", "has_skip"),
+        applies=_has_middle("conv_dw", "bn1", "se"),
+    ),
+    Rule(
+        "timm.models._efficientnet_blocks.InvertedResidual",
+        depthwise_bn_act_se.InvertedResidual,
+        ("conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3", "drop_path", "has_skip"),
+        applies=_has_middle("conv_dw", "bn2", "se"),
+    ),
+    Rule("torch.nn.modules.container.Sequential", depthwise_bn_act_se.Sequential, applies=_holds_middle),
     Rule("timm.layers.cbam.CbamModule"),
     Rule("timm.layers.cbam.LightCbamModule"),
     Rule("timm.layers.gather_excite.GatherExcite"),
@@ -183,9 +218,10 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
-    activation behind it, and over processes), and depthwise convolutions. A layer stays, with the reason in the report,
-    when its class is derived from a known one, its forward was replaced, it is parametrized, quantised, sharded,
-    compiled, or inside a wrapped part of the model.
+    activation behind it, and over processes), depthwise convolutions, and the blocks in which these follow each other:
+    timm's inverted residual and separable blocks, and any Sequential, as the blocks of torchvision are. A layer stays,
+    with the reason in the report, when its class is derived from a known one, its forward was replaced, it is
+    parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
     Args:
         model: any module; before or after loading weights, before it is wrapped (DistributedDataParallel, FSDP) or

@@ -3,6 +3,7 @@
 from fusedtrain.ops.batch_norm_act import batch_norm_act
 from fusedtrain.ops.channel_pool import channel_pool
 from fusedtrain.ops.channel_scale import channel_scale
+from fusedtrain.ops.depthwise_bn_act_se import depthwise_bn_act_se
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
 from fusedtrain.ops.grad_norm import grad_norm
 from fusedtrain.ops.optimizer_step import optimizer_step_
@@ -12,6 +13,7 @@ __all__ = [
     "batch_norm_act",
     "channel_pool",
     "channel_scale",
+    "depthwise_bn_act_se",
     "depthwise_conv2d",
     "grad_norm",
     "optimizer_step_",

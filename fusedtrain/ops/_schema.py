@@ -35,6 +35,14 @@ SCHEMAS = {
     "channel_scale": "(Tensor x, Tensor gate, int in_act) -> Tensor y",
     "channel_scale_backward": "(Tensor dy, Tensor x, Tensor gate, int in_act, bool need_dx, bool need_dgate)"
     " -> (Tensor dx, Tensor dgate)",
+    "depthwise_bn_act_se": "(Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor w1, Tensor? b1,"
+    " Tensor w2, Tensor? b2, int act, int se_act, int gate) -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits)",
+    "depthwise_bn_act_se_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor gate, Tensor dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act) -> Tensor dz",
+    "depthwise_bn_act_se_reduce": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor w1, Tensor w2, Tensor pooled, Tensor hidden, Tensor logits, int act, int se_act, int gate, bool need_dw)"
+    " -> (Tensor sum_du, Tensor sum_du_xhat, Tensor gate, Tensor dpooled, Tensor dw1, Tensor db1, Tensor dw2,"
+    " Tensor db2)",
     "depthwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int act)"
     " -> Tensor y",
     "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"

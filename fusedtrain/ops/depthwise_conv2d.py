@@ -186,6 +186,22 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _common.check_same_device("depthwise_conv2d", x, weight=weight, bias=bias)
 
 
+def _geometry(x: Tensor, weight: Tensor, stride, padding, dilation) -> tuple[tuple[list[int], ...], tuple[int, int]]:
+    """Returns stride, padding and dilation as the operators take them, and the height and width of the output."""
+    kernel = (weight.shape[2], weight.shape[3])
+    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    sides = _sides(padding, kernel, stride, dilation)
+    left, right, top, bottom = sides
+    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
+    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
+    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
+        raise ValueError(
+            f"depthwise_conv2d: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
+            f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
+        )
+    return (stride, sides, dilation), (ho, wo)
+
+
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
     device = tensors[0].device.type
@@ -249,19 +265,8 @@ def depthwise_conv2d(
     _common.check_images("depthwise_conv2d", x)
     x, weight, bias = _autocast(x, weight, bias)
     _check(x, weight, bias)
-    kernel = (weight.shape[2], weight.shape[3])
-    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
-    sides = _sides(padding, kernel, stride, dilation)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
-    left, right, top, bottom = sides
-    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
-    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
-        raise ValueError(
-            f"depthwise_conv2d: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
-            f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
-        )
-    geometry = (stride, sides, dilation)
+    geometry, _ = _geometry(x, weight, stride, padding, dilation)
     impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)
     recording = _common.needs_autograd(x, weight, bias)
     backward = reference_backward

@@ -1,0 +1,190 @@
+// Tensors -> BnActPool, SqueezeExcite, BnActScale; BnActReduce, SqueezeExciteBackward, BnActCombine; BnActBackward ->
+// kernels.
+#include "depthwise_bn_act_se.h"
+
+#include "bindings/channels.h"
+#include "squeeze_excite.h"
+
+namespace fusedtrain::bindings {
+namespace {
+
+// Dense copies of the small tensors, which live as long as the kernels run.
+struct Small {
+  Tensor mean, rstd, weight, bias;
+};
+
+Small small_of(const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+               const std::optional<Tensor>& bias) {
+  const int64_t c = z.size(1);
+  const auto vector = [&](const char* name, const std::optional<Tensor>& t, double value) {
+    if (t) return small_input(name, *t, z, c);
+    Tensor repeated = empty_acc(z, {c});
+    return torch::stable::fill_(repeated, value);
+  };
+  return {small_input("mean", mean, z, c), small_input("rstd", rstd, z, c), vector("weight", weight, 1),
+          vector("bias", bias, 0)};
+}
+
+BnAct input_of(const Tensor& z, const Small& s, int64_t act) {
+  STD_TORCH_CHECK(z.is_cpu(), "fusedtrain: depthwise_bn_act_se has no CUDA kernels yet");
+  BnAct in{.images = images_of(z, act),
+           .z = z.const_data_ptr(),
+           .mean = s.mean.const_data_ptr(),
+           .rstd = s.rstd.const_data_ptr(),
+           .weight = s.weight.const_data_ptr(),
+           .bias = s.bias.const_data_ptr()};
+  if (in.images.hw == 1) in.images.layout = Layout::kChannelsLast;  // the same memory, in longer rows
+  return in;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                                               const std::optional<Tensor>& weight,
+                                                               const std::optional<Tensor>& bias, const Tensor& w1,
+                                                               const std::optional<Tensor>& b1, const Tensor& w2,
+                                                               const std::optional<Tensor>& b2, int64_t act,
+                                                               int64_t se_act, int64_t gate_act) {
+  const Small small = small_of(z, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, small, act);
+  const Images& m = in.images;
+  const int64_t r = w1.size(0);
+  const Tensor first = small_input("w1", w1, z, r * m.c), second = small_input("w2", w2, z, m.c * r);
+  const std::optional<Tensor> bias1 = b1 ? std::optional(small_input("b1", *b1, z, r)) : std::nullopt;
+  const std::optional<Tensor> bias2 = b2 ? std::optional(small_input("b2", *b2, z, m.c)) : std::nullopt;
+  const Tensor partial = empty_acc(z, {m.n, reduce_chunks(m), m.c}), gate = empty_acc(z, {m.n, m.c});
+  const Tensor pooled = empty_acc(z, {m.n, m.c}), hidden = empty_acc(z, {m.n, r}), logits = empty_acc(z, {m.n, m.c});
+  const Tensor y = torch::stable::empty_like(z);
+  const BnActPool squeeze{.in = in, .partial = partial.mutable_data_ptr(), .pooled = pooled.mutable_data_ptr()};
+  const SqueezeExcite excite{.n = m.n,
+                             .c = m.c,
+                             .r = r,
+                             .dtype = dtype_of(pooled),
+                             .act = static_cast<Activation>(se_act),
+                             .gate_act = static_cast<Activation>(gate_act),
+                             .pooled = pooled.const_data_ptr(),
+                             .w1 = first.const_data_ptr(),
+                             .b1 = bias1 ? bias1->const_data_ptr() : nullptr,
+                             .w2 = second.const_data_ptr(),
+                             .b2 = bias2 ? bias2->const_data_ptr() : nullptr,
+                             .hidden = hidden.mutable_data_ptr(),
+                             .logits = logits.mutable_data_ptr(),
+                             .gate = gate.mutable_data_ptr()};
+  const BnActScale scale{.in = in, .gate = gate.const_data_ptr(), .y = y.mutable_data_ptr()};
+  for_sample_groups(m, 1, [&](int64_t n, int64_t end) {
+    parallel_samples(m, reduce_items(m), n, end,
+                     [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_pool_partial<I>(squeeze, b, e); });
+    parallel_items(n, end, m.c * reduce_chunks(m),
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_pool_finish<I>(squeeze, b, e); });
+    parallel_items(n, end, m.c * r, [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite<I>(excite, b, e); });
+    parallel_samples(m, map_items(m), n, end, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_scale<I>(scale, b, e); });
+  });
+  return {y, pooled, hidden, logits};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se_reduce(
+    const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const Tensor& w1, const Tensor& w2, const Tensor& pooled, const Tensor& hidden,
+    const Tensor& logits, int64_t act, int64_t se_act, int64_t gate_act, bool need_dw) {
+  check_same("dy", dy, z);
+  const Small small = small_of(z, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, small, act);
+  const Images& m = in.images;
+  const int64_t r = w1.size(0);
+  const Tensor first = small_input("w1", w1, z, r * m.c), second = small_input("w2", w2, z, m.c * r);
+  const Tensor partial = empty_acc(z, {m.n, reduce_chunks(m), BnActReduce::kSums, m.c});
+  const Tensor sums = empty_acc(z, {m.n, BnActReduce::kSums - 1, m.c}), dgate = empty_acc(z, {m.n, m.c});
+  const Tensor sum_du = empty_acc(z, {m.c}), sum_du_xhat = empty_acc(z, {m.c});
+  const Tensor gate = empty_acc(z, {m.n, m.c}), dpooled = empty_acc(z, {m.n, m.c}), dlogits = empty_acc(z, {m.n, m.c});
+  const Tensor activated = empty_acc(z, {m.n, r}), dhidden = empty_acc(z, {m.n, r});
+  const auto weight_gradient = [&](const Tensor& w) {
+    return need_dw ? torch::stable::new_empty(w, w.sizes(), acc_type(z)) : empty_acc(z, {0});
+  };
+  const auto bias_gradient = [&](int64_t size) { return empty_acc(z, {need_dw ? size : 0}); };
+  const Tensor dw1 = weight_gradient(w1), db1 = bias_gradient(r), dw2 = weight_gradient(w2), db2 = bias_gradient(m.c);
+  const BnActReduce reduce{.in = in,
+                           .dy = dy.const_data_ptr(),
+                           .partial = partial.mutable_data_ptr(),
+                           .sums = sums.mutable_data_ptr(),
+                           .dgate = dgate.mutable_data_ptr()};
+  const SqueezeExciteBackward excite{.n = m.n,
+                                     .c = m.c,
+                                     .r = r,
+                                     .dtype = dtype_of(pooled),
+                                     .act = static_cast<Activation>(se_act),
+                                     .gate_act = static_cast<Activation>(gate_act),
+                                     .dgate = dgate.const_data_ptr(),
+                                     .pooled = pooled.const_data_ptr(),
+                                     .hidden = hidden.const_data_ptr(),
+                                     .logits = logits.const_data_ptr(),
+                                     .w1 = first.const_data_ptr(),
+                                     .w2 = second.const_data_ptr(),
+                                     .gate = gate.mutable_data_ptr(),
+                                     .activated = activated.mutable_data_ptr(),
+                                     .dlogits = dlogits.mutable_data_ptr(),
+                                     .dhidden = dhidden.mutable_data_ptr(),
+                                     .dpooled = dpooled.mutable_data_ptr(),
+                                     .dw1 = dw1.mutable_data_ptr(),
+                                     .db1 = db1.mutable_data_ptr(),
+                                     .dw2 = dw2.mutable_data_ptr(),
+                                     .db2 = db2.mutable_data_ptr()};
+  const BnActCombine combine{.n = m.n,
+                             .c = m.c,
+                             .hw = m.hw,
+                             .dtype = dtype_of(pooled),
+                             .sums = sums.const_data_ptr(),
+                             .rstd = small.rstd.const_data_ptr(),
+                             .gate = gate.const_data_ptr(),
+                             .dpooled = dpooled.const_data_ptr(),
+                             .sum_du = sum_du.mutable_data_ptr(),
+                             .sum_du_xhat = sum_du_xhat.mutable_data_ptr()};
+  parallel_samples(m, reduce_items(m), 0, m.n,
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_partial<I>(reduce, b, e); });
+  parallel_items(0, m.n, BnActReduce::kSums * m.c * reduce_chunks(m),
+                 [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_finish<I>(reduce, b, e); });
+  parallel_items(0, m.n, m.c * r, [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_backward<I>(excite, b, e); });
+  if (need_dw) {
+    parallel_items(0, r + m.c, m.n * std::max(r, m.c),
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_weight_backward<I>(excite, b, e); });
+  }
+  parallel_items(0, m.c, 4 * m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_combine<I>(combine, b, e); });
+  const auto as_weight = [&](const Tensor& t) {
+    return t.scalar_type() == w1.scalar_type() ? t : torch::stable::to(t, w1.scalar_type());
+  };
+  return {sum_du, sum_du_xhat, gate, dpooled, as_weight(dw1), as_weight(db1), as_weight(dw2), as_weight(db2)};
+}
+
+Tensor depthwise_bn_act_se_backward(const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                    const Tensor& gate, const Tensor& dpooled, const std::optional<Tensor>& sum_du,
+                                    const std::optional<Tensor>& sum_du_xhat, double count, int64_t act) {
+  check_same("dy", dy, z);
+  STD_TORCH_CHECK(sum_du.has_value() == sum_du_xhat.has_value(), "fusedtrain: both sums or none expected");
+  const Small small = small_of(z, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, small, act);
+  const Images& m = in.images;
+  const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
+    return t ? std::optional(small_input(name, *t, z, m.c)) : std::nullopt;
+  };
+  const std::optional<Tensor> s1 = sum_of("sum_du", sum_du), s2 = sum_of("sum_du_xhat", sum_du_xhat);
+  const Tensor gates = small_input("gate", gate, z, m.n * m.c), pooled = small_input("dpooled", dpooled, z, m.n * m.c);
+  const Tensor dz = torch::stable::empty_like(z);
+  const BnActBackward a{.in = in,
+                        .count = count,
+                        .dy = dy.const_data_ptr(),
+                        .gate = gates.const_data_ptr(),
+                        .dpooled = pooled.const_data_ptr(),
+                        .sum_du = s1 ? s1->const_data_ptr() : nullptr,
+                        .sum_du_xhat = s2 ? s2->const_data_ptr() : nullptr,
+                        .dz = dz.mutable_data_ptr()};
+  parallel_samples(m, map_items(m), 0, m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_backward<I>(a, b, e); });
+  return dz;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  m.impl("depthwise_bn_act_se", TORCH_BOX(&depthwise_bn_act_se));
+  m.impl("depthwise_bn_act_se_backward", TORCH_BOX(&depthwise_bn_act_se_backward));
+  m.impl("depthwise_bn_act_se_reduce", TORCH_BOX(&depthwise_bn_act_se_reduce));
+}
+
+}  // namespace fusedtrain::bindings

@@ -1,0 +1,379 @@
+// What follows the convolution of depthwise_bn_act_se on the CPU; the normalised and activated images are computed
+// again wherever they are needed, and never stored.
+//   u = weight (z - mean) rstd + bias      pooled = mean a(u)      y = a(u) gate
+//   du = a'(u) (gate dy + dpooled / hw)    dz = weight rstd (du - sum_du / count - xhat sum_du_xhat / count)
+#include "depthwise_bn_act_se.h"
+
+#include "cpu/batch_sums.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// 1 / (1 + e^-x), for elements of type T. It is what bounds these kernels: with AVX-512 e^-x is a polynomial of the
+// fraction of t = -x log2(e), scaled by 2^floor(t), and the quotient a reciprocal estimate. Fits on [0, 1]: relative
+// errors 7.5e-8 (float), and for 16-bit T 7.5e-5 and 6e-5 of the estimate, far below their rounding. Keeps NaN.
+template <class T, class V>
+inline V sigmoid(V x) {
+#if defined(__AVX512F__)
+  if constexpr (!std::is_same_v<T, double>) {
+    const auto constant = [](float value) { return _mm512_set1_ps(value); };
+    const __m512 t = _mm512_min_ps(constant(120.f), _mm512_mul_ps(x.v, constant(-1.44269504f)));  // NaN: the second
+    const __m512 r = _mm512_reduce_ps(t, 1);                                                      // t - floor(t)
+    const auto poly = [&](auto... coefficients) {
+      __m512 p = _mm512_setzero_ps();
+      ((p = _mm512_fmadd_ps(p, r, constant(coefficients))), ...);
+      return _mm512_add_ps(constant(1.f), _mm512_scalef_ps(p, t));
+    };
+    if constexpr (std::is_same_v<T, float>) {
+      const __m512 d = poly(0.00187757668f, 0.00898934014f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f);
+      const __m512 e = _mm512_rcp14_ps(d);
+      return V(_mm512_mul_ps(e, _mm512_fnmadd_ps(d, e, constant(2.f))));
+    } else {
+      return V(_mm512_rcp14_ps(poly(0.0780245233f, 0.226067159f, 0.695833537f, 0.999925219f)));
+    }
+  }
+#endif
+  return Act<Activation::kSigmoid>::value(x);
+}
+
+// a(u), and with a'(u), for elements of type T.
+template <class V>
+struct Activated {
+  V value, slope;
+};
+template <class T, Activation A, class V>
+inline V activated(V u) {
+  return A == Activation::kSilu ? u * sigmoid<T>(u) : Act<A>::value(u);
+}
+template <class T, Activation A, class V>
+inline Activated<V> activated_with_slope(V u) {
+  if constexpr (A == Activation::kSilu) {
+    const V s = sigmoid<T>(u), value = u * s;
+    return {value, s + value * (V(1) - s)};
+  } else {
+    return {Act<A>::value(u), Act<A>::slope(u)};
+  }
+}
+
+// x with zeros in the lanes that a load left out.
+template <class V>
+inline V present(V x, AllLanes) {
+  return x;
+}
+template <class V>
+inline V present(V x, FirstLanes lanes) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
+#endif
+  return keep(x, lanes);
+}
+
+// z and what normalises it. A functor F of the walks below takes, for one vector of channels or one repeated channel,
+//   F::at(nc, ch, get): what it needs of the small tensors; nc indexes those of shape [n, c], get loads a vector
+// and then element i of the images.
+template <class T>
+struct Normalised {
+  using Lane = Acc<T>;
+  using V = Vec<Lane>;
+  const T* z;
+  const Lane *mean, *rstd, *weight, *bias;
+
+  explicit Normalised(const BnAct& a)
+      : z(static_cast<const T*>(a.z)),
+        mean(static_cast<const Lane*>(a.mean)),
+        rstd(static_cast<const Lane*>(a.rstd)),
+        weight(static_cast<const Lane*>(a.weight)),
+        bias(static_cast<const Lane*>(a.bias)) {}
+
+  struct At {
+    V mean, scale, bias;
+  };
+  At at(int64_t ch, const auto& get) const {
+    return {get(mean + ch), get(weight + ch) * get(rstd + ch), get(bias + ch)};
+  }
+  V centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
+};
+
+// Rows of channels are taken this many at a time, so that a vector of the small tensors is loaded once for all of them.
+constexpr int64_t kRows = 4;
+
+// f(row, vector, rows) for groups of rows [begin, end); `rows` is a constant, kRows or 1.
+template <class F>
+void for_row_groups(int64_t begin, int64_t end, F&& f) {
+  int64_t row = begin;
+  for (; row + kRows <= end; row += kRows) f(row, std::integral_constant<int64_t, kRows>{});
+  for (; row < end; ++row) f(row, std::integral_constant<int64_t, 1>{});
+}
+
+template <class V>
+auto vector_at(auto lanes) {
+  return [lanes](const typename V::Lane* p) { return load<V>(p, lanes); };
+}
+template <class V>
+auto repeated() {
+  return [](const typename V::Lane* p) { return V(*p); };
+}
+
+// The sums of items [begin, end), chunks of rows or planes, into partial [n, reduce_chunks, kSums, c]. F adds the terms
+// of a vector: f.add(sums, i, lanes, at).
+template <class V, class F>
+void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t begin, int64_t end) {
+  constexpr int kSums = F::kSums;
+  const auto add = [&](V* sums, int64_t i, auto lanes, const auto& at) {
+    V terms[kSums];
+    std::fill_n(terms, kSums, V(0));
+    f.add(terms, i, lanes, at);
+    for (int k = 0; k < kSums; ++k) sums[k] += present(terms[k], lanes);
+  };
+  const auto plane = [&](int64_t item) {
+    constexpr int64_t kStretch = 64 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
+    const int64_t ch = item % m.c, first = item * m.hw;
+    const auto at = f.at(item, ch, repeated<V>());
+    typename V::Lane total[kSums] = {};
+    for (int64_t start = 0; start < m.hw; start += kStretch) {
+      V sums[kSums];
+      std::fill_n(sums, kSums, V(0));
+      for_each_vector<V>(std::min(kStretch, m.hw - start),
+                         [&](int64_t j, auto lanes) { add(sums, first + start + j, lanes, at); });
+      for (int k = 0; k < kSums; ++k) total[k] += lane_sum(sums[k]);
+    }
+    for (int k = 0; k < kSums; ++k) partial[(item / m.c * kSums + k) * m.c + ch] = total[k];
+  };
+  const int64_t chunks = reduce_chunks(m);
+  const auto chunk = [&](int64_t item) {
+    const int64_t n = item / chunks, first = n * m.hw + item % chunks * kReduceChunk;
+    auto* out = partial + item * kSums * m.c;
+    std::fill_n(out, kSums * m.c, typename V::Lane(0));
+    for_row_groups(first, std::min(first + kReduceChunk, (n + 1) * m.hw), [&](int64_t row, auto rows) {
+      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+        const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
+        V sums[kSums];
+        std::fill_n(sums, kSums, V(0));
+        for (int64_t k = 0; k < rows; ++k) f.add(sums, (row + k) * m.c + ch, lanes, at);
+        for (int k = 0; k < kSums; ++k) {
+          auto* p = out + k * m.c + ch;
+          store(p, load<V>(p, lanes) + sums[k], lanes);
+        }
+      });
+    });
+  };
+  for (int64_t item = begin; item < end; ++item) m.layout == Layout::kContiguous ? plane(item) : chunk(item);
+}
+
+// out = f(i, lanes, at) for items [begin, end), rows or planes.
+template <bool kStream, class V, class T, class F>
+void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end) {
+  const auto write = [&](int64_t i, auto lanes, const auto& at) {
+    if constexpr (kStream) {
+      stream(out + i, f(i, lanes, at));
+    } else {
+      store(out + i, f(i, lanes, at), lanes);
+    }
+  };
+  if (m.layout == Layout::kContiguous) {
+    for (int64_t item = begin; item < end; ++item) {
+      const auto at = f.at(item, item % m.c, repeated<V>());
+      for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) { write(item * m.hw + i, lanes, at); });
+    }
+  } else {
+    for (int64_t first = begin; first < end;) {
+      const int64_t n = first / m.hw, last = std::min(end, (n + 1) * m.hw);
+      for_row_groups(first, last, [&](int64_t row, auto rows) {
+        for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+          const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
+          for (int64_t k = 0; k < rows; ++k) write((row + k) * m.c + ch, lanes, at);
+        });
+      });
+      first = last;
+    }
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+template <class V, class T, class F>
+void write_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end) {
+  const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
+  const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
+  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
+             [&]<bool kStream>() { map_images<kStream, V>(m, out, f, begin, end); });
+}
+
+template <class T, Activation A>
+struct PoolTerms : Normalised<T> {
+  using Base = Normalised<T>;
+  static constexpr int kSums = 1;
+
+  auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
+  void add(auto* sums, int64_t i, auto lanes, const auto& p) const {
+    sums[0] += activated<T, A>(Base::centred(i, lanes, p) * p.scale + p.bias);
+  }
+};
+
+template <class T, Activation A>
+struct Scale : Normalised<T> {
+  using Base = Normalised<T>;
+  using typename Base::Lane, typename Base::V;
+  const Lane* gate;
+
+  struct At : Base::At {
+    V gate;
+  };
+  At at(int64_t nc, int64_t ch, const auto& get) const { return {Base::at(ch, get), get(gate + nc)}; }
+  V operator()(int64_t i, auto lanes, const At& p) const {
+    return activated<T, A>(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+  }
+};
+
+template <class T, Activation A>
+struct ReduceTerms : Normalised<T> {
+  using Base = Normalised<T>;
+  using typename Base::V;
+  static constexpr int kSums = BnActReduce::kSums;
+  const T* dy;
+
+  auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
+  void add(V* sums, int64_t i, auto lanes, const auto& p) const {
+    const V centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes);
+    const auto [value, slope] = activated_with_slope<T, A>(centred * p.scale + p.bias);
+    const V dslope = d * slope;
+    sums[0] += d * value;
+    sums[1] += dslope;
+    sums[2] += slope;
+    sums[3] += dslope * centred;
+    sums[4] += slope * centred;
+  }
+};
+
+// dz = scale du - mean_du - centred slant, where the last two are zero for fixed statistics.
+template <class T, Activation A>
+struct Backward : Normalised<T> {
+  using Base = Normalised<T>;
+  using typename Base::Lane, typename Base::V;
+  const T* dy;
+  const Lane *gate, *dpooled, *sum_du, *sum_du_xhat;
+  double per_pixel, per_count;
+
+  struct At : Base::At {
+    V gate, dpooled, mean_du, slant;
+  };
+  At at(int64_t nc, int64_t ch, const auto& get) const {
+    const auto base = Base::at(ch, get);
+    At p{base, get(gate + nc), get(dpooled + nc) * V(per_pixel), V(0), V(0)};
+    if (sum_du != nullptr) {
+      p.mean_du = base.scale * get(sum_du + ch) * V(per_count);
+      p.slant = base.scale * get(Base::rstd + ch) * get(sum_du_xhat + ch) * V(per_count);
+    }
+    return p;
+  }
+  V operator()(int64_t i, auto lanes, const At& p) const {
+    const V centred = Base::centred(i, lanes, p);
+    const V slope = activated_with_slope<T, A>(centred * p.scale + p.bias).slope;
+    const V du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
+    return p.scale * du - p.mean_du - centred * p.slant;
+  }
+};
+
+// f.template operator()<T, A>() for the element type and the activation of the images.
+template <class F>
+void visit_images(const Images& m, F&& f) {
+  visit_dtype(m.dtype,
+              [&]<class T>() { visit_in_act(m.in_act, [&]<Activation A>() { f.template operator()<T, A>(); }); });
+}
+
+template <class F>
+void visit_acc(DType dtype, F&& f) {
+  dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+}  // namespace
+
+template <>
+void bn_act_pool_partial<Isa::FUSEDTRAIN_ISA>(const BnActPool& a, int64_t begin, int64_t end) {
+  visit_images(a.in.images, [&]<class T, Activation A>() {
+    sum_terms<Vec<Acc<T>>>(a.in.images, PoolTerms<T, A>{Normalised<T>(a.in)}, static_cast<Acc<T>*>(a.partial), begin,
+                           end);
+  });
+}
+
+template <>
+void bn_act_pool_finish<Isa::FUSEDTRAIN_ISA>(const BnActPool& a, int64_t begin, int64_t end) {
+  const int64_t c = a.in.images.c, chunks = reduce_chunks(a.in.images);
+  visit_acc(a.in.images.dtype, [&]<class Lane>() {
+    using V = Vec<Lane>;
+    const V area(Lane(a.in.images.hw));
+    for (int64_t n = begin; n < end; ++n) {
+      Lane* pooled = static_cast<Lane*>(a.pooled) + n * c;
+      sum_chunks<V>(static_cast<const Lane*>(a.partial) + n * chunks * c, chunks, c, c, pooled);
+      for_each_vector<V>(
+          c, [&](int64_t ch, auto lanes) { store(pooled + ch, load<V>(pooled + ch, lanes) / area, lanes); });
+    }
+  });
+}
+
+template <>
+void bn_act_scale<Isa::FUSEDTRAIN_ISA>(const BnActScale& a, int64_t begin, int64_t end) {
+  visit_images(a.in.images, [&]<class T, Activation A>() {
+    const Scale<T, A> scale{Normalised<T>(a.in), static_cast<const Acc<T>*>(a.gate)};
+    write_images<Vec<Acc<T>>>(a.in.images, static_cast<T*>(a.y), scale, begin, end);
+  });
+}
+
+template <>
+void bn_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BnActReduce& a, int64_t begin, int64_t end) {
+  visit_images(a.in.images, [&]<class T, Activation A>() {
+    const ReduceTerms<T, A> terms{Normalised<T>(a.in), static_cast<const T*>(a.dy)};
+    sum_terms<Vec<Acc<T>>>(a.in.images, terms, static_cast<Acc<T>*>(a.partial), begin, end);
+  });
+}
+
+template <>
+void bn_act_reduce_finish<Isa::FUSEDTRAIN_ISA>(const BnActReduce& a, int64_t begin, int64_t end) {
+  constexpr int64_t kSums = BnActReduce::kSums;
+  const int64_t c = a.in.images.c, chunks = reduce_chunks(a.in.images);
+  visit_acc(a.in.images.dtype, [&]<class Lane>() {
+    using V = Vec<Lane>;
+    for (int64_t n = begin; n < end; ++n) {
+      const Lane* partial = static_cast<const Lane*>(a.partial) + n * chunks * kSums * c;
+      sum_chunks<V>(partial, chunks, kSums * c, c, static_cast<Lane*>(a.dgate) + n * c);
+      sum_chunks<V>(partial + c, chunks, kSums * c, (kSums - 1) * c, static_cast<Lane*>(a.sums) + n * (kSums - 1) * c);
+    }
+  });
+}
+
+template <>
+void bn_act_combine<Isa::FUSEDTRAIN_ISA>(const BnActCombine& a, int64_t begin, int64_t end) {
+  visit_acc(a.dtype, [&]<class Lane>() {
+    for (int64_t first = begin; first < end; first += kFinishBlock) {
+      const int width = int(std::min<int64_t>(kFinishBlock, end - first));
+      double du[kFinishBlock] = {}, du_x[kFinishBlock] = {};
+      for (int64_t n = 0; n < a.n; ++n) {
+        const Lane* sums = static_cast<const Lane*>(a.sums) + n * (BnActReduce::kSums - 1) * a.c + first;
+        const Lane* gate = static_cast<const Lane*>(a.gate) + n * a.c + first;
+        const Lane* dpooled = static_cast<const Lane*>(a.dpooled) + n * a.c + first;
+        for (int k = 0; k < width; ++k) {
+          const double g = double(gate[k]), d = double(dpooled[k]) / double(a.hw);
+          du[k] += g * double(sums[k]) + d * double(sums[a.c + k]);
+          du_x[k] += g * double(sums[2 * a.c + k]) + d * double(sums[3 * a.c + k]);
+        }
+      }
+      for (int k = 0; k < width; ++k) {
+        const double rstd = double(static_cast<const Lane*>(a.rstd)[first + k]);
+        static_cast<Lane*>(a.sum_du)[first + k] = Lane(du[k]);
+        static_cast<Lane*>(a.sum_du_xhat)[first + k] = Lane(du_x[k] * rstd);
+      }
+    }
+  });
+}
+
+template <>
+void bn_act_backward<Isa::FUSEDTRAIN_ISA>(const BnActBackward& a, int64_t begin, int64_t end) {
+  visit_images(a.in.images, [&]<class T, Activation A>() {
+    const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
+    const Backward<T, A> backward{
+        Normalised<T>(a.in),   static_cast<const T*>(a.dy), vector(a.gate), vector(a.dpooled), vector(a.sum_du),
+        vector(a.sum_du_xhat), 1 / double(a.in.images.hw),  1 / a.count};
+    write_images<Vec<Acc<T>>>(a.in.images, static_cast<T*>(a.dz), backward, begin, end);
+  });
+}
+
+}  // namespace fusedtrain::cpu

@@ -1,0 +1,216 @@
+"""Depthwise convolution, batch normalisation, activation and squeeze-and-excitation of inverted residual blocks.
+
+The layers stay where they are in the blocks of timm and torchvision; it is the blocks that call four of them as one op.
+Each call looks at the layers first: with a hook on one of them, or another layer in its place, they run one by one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fusedtrain.backend import current_backend
+from fusedtrain.nn import _channel_gate as gates
+from fusedtrain.nn import batch_norm_act as norms
+from fusedtrain.nn._activation import Layer, observed, op_name
+from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
+from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
+from fusedtrain.ops import depthwise_bn_act_se
+from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+
+torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
+
+CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
+NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
+GATES = (SqueezeExcite, SEModule, SqueezeExcitation)
+
+
+def _gate_layers(se: nn.Module) -> tuple[nn.Module, ...] | None:
+    """Returns the gate's two layers, each with the activation behind it, or None where there is more to it."""
+    if type(se) is SqueezeExcite:
+        return se.conv_reduce, se.act1, se.conv_expand, se.gate
+    if type(se) is SEModule and not se.add_maxpool and op_name(se.bn) == "identity":
+        return se.fc1, se.act, se.fc2, se.gate
+    if type(se) is SqueezeExcitation and gates.is_mean(se.avgpool):
+        return se.fc1, se.activation, se.fc2, se.scale_activation
+    return None
+
+
+def _act_between(norm: nn.Module, others: Sequence[nn.Module]) -> str | None:
+    """Returns the ops' name of the activation in or behind ``norm``; None where there are several, or it is unknown."""
+    names = [norms.activation_of(norm), *map(op_name, others)]
+    acts = [name for name in names if name != "identity"] or ["identity"]
+    return acts[0] if len(acts) == 1 and acts[0] in INPUT_ACTIVATIONS else None
+
+
+def middle(x: Tensor, conv: nn.Module, norm: nn.Module, others: Sequence[nn.Module], se: nn.Module) -> Tensor:
+    """Returns ``se(others(norm(conv(x))))``, as one op where that computes the same."""
+    y = _as_one(x, conv, norm, others, se)
+    if y is None:
+        y = norm(conv(x))
+        for layer in (*others, se):
+            y = layer(y)
+    return y
+
+
+def _as_one(x, conv, norm, others, se) -> Tensor | None:
+    if type(conv) not in CONVOLUTIONS or type(norm) not in NORMS or any(map(observed, (conv, norm, se))):
+        return None
+    act, gate = _act_between(norm, others), _gate_layers(se)
+    if act is None or gate is None or current_backend() in ("cuda", "triton"):  # there the single ops have the kernels
+        return None
+    fc1, se_act, fc2, gate_act = gate
+    names = op_name(se_act), op_name(gate_act)
+    if None in names or not gates.is_pointwise(fc1) or not gates.is_pointwise(fc2) or conv.padding_mode != "zeros":
+        return None
+    running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
+    return depthwise_bn_act_se(
+        *(x, conv.weight, conv.bias, running_mean, running_var, *affine),
+        *((fc1.weight, fc1.bias, fc2.weight, fc2.bias), training, momentum, eps),
+        stride=conv.stride,
+        padding=conv.sides(x),
+        dilation=conv.dilation,
+        act=act,
+        se_act=names[0],
+        gate=names[1],
+        process_group=norms.group_of(norm),
+    )
+
+
+class DepthwiseBnActSe(nn.Module):
+    r"""The middle of an inverted residual block (EfficientNet, MobileNetV3) as one op.
+
+    .. math:: a = \mathrm{act}(\mathrm{bn}(w \star x)), \qquad
+        y = a \cdot \sigma(W_2\, \phi(W_1\, \mathrm{mean}_{hw}(a) + b_1) + b_2)
+
+    Args:
+        channels: channels C of the images.
+        rd_channels: channels R between the gate's two layers.
+        kernel_size: of the depthwise convolution.
+        stride: of the convolution.
+        padding: of the convolution; by default half the kernel size.
+        dilation: of the convolution.
+        bias: whether the convolution learns a bias.
+        act_layer: of the images, a module class or a name such as "relu", "silu", "hard_swish"; None for none.
+        se_act_layer: :math:`\phi`, likewise.
+        gate_layer: :math:`\sigma`, likewise, such as "sigmoid" or "hard_sigmoid".
+        eps: of the normalisation.
+        momentum: of the running statistics.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, ``[N, C, Ho, Wo]`` in the same dtype and memory
+        format. state_dict: ``conv.*`` of :class:`DepthwiseConv2d`, ``bn.*`` of :class:`BatchNormAct2d`, ``se.*`` of
+        :class:`SqueezeExcite`. These layers may be replaced; hooks on them are called.
+
+    Raises:
+        ValueError: an activation's name is unknown; the images have another shape, or one value per channel in
+            training.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.depthwise_bn_act_se`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.depthwise_bn_act_se`; with an activation that it lacks, those of
+    the three layers.
+    Source: Howard et al., https://arxiv.org/abs/1905.02244
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        rd_channels: int,
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str | None = None,
+        dilation: int | tuple[int, int] = 1,
+        bias: bool = False,
+        act_layer: Layer | None = nn.SiLU,
+        se_act_layer: Layer = nn.SiLU,
+        gate_layer: Layer = nn.Sigmoid,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        if padding is None:
+            kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+            spread = (dilation, dilation) if isinstance(dilation, int) else dilation
+            padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+        self.conv = DepthwiseConv2d(channels, channels, kernel_size, stride, padding, dilation, bias=bias, **factory)
+        self.bn = norms.BatchNormAct2d(channels, eps, momentum, act_layer=act_layer, **factory)
+        self.se = SqueezeExcite(
+            channels, rd_channels=rd_channels, act_layer=se_act_layer, gate_layer=gate_layer, **factory
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return middle(x, self.conv, self.bn, (), self.se)
+
+
+# --- blocks of timm and torchvision: made by fuse() only, with the attributes of the stock class ----------------------
+
+
+class DepthwiseSeparableConv(nn.Module):
+    """timm's ``DepthwiseSeparableConv`` with its first four layers as one op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = middle(_space_to_depth(self, x), self.conv_dw, self.bn1, (self.aa,), self.se)
+        x = self.bn2(self.conv_pw(x))
+        return self.drop_path(x) + shortcut if self.has_skip else x
+
+
+class InvertedResidual(nn.Module):
+    """timm's ``InvertedResidual`` with its depthwise convolution and what follows, up to the projection, as one op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.bn1(self.conv_pw(_space_to_depth(self, x)))
+        x = middle(x, self.conv_dw, self.bn2, (self.aa,), self.se)
+        x = self.bn3(self.conv_pwl(x))
+        return self.drop_path(x) + shortcut if self.has_skip else x
+
+
+def _space_to_depth(block: nn.Module, x: Tensor) -> Tensor:
+    return x if getattr(block, "conv_s2d", None) is None else block.bn_s2d(block.conv_s2d(x))
+
+
+class Sequential(nn.Sequential):
+    """A Sequential that calls convolution, normalisation, activation and gate, where they follow each other, as one op.
+
+    The blocks of torchvision are such; the first three may stand in a Sequential of their own.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers, i = list(self), 0
+        while i < len(layers):
+            found = find(layers[i:], type)
+            if found is None:
+                input = layers[i](input)
+                i += 1
+            else:
+                conv, norm, others, se, count = found
+                input = middle(input, conv, norm, others, se)
+                i += count
+        return input
+
+
+def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tuple | None:
+    """Looks whether ``layers`` begin with what :func:`middle` takes.
+
+    Args:
+        layers: children of a Sequential, at least one.
+        kind: returns the class that a layer has, or will have.
+
+    Returns:
+        convolution, normalisation, the layers behind it, gate, and how many of ``layers`` these are; or None.
+    """
+    layers = list(layers[:4])
+    if type(layers[0]).forward in (nn.Sequential.forward, Sequential.forward) and not observed(layers[0]):
+        steps, count = [*layers[0], *layers[1:2]], 2
+    else:
+        steps = layers[: next((i + 1 for i, layer in enumerate(layers) if kind(layer) in GATES), 0)]
+        count = len(steps)
+    if len(steps) < 3 or any(kind(step) not in kinds for step, kinds in zip(steps, (CONVOLUTIONS, NORMS))):
+        return None
+    return (steps[0], steps[1], steps[2:-1], steps[-1], count) if kind(steps[-1]) in GATES else None

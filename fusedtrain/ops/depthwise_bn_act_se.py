@@ -1,0 +1,246 @@
+r"""depthwise_bn_act_se: a depthwise convolution, batch normalisation, an activation and squeeze-and-excitation.
+
+.. math:: z = w \star x + b, \quad u = \gamma \frac{z - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta, \quad
+    y = a(u) \cdot \sigma(W_2\, \phi(W_1\, \mathrm{mean}_{hw}(a(u)) + b_1) + b_2)
+
+The convolution and the statistics are the operators of depthwise_conv2d and batch_norm_act. The operators here are what
+follows, on z: ``depthwise_bn_act_se`` pools, computes the gate and writes y; ``_reduce`` gathers in one pass over dy
+and z all sums of the backward pass, and the gradients of the gate's weights; ``_backward`` writes dz.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
+from fusedtrain.ops.batch_norm_act import _all_reduced, _check_statistics, _statistics, batch_norm_act
+from fusedtrain.ops.batch_norm_act import _check as _check_norm
+from fusedtrain.ops.batch_norm_act import reference as norm_reference
+from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPLS
+from fusedtrain.ops.depthwise_conv2d import IMPLS as CONV_IMPLS
+from fusedtrain.ops.depthwise_conv2d import _autocast, _geometry, _in_format_of, depthwise_conv2d
+from fusedtrain.ops.depthwise_conv2d import _check as _check_conv
+from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
+from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
+from fusedtrain.ops.squeeze_excite import reference as gate_reference
+
+
+def reference(x, conv, norm, se, geometry, act: str, se_act: str, gate: str) -> Tensor:
+    """``conv`` are weight and bias, ``norm`` the arguments of F.batch_norm behind its input."""
+    z = conv_reference(x, *conv, *geometry, 0)
+    a = norm_reference(z, *norm, act, None, False)
+    return a if se is None else gate_reference(a, *se, se_act, gate, "avg", "identity")
+
+
+def _single_ops(x, conv, norm, se, geometry, act: str, se_act: str, gate: str, group) -> Tensor:
+    """The same by the three ops, each on the backend that it chooses, or that is forced."""
+    z = depthwise_conv2d(x, *conv, *geometry)
+    a = batch_norm_act(z, *norm, act=act, process_group=group)
+    return a if se is None else squeeze_excite(a, *se, act=se_act, gate=gate)
+
+
+def _vectors(z: Tensor, *lengths: int) -> list[Tensor]:
+    return [z.new_empty(z.shape[0], length, dtype=_common.acc_dtype(z)) for length in lengths]
+
+
+@_schema.register_fake("depthwise_bn_act_se")
+def _fake(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate):
+    c, r = z.shape[1], w1.shape[0]
+    return torch.empty_like(z), *_vectors(z, c, r, c)
+
+
+@_schema.register_fake("depthwise_bn_act_se_reduce")
+def _fake_reduce(dy, z, mean, rstd, weight, bias, w1, w2, pooled, hidden, logits, act, se_act, gate, need_dw):
+    c, sums = z.shape[1], [z.new_empty(z.shape[1], dtype=_common.acc_dtype(z)) for _ in range(2)]
+    shapes = (w1.shape, (w1.shape[0],), w2.shape, (w2.shape[0],))
+    return *sums, *_vectors(z, c, c), *(w1.new_empty(shape if need_dw else (0,)) for shape in shapes)
+
+
+@_schema.register_fake("depthwise_bn_act_se_backward")
+def _fake_backward(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act):
+    return torch.empty_like(z)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockImpl(Impl):
+    """``forward`` and ``backward`` write images; this is the operator that gathers the sums in between."""
+
+    reduce: Callable | None = None
+
+
+def _why_not_cuda(x: Tensor, *_) -> str:
+    return _common.why_not_cuda(x) or "depthwise_bn_act_se has no CUDA kernels yet; its single ops run"
+
+
+def _why_not_triton(x: Tensor, *_) -> str:
+    return _common.why_not_triton(x) or "depthwise_bn_act_se has no Triton kernels yet; its single ops run"
+
+
+_OP, _BACKWARD = torch.ops.fusedtrain.depthwise_bn_act_se, torch.ops.fusedtrain.depthwise_bn_act_se_backward
+IMPLS = register(
+    "depthwise_bn_act_se",
+    {
+        "cuda": _BlockImpl(_OP.default, _BACKWARD.default, _why_not_cuda),
+        "cpu": _BlockImpl(
+            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, None),
+            torch.ops.fusedtrain.depthwise_bn_act_se_reduce.default,
+        ),
+        "triton": _BlockImpl(_OP.triton, _BACKWARD.triton, _why_not_triton),
+        "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
+    },
+)
+
+
+class _DepthwiseBnActSe(torch.autograd.Function):
+    """z, mean and rstd have been computed from x; ``count`` is as in batch_norm_act."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, norm_weight, norm_bias, w1, b1, w2, b2, z, mean, rstd, count, codes, geometry, group, ops
+    ):
+        ctx.impl, ctx.conv_backward = ops
+        y, *small = ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2, *codes)
+        ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small)
+        ctx.count, ctx.codes, ctx.geometry, ctx.group = count, codes, geometry, group
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small = ctx.saved_tensors
+        need_conv, (need_dgamma, need_dbeta), need_se = (ctx.needs_input_grad[i:j] for i, j in ((0, 3), (3, 5), (5, 9)))
+        inputs = (_common.dense_like(dy, z), z, mean, rstd, norm_weight, norm_bias)
+        *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(need_se))
+        dbeta, dgamma = sums
+        grads = (None, None, None)
+        if any(need_conv):
+            if ctx.count is None:
+                sums = (None, None)
+            elif ctx.group is not None:
+                sums = _all_reduced(*sums, ctx.group)
+            dz = ctx.impl.backward(*inputs, gate, dpooled, *sums, ctx.count or 1.0, ctx.codes[0])
+            grads = ctx.conv_backward(dz, x, weight, *ctx.geometry, *need_conv)
+        return (
+            *(grad if needed else None for grad, needed in zip(grads, need_conv)),
+            dgamma.to(norm_weight.dtype) if need_dgamma else None,
+            dbeta.to(norm_bias.dtype) if need_dbeta else None,
+            *(grad if needed else None for grad, needed in zip((dw1, db1, dw2, db2), need_se)),
+            *(None,) * 8,
+        )
+
+
+def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
+    _check_conv(x, weight, bias)
+    z = x.new_empty(1).expand(
+        x.shape[0], weight.shape[0], *output
+    )  # what the convolution will return, but for its values
+    vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
+    _check_norm(z, None, running_mean=running_mean, running_var=running_var, **vectors)
+    _check_statistics(z, running_mean, running_var, training, group is not None)
+    if se is not None:
+        _check_weights(z, *se)
+        _common.check_same_device("squeeze_excite", x, **dict(zip(("w1", "b1", "w2", "b2"), se)))
+
+
+def depthwise_bn_act_se(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    se: Sequence[Tensor | None] | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | tuple[int, int, int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    act: str = "identity",
+    se_act: str = "relu",
+    gate: str = "sigmoid",
+    process_group=None,
+) -> Tensor:
+    r"""Convolves every channel, normalises, activates, and scales by a gate: the middle of an inverted residual block.
+
+    .. math:: u = \gamma \frac{w \star x + b - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta, \qquad
+        y = a(u) \cdot \sigma(W_2\, \phi(W_1\, \mathrm{mean}_{hw}(a(u)) + b_1) + b_2)
+
+    Args:
+        x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
+            bfloat16, float16 or float64.
+        weight: kernels ``[C * m, 1, kh, kw]`` of the convolution, in the dtype of ``x``; under autocast any.
+        bias: of the convolution, ``[C * m]``, or None.
+        running_mean: ``[C * m]``, moved in place in training; :math:`\mu` in evaluation. None: not kept.
+        running_var: ``[C * m]``, moved towards the unbiased variance; :math:`\sigma^2` in evaluation. None: not kept.
+        norm_weight: :math:`\gamma`, ``[C * m]``, None for ones; these four share one dtype, that of ``x`` or float32.
+        norm_bias: :math:`\beta`, ``[C * m]``, None for zeros.
+        se: w1, b1, w2 and b2 of the gate as :func:`squeeze_excite` takes them, or None for no gate.
+        training: normalise by the statistics of this batch, not by the running ones.
+        momentum: share of this batch in the new running statistics.
+        eps: added to the variance.
+        stride: of the convolution, as for :func:`depthwise_conv2d`; so are the next two.
+        padding: zeros around x.
+        dilation: distance of the kernel's taps.
+        act: the activation :math:`a`: "identity", "relu", "silu", "gelu" or "hard_swish".
+        se_act: the activation :math:`\phi` of the gate, one of :func:`squeeze_excite`.
+        gate: the activation :math:`\sigma` of the gate, likewise.
+        process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as for
+            :func:`batch_norm_act`.
+
+    Returns:
+        ``[N, C * m, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and
+        the convolution's output are kept, and beside them vectors of ``[C]``, ``[N, C]`` and ``[N, R]`` in float32.
+
+    Raises:
+        ValueError: a shape does not fit, a name is unknown, running statistics are missing, or a training batch has one
+            value per channel. Nothing has changed then.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run, or tensors are on different devices.
+
+    Cost: forward reads x and writes z; reads z for the statistics, again to pool, and, from cache where a group of
+        samples fits, to write y. Backward reads dy and z twice and writes dz, reads that and x and writes dx. Stock
+        modules take about twice as many passes and keep four images instead of two. Without a gate, on backends without
+        kernels of this op, and where ``fusedtrain.explain`` says so, the three ops run one after another.
+    Numerics: as the three ops; the normalised and activated images are never rounded to the dtype. Deterministic,
+        independent of threads.
+    Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
+    """
+    _common.check_images("depthwise_bn_act_se", x)
+    if se is not None and len(se) != 4:
+        raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
+    names = [
+        _codes.code("act", act, _codes.INPUT_ACTIVATIONS),
+        _codes.code("se_act", se_act, _codes.ACTIVATIONS),
+        _codes.code("gate", gate, _codes.ACTIVATIONS),
+    ]
+    conv = _autocast(x, weight, bias)
+    geometry, output = _geometry(*conv[:2], stride, padding, dilation)
+    affine, running = (norm_weight, norm_bias), (running_mean, running_var)
+    _check(*conv, *running, *affine, se, training, process_group, output)
+    group = process_group if training else None
+    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
+    if impl.backward is None or se is None or 0 in x.shape:
+        norm = (*running, *affine, training, momentum, eps)
+        return _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
+    x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
+    dtype = _weight_dtype(x, *se)
+    se = [w if w is None else w.to(dtype).contiguous() for w in se]
+    with torch.no_grad():
+        z = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward(x, weight, bias, *geometry, 0)
+        z = _common.dense_like(z, x)
+        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, NORM_IMPLS["cpu"])
+    if not _common.needs_autograd(x, weight, bias, *affine, *se):
+        return _in_format_of(impl.forward(z, mean, rstd, *affine, *se, *names)[0], x)
+    conv_backward = select("depthwise_conv2d_backward", CONV_BACKWARD_IMPLS, x, weight, bias, *geometry).forward
+    y = _DepthwiseBnActSe.apply(
+        *(x, weight, bias, *affine, *se, z, mean, rstd, count, names, geometry, group, (impl, conv_backward))
+    )
+    return _in_format_of(y, x)

@@ -1,0 +1,400 @@
+"""depthwise_bn_act_se: convolution, batch normalisation, activation and squeeze-and-excitation as one op."""
+
+import copy
+import functools
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+import fusedtrain.nn.depthwise_bn_act_se as layers
+from fusedtrain.ops import _codes, depthwise_bn_act_se
+from fusedtrain.ops.depthwise_bn_act_se import IMPLS, reference
+
+R = 6  # squeeze channels: fewer than a vector holds
+SHAPES = [name for name in cases.SHAPES if name not in ("no_channels", "no_pixels")]  # refused by convolutions
+KINKED = ("relu", "hard_swish")
+CASES = cases.pairwise(
+    shape=SHAPES,
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    training=[True, False],
+    act=_codes.INPUT_ACTIVATIONS,
+    se_act=("relu", "silu"),
+    gate=("sigmoid", "hard_sigmoid"),
+    form=("plain", "strided", "multiplied", "bare", "no gate"),
+)
+# Rounding z to 16 bits puts values on the other side of a kink, in torch's chain others than in ours.
+CASES = [case | ({"act": "silu"} if case["act"] in KINKED and case["dtype"].itemsize == 2 else {}) for case in CASES]
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+
+
+def make(device, shape=(3, 13, 7, 9), layout="contiguous", dtype=torch.float32, form="plain", seed=0) -> dict:
+    c = shape[1] * (2 if form == "multiplied" else 1)
+
+    def normal(*size, scale=1.0, kind=dtype):
+        normal.seed += 100
+        return (harness.normal(*size, dtype=torch.float64, seed=seed + normal.seed) * scale).to(device, kind)
+
+    normal.seed = 0
+    inputs = {"x": harness.images(shape, layout, dtype, device, seed), "weight": normal(c, 1, 3, 3, scale=1 / 3)}
+    if form != "bare":
+        inputs |= {"bias": normal(c), "norm_weight": normal(c).sigmoid(), "norm_bias": normal(c)}
+    if form != "no gate":
+        inputs |= {"w1": normal(R, c, 1, 1, scale=c**-0.5), "w2": normal(c, R, 1, 1, scale=R**-0.5)}
+    if form not in ("bare", "no gate"):
+        inputs |= {"b1": normal(R), "b2": normal(c)}
+    return inputs
+
+
+def run(operation, names, training, form, options, running, *tensors):
+    """``operation`` on tensors called ``names``; with ``running`` statistics as further outputs."""
+    given = dict(zip(names, tensors))
+    channels, like = given["weight"].shape[0], given.get("norm_weight", given["x"])
+    mean = torch.linspace(-1, 1, channels, dtype=torch.float64).to(like)
+    var = torch.linspace(0.5, 2, channels, dtype=torch.float64).to(like)
+    se = None if "w1" not in given else tuple(given.get(name) for name in ("w1", "b1", "w2", "b2"))
+    y = operation(
+        given["x"],
+        (given["weight"], given.get("bias")),
+        (mean, var, given.get("norm_weight"), given.get("norm_bias"), training, 0.3, 1e-3),
+        se,
+        ([2, 1], [1, 1, 0, 2], [1, 1]) if form == "strided" else ([1, 1], [1, 1, 1, 1], [1, 1]),
+        *options,
+    )
+    return (y, mean, var) if running else y
+
+
+def ours(x, conv, norm, se, geometry, act, se_act, gate):
+    (mean, var, *affine), (stride, padding, dilation) = norm, geometry
+    return depthwise_bn_act_se(
+        *(x, *conv, mean, var, *affine[:2], se, *affine[2:]),
+        **{"stride": stride, "padding": padding, "dilation": dilation, "act": act, "se_act": se_act, "gate": gate},
+    )
+
+
+OPTIONS = ("silu", "relu", "sigmoid")
+
+
+def function(inputs, training=True, form="plain", options=OPTIONS, running=False, operation=ours):
+    return functools.partial(run, operation, tuple(inputs), training, form, options, running)
+
+
+def reference_of(*args, **kwargs):
+    return function(*args, **kwargs, operation=reference)
+
+
+def skip_unless_runs(backend, device, dtype=torch.float32):
+    harness.skip_unless_runs(backend, device, "depthwise_bn_act_se", dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=cases.label)
+def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, backend, case):
+    skip_unless_runs(backend, device, case["dtype"])
+    shape, form = cases.SHAPES[case["shape"]], case["form"]
+    training = case["training"] and shape[:1] + shape[2:] != (1, 1, 1)  # one value per channel is refused
+    options = tuple(case[name] for name in ("act", "se_act", "gate"))
+    # The fewer elements, the more often torch's own error is small by chance.
+    draws = [
+        make(device, shape, case["layout"], case["dtype"], form, seed) for seed in range(8 if shape[1] > 1 else 32)
+    ]
+    harness.assert_op_as_good_as_torch(
+        function(draws[0], training, form, options, running=True),
+        reference_of(draws[0], training, form, options, running=True),
+        draws,
+        "depthwise_bn_act_se",
+        frozen=("bias",) if training else (),  # normalisation takes it out: its gradient is zero but for rounding
+    )
+
+
+@dense_layouts
+@modes
+@pytest.mark.parametrize("form", ["plain", "bare", "no gate"])
+def test_gradients_are_derivatives(device, backend, layout, training, form):
+    skip_unless_runs(backend, device, torch.float64)
+    inputs = make(device, (2, 3, 3, 2), layout, torch.float64, form)
+    properties.assert_gradients_are_derivatives(function(inputs, training, form, ("silu", "silu", "sigmoid")), inputs)
+
+
+@dense_layouts
+def test_operators_agree_with_schema_and_fake(device, kernels, layout):
+    skip_unless_runs(kernels, device)
+    z, _, _, weight, bias, w1, w2, b1, b2 = make(device, layout=layout, dtype=torch.bfloat16).values()
+    impl, mean, rstd = IMPLS[kernels], bias.float(), weight.float()
+    for affine, biases in (((weight, bias), (b1, b2)), ((None, None), (None, None))):
+        inputs, codes = (z, mean, rstd, *affine), (2, 1, 5)
+        properties.assert_opcheck(impl.forward, *inputs, w1, biases[0], w2, biases[1], *codes)
+        _, *small = impl.forward(*inputs, w1, biases[0], w2, biases[1], *codes)
+        for need_dw in (True, False):
+            properties.assert_opcheck(impl.reduce, z, *inputs, w1, w2, *small, *codes, need_dw)
+        sum_du, sum_du_xhat, gate, dpooled, *_ = impl.reduce(z, *inputs, w1, w2, *small, *codes, True)
+        for sums in ((sum_du, sum_du_xhat), (None, None)):
+            properties.assert_opcheck(impl.backward, z, *inputs, gate, dpooled, *sums, 189.0, codes[0])
+
+
+@dense_layouts
+@modes
+def test_compiles_as_one_graph_and_once(device, backend, layout, training):
+    skip_unless_runs(backend, device)
+    inputs = make(device, layout=layout, dtype=torch.bfloat16)
+    properties.assert_compiles(function(inputs, training), inputs)
+
+
+@dense_layouts
+def test_keeps_its_input_the_convolution_and_vectors(device, kernels, layout):
+    skip_unless_runs(kernels, device)
+    n, c, h, w = shape = (2, 16, 9, 9)
+    inputs = make(device, shape, layout, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    extra = harness.extra_saved_bytes(function(inputs), *leaves)
+    assert extra == n * c * h * w * 2 + (2 * c + n * (c + R + c)) * 4  # z; mean, rstd; pooled, hidden, logits
+
+
+@modes
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, training):
+    skip_unless_runs(backend, device)
+    inputs = make(device, layout=layout)
+    call = function(inputs, training)
+    properties.assert_repeats_bitwise(call, inputs)
+    properties.assert_writes_every_element(call, inputs)
+
+
+@dense_layouts
+def test_threads_change_nothing(device, kernels, layout):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels run on threads")
+    inputs = make(device, (5, 24, 33, 31), layout)
+    properties.assert_threads_change_nothing(function(inputs, running=True), inputs)
+
+
+@dense_layouts
+@modes
+def test_frozen_inputs_change_nothing(device, kernels, layout, training):
+    skip_unless_runs(kernels, device)
+    inputs = make(device, layout=layout)
+    properties.assert_frozen_inputs_change_nothing(function(inputs, training), inputs)
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, kernels, layout):
+    skip_unless_runs(kernels, device)
+    inputs = make(device, layout=layout)
+    properties.assert_takes_any_incoming_gradient(function(inputs), inputs)
+
+
+def test_second_derivative_is_refused(device, kernels):
+    skip_unless_runs(kernels, device)
+    inputs = make(device)
+    properties.assert_second_derivative_is_refused(function(inputs), inputs)
+
+
+@dense_layouts
+def test_images_do_not_mix_in_evaluation(device, kernels, layout):
+    skip_unless_runs(kernels, device)
+    inputs = make(device, (3, 13, 17, 19), layout)
+    properties.assert_images_do_not_mix(function(inputs, False), inputs)
+
+
+def test_parameters_of_one_call_serve_another(device, kernels):
+    """Two calls on shared parameters, backward in either order, give the sum of their gradients."""
+    skip_unless_runs(kernels, device)
+    inputs = make(device)
+    call = function(inputs)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    other = harness.images((3, 13, 7, 9), seed=1)
+    first, second = call(*leaves), call(other, *leaves[1:])
+    together = torch.autograd.grad(second.sum() + first.sum(), leaves[1:])
+    parts = [torch.autograd.grad(call(x, *leaves[1:]).sum(), leaves[1:]) for x in (inputs["x"], other)]
+    assert all(torch.equal(both, a + b) for both, a, b in zip(together, *parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_that_of_the_single_layers(device, backend, dtype):
+    skip_unless_runs(backend, device)
+    inputs = make(device)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    with torch.autocast(device, dtype=dtype):
+        y, stock = function(inputs)(*leaves), reference_of(inputs)(*leaves)
+    assert y.dtype == stock.dtype == dtype
+    truth = reference_of(inputs)(*(t.detach().double() for t in leaves))
+    harness.assert_as_good_as_torch(y, stock, truth, "autocast")
+    gradients = torch.autograd.grad(y.float().sum(), leaves)
+    assert all(g.dtype == t.dtype and g.shape == t.shape for g, t in zip(gradients, leaves))
+
+
+X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
+SE = (torch.ones(2, 3), None, torch.ones(3, 2), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "depthwise_bn_act_se: x must be a Tensor, got list"),
+        ({"weight": torch.ones(4, 1, 3, 3)}, ValueError, r"weight must have shape \[3 \* m, 1, kh, kw\]"),
+        ({"weight": torch.ones(3, 1, 5, 5), "padding": 0}, ValueError, "does not fit into x"),
+        ({"norm_weight": torch.ones(4)}, ValueError, r"norm_weight must have shape \[3\] or be None, got \[4\]"),
+        ({"norm_bias": ONES.half()}, TypeError, r"norm_bias must have the dtype of x .* got torch.float16"),
+        ({"running_mean": None}, ValueError, "must both be given or both be None"),
+        ({"se": SE[:3]}, ValueError, r"se must be \(w1, b1, w2, b2\) or None, got 3 entries"),
+        ({"se": (torch.ones(2, 4), *SE[1:])}, ValueError, r"w1 must have shape \[R, 3\]"),
+        ({"se": (SE[0].double(), *SE[1:])}, TypeError, "weights and biases must have the dtype of x"),
+        ({"se": (SE[0].to("meta"), *SE[1:])}, RuntimeError, "w1 is on meta, but x is on cpu"),
+        ({"act": "tanh"}, ValueError, "act must be one of identity, relu, .* got 'tanh'"),
+        ({"gate": "mish"}, ValueError, "gate must be one of identity, relu, .* got 'mish'"),
+        ({"x": torch.ones(1, 3, 1, 1)}, ValueError, "Expected more than 1 value per channel"),
+    ],
+)
+def test_bad_arguments_are_named_and_change_nothing(changes, error, message):
+    running = {"running_mean": ONES.clone(), "running_var": ONES.clone()}
+    given = {"x": X, "weight": torch.ones(3, 1, 3, 3), "bias": None, "norm_weight": ONES, "norm_bias": ONES, "se": SE}
+    with pytest.raises(error, match=message):
+        depthwise_bn_act_se(**(given | {"training": True, "padding": 1} | running | changes))
+    assert torch.equal(running["running_mean"], ONES) and torch.equal(running["running_var"], ONES)
+
+
+def test_backends_without_kernels_say_so():
+    for name in ("cuda", "triton"):
+        assert "depthwise_bn_act_se has no" in IMPLS[name].why_not(X) or IMPLS[name].why_not(X)
+    with fusedtrain.use_backend("triton"), pytest.raises(RuntimeError, match="cannot run depthwise_bn_act_se"):
+        depthwise_bn_act_se(X, torch.ones(3, 1, 3, 3), None, ONES, ONES, se=SE)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(zoo) -> dict:
+    """The blocks of timm and torchvision that hold all four layers, with the stock classes."""
+    timm, torchvision = zoo.timm.models._efficientnet_blocks, zoo.torchvision.models
+    silu = {"se_layer": timm.SqueezeExcite, "act_layer": nn.SiLU}
+    config = torchvision.mobilenetv3.InvertedResidualConfig(16, 5, 32, 16, True, "HS", 1, 1, 1.0)
+    mbconv = torchvision.efficientnet.MBConvConfig(4.0, 3, 1, 16, 16, 1)
+    return {
+        "InvertedResidual": timm.InvertedResidual(16, 16, exp_ratio=2.0, **silu),
+        "InvertedResidual, padded as TensorFlow": timm.InvertedResidual(16, 8, 5, 2, pad_type="same", **silu),
+        "DepthwiseSeparableConv": timm.DepthwiseSeparableConv(16, 16, **silu),
+        "torchvision InvertedResidual": torchvision.mobilenetv3.InvertedResidual(config, nn.BatchNorm2d),
+        "torchvision MBConv": torchvision.efficientnet.MBConv(mbconv, 0.0, nn.BatchNorm2d),
+        "by hand": nn.Sequential(
+            *(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.SiLU()),
+            *(torchvision.mobilenetv3.SElayer(16, 4), nn.Conv2d(16, 8, 1)),
+        ),
+    }
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the op by the layers of this test, as (options, training)."""
+    seen = []
+
+    def spy(*args, **options):
+        seen.append((options, args[8]))
+        return depthwise_bn_act_se(*args, **options)
+
+    monkeypatch.setattr(layers, "depthwise_bn_act_se", spy)
+    return seen
+
+
+def test_blocks_of_timm_and_torchvision_train_as_before(zoo, calls):
+    for name, stock in blocks(zoo).items():
+        fused = copy.deepcopy(stock)
+        before = list(map(type, fused.modules()))
+        assert "nn.depthwise_bn_act_se." in str(fusedtrain.fuse(fused)), name
+        for training in (True, False):
+            x = harness.images((4, 16, 9, 9), seed=len(calls))
+            stock.train(training), fused.train(training)
+            harness.assert_module_as_good_as_torch(fused, stock, x, name, frozen=("0.bias",))
+            fused(x), stock(x)
+            assert calls and calls[-1][1] is training
+            calls.clear()
+        for key, value in fused.state_dict().items():
+            torch.testing.assert_close(value, stock.state_dict()[key], msg=f"{name}: {key}")
+        assert list(fused.state_dict()) == list(stock.state_dict())
+        assert fusedtrain.unfuse(fused).kept == () and list(map(type, fused.modules())) == before
+
+
+def test_what_the_op_does_not_know_or_a_hook_sees_runs_as_single_layers(zoo, calls):
+    def block(**options):
+        return zoo.timm.models._efficientnet_blocks.InvertedResidual(
+            16, 8, **{"se_layer": zoo.timm.models._efficientnet_blocks.SqueezeExcite} | options
+        )
+
+    seen = []
+    hooked = block()
+    hooked.bn2.register_forward_hook(lambda *_: seen.append("bn2"))
+    pooling = block()
+    pooling.se.conv_reduce.register_forward_hook(lambda *_: seen.append("conv_reduce"))
+    for model in (hooked, pooling, block(act_layer=nn.LeakyReLU), block(aa_layer=nn.AvgPool2d, stride=2)):
+        stock, x = copy.deepcopy(model), harness.images((4, 16, 9, 9))
+        assert fusedtrain.fuse(model).swapped
+        torch.testing.assert_close(model(x), stock(x))
+        assert not calls
+    assert set(seen) == {"bn2", "conv_reduce"}
+    plain = block(se_layer=None)
+    assert "InvertedResidual" not in str(fusedtrain.fuse(plain)) and type(plain).__module__.startswith("timm")
+    derived = nn.Sequential(block())
+    derived[0].__class__ = type("Derived", (type(derived[0]),), {})
+    assert any("derived from it" in (kept.reason or "") for kept in fusedtrain.fuse(derived).kept)
+
+
+def test_layer_is_its_parts(calls, device):
+    layer = fusedtrain.nn.DepthwiseBnActSe(16, 4, 5, stride=2, act_layer="hard_swish", gate_layer="hard_sigmoid")
+    layer = layer.to(device)
+    single, x = copy.deepcopy(layer), harness.images((4, 16, 9, 9), device=device)
+    y = layer(x)
+    assert len(calls) == 1 and y.shape == (4, 16, 5, 5)
+    torch.testing.assert_close(y, single.se(single.bn(single.conv(x))))
+    assert all(torch.equal(a, b) or a.is_floating_point() for a, b in zip(layer.buffers(), single.buffers()))
+    assert layer.bn.num_batches_tracked == 1
+
+
+# --- statistics over processes ----------------------------------------------------------------------------------------
+
+SYNC_CHILD = """
+import os, sys, torch, fusedtrain
+from torch import nn
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+state, images = torch.load(f"{folder}/inputs.pt")
+layer = fusedtrain.nn.DepthwiseBnActSe(16, 4)
+layer.load_state_dict(state)
+layer.bn = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(16))
+layer.bn.act = nn.SiLU()
+assert len(fusedtrain.fuse(layer).swapped) == 1
+x = images[rank].requires_grad_()
+with fusedtrain.use_backend("cpu"):
+    y = layer(x)
+    y.backward(y.detach().cos())
+gradients = [p.grad for p in layer.parameters()]
+torch.save((y.detach(), x.grad, gradients, list(layer.buffers())), f"{folder}/{rank}.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_processes_share_statistics_as_if_their_batches_were_one(tmp_path):
+    whole = fusedtrain.nn.DepthwiseBnActSe(16, 4)
+    images = [harness.images((n, 16, 5, 6), seed=n) for n in (3, 1)]
+    torch.save((whole.state_dict(), images), tmp_path / "inputs.pt")
+    ranks = [harness.start_python("-c", SYNC_CHILD, str(i), str(tmp_path), OMP_NUM_THREADS="1") for i in range(2)]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        layer = copy.deepcopy(whole).to(dtype)
+        x = torch.cat(images).to(dtype).requires_grad_()
+        with fusedtrain.use_backend("reference"):
+            y = layer(x)
+            y.backward(y.detach().cos())
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters()), *list(layer.buffers())[:2]])
+    assert [child.wait(timeout=120) for child in ranks] == [0, 0]
+    (y0, dx0, g0, b0), (y1, dx1, g1, b1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(b0, b1))
+    ours = [torch.cat([y0, y1]), torch.cat([dx0, dx1]), *(a + b for a, b in zip(g0, g1)), *b0[:2]]
+    assert len(ours) == len(results[0])
+    for k, (value, stock, truth) in enumerate(zip(ours, *results)):
+        harness.assert_as_good_as_torch(value, stock, truth, f"result {k}")
