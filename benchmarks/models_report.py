@@ -85,7 +85,8 @@ def _profiles(rows: list[Row], column: str, most: int) -> str:
         key, form = row[column], (row["dtype"], row["backend"])
         spent.setdefault(key, {}).setdefault(form, 0.0)
         spent[key][form] += row["ms"]
-        calls[key, form] = calls.get((key, form), 0) + row["calls"]
+        calls[key, form] = row["calls"]
+    spent.pop("smaller ones", None)
     wanted = sorted(spent, key=lambda key: -max(spent[key].values()))[:most]
 
     def cell(key: str, form: tuple) -> str:
@@ -121,7 +122,8 @@ def section(folder: Path, report: Path) -> str:
     pictures = [plot.steps(rows, folder / "steps.png")]
     if losses:
         pictures.append(plot.losses(losses, folder / "losses.png"))
-        parts.append("Mean loss of the last 50 of 200 steps on scikit-learn's digits, enlarged to 64 pixels:\n")
+        what = f"Mean loss of the last 50 of {models.LOSS_STEPS} steps on scikit-learn's digits"
+        parts.append(f"{what}, enlarged to {models.LOSS_IMAGE} pixels:\n")
         parts.append(_losses(losses))
     parts.append("".join(f"![{p.stem}]({p.relative_to(report.parent).as_posix()})\n" for p in pictures))
     parts.append("<details><summary>Every form</summary>\n")
@@ -140,11 +142,16 @@ def readme_block(folder: Path) -> str:
     blocks = []
     for file in sorted(folder.glob("*/models/steps.csv")):
         rows = results.read(file, models.STEPS)
-        blocks.append(f"{rows[0]['device']}, {rows[0]['threads']} thread:\n\n{overview(rows)}")
+        rivals = "eager and compiled" if any(row["backend"] == "compile" for row in rows) else "eager alone"
+        load = max(row["load"] or 0.0 for row in rows)
+        title = (
+            f"{rows[0]['device']}, {rows[0]['threads']} thread; stock forms: {rivals}; load average up to {load:.0f}"
+        )
+        blocks.append(f"{title}:\n\n{overview(rows)}")
     if not blocks:
         return ""
-    title = (
+    what = (
         "Whole training steps (forward, loss, backward, AdamW) after `fuse`, over the fastest stock form of any dtype"
+        " and of the same dtype, and the memory saved for backward and at the peak of the step, over that form's."
     )
-    title += " and of the same dtype, and the memory saved for backward and at the peak of the step, over that form's: "
-    return title + "\n\n".join(blocks) + "\n"
+    return "\n\n".join([what, *blocks]) + "\n"
