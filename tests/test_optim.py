@@ -1,6 +1,7 @@
 """Optimizers: torch's arguments and states, torch's results, and what rides along in the same pass."""
 
 import copy
+import os
 import pickle
 import runpy
 import sys
@@ -405,16 +406,28 @@ def test_bad_arguments_are_named(name, arguments, error, message):
         getattr(optim, name)(parameters(), **arguments)
 
 
-def test_sharded_parameters_are_refused():
+@pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forks, which only Linux supports with torch")
+def test_sharded_parameters_step_as_whole_ones():
+    done = harness.run_python(os.path.join(os.path.dirname(__file__), "optim_ranks.py"))
+    assert done.returncode == 0 and done.stdout == "all is well\n", done.stdout + done.stderr
+
+
+def test_what_sharded_parameters_do_not_go_with_is_named():
     from torch import distributed
-    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+    from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0])))
+        mesh = DeviceMesh("cpu", [0])
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         p.grad = torch.ones_like(p)
-        with pytest.raises(NotImplementedError, match="AdamW does not support DTensor parameters"):
-            optim.AdamW([p], max_grad_norm=1.0).step()
+        with pytest.raises(NotImplementedError, match="Lamb needs whole parameters: it does not support DTensor"):
+            optim.Lamb([p]).step()
+        p.grad = None
+        q = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        q.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with pytest.raises(NotImplementedError, match=r"AdamW: a gradient on .* belongs to a DTensor on"):
+            optim.AdamW([q]).step()
         assert torch.equal(p.to_local(), torch.ones(4))
     finally:
         distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """What every optimizer shares: gathering lists, states, and one call of the op per parameter group."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ class FusedStep(torch.optim.Optimizer):
 
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
+    _norms = False  # of single parameters or gradients are a part of the rule
     _step_is_int = False  # they are saved as int, as the counterpart has them
 
     # GradScaler then hands over its scale and what it found instead of a pass of its own.
@@ -128,7 +129,8 @@ class FusedStep(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse or not on its parameter's device, or with ``nonfinite="error"`` the norm
                 is not finite. Nothing was changed then.
             TypeError: a parameter is complex or its gradient has another dtype. Nothing was changed then.
-            NotImplementedError: a parameter is a DTensor. Nothing was changed then.
+            NotImplementedError: the rule takes norms of single parameters ("lamb", "novograd") and one is a DTensor, or
+                a gradient is spread in another way than its DTensor. Nothing was changed then.
         """
         loss = None
         if closure is not None:
@@ -173,8 +175,12 @@ class FusedStep(torch.optim.Optimizer):
         name, kinds = type(self).__name__, set()
         for p in chain.from_iterable(lists):
             g = p.grad
-            if hasattr(p, "device_mesh"):
-                raise NotImplementedError(f"{name} does not support DTensor parameters (FSDP2, tensor parallelism)")
+            if _is_sharded(p):
+                if self._norms:
+                    raise NotImplementedError(f"{name} needs whole parameters: it does not support DTensor (FSDP2)")
+                if not _is_sharded(g) or g.placements != p.placements:
+                    places = g.placements if _is_sharded(g) else "no mesh"
+                    raise NotImplementedError(f"{name}: a gradient on {places} belongs to a DTensor on {p.placements}")
             kinds.add((p.dtype, g.dtype, g.layout, p.device, g.device))
         for dtype, grad_dtype, layout, _, _ in kinds:
             if layout != torch.strided:
@@ -210,11 +216,13 @@ class FusedStep(torch.optim.Optimizer):
     def _step_lists(self, groups: list[tuple[int, dict, list[Tensor]]]) -> None:
         copies = _Copies()
         grads = [[copies.grad(p) for p in params] for _, _, params in groups]
-        shared = self._shared(grads[0][0].device, lambda: grad_norm(list(chain.from_iterable(grads))))
+        params = chain.from_iterable(params for _, _, params in groups)
+        shared = self._shared(grads[0][0].device, lambda: _total_norm(params, list(chain.from_iterable(grads))))
         stored = {index: self._stored(index) for index, _, _ in groups}
         for (index, group, params), own in zip(groups, grads):
             options = self._update(group) | stored[index]
             lists = self._states(params, options["rule"], group)
+            lists = {name: [_local(t) for t in tensors] for name, tensors in lists.items()}
             optimizer_step_([copies.param(p) for p in params], own, **lists, **options, **shared)
         copies.write_back(self._options["zero_grads"])
 
@@ -238,7 +246,7 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
-                elif value.stride() != p.stride():
+                elif _local(value).stride() != _local(p).stride():
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
@@ -262,8 +270,9 @@ class FusedStep(torch.optim.Optimizer):
             dtype = torch.float32 if p.numel() < MIN_CODED else torch.uint8
         if dtype == torch.uint8:
             codes = state[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
-            scale = state[f"{name}_scale"] = p.new_empty(_narrow.blocks(p.numel()), dtype=torch.float32)
-            _narrow.encode_(codes, scale, value, is_signed(name))
+            own = _local(codes)
+            scale = state[f"{name}_scale"] = own.new_empty(_narrow.blocks(own.numel()), dtype=torch.float32)
+            _narrow.encode_(own, scale, _local(value), is_signed(name))
         else:
             state[name] = _like(p, value, dtype)
 
@@ -373,16 +382,57 @@ def _like(p: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _plain(state: dict, name: str) -> Tensor:
     """A state, in float32 where it is kept in 8 bits."""
     scale = state.get(f"{name}_scale")
-    return state[name] if scale is None else _narrow.decode(state[name], scale, is_signed(name))
+    if scale is None:
+        return state[name]
+    value = _narrow.decode(_local(state[name]), scale, is_signed(name))
+    return _spread(value, state[name]) if _is_sharded(state[name]) else value
 
 
 def _beside(state: dict, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """What is kept beside the states, made or brought into the memory format of ``p`` where needed."""
     value = state.get(name)
-    if value is None or value.stride() != p.stride():
+    if value is None or _local(value).stride() != _local(p).stride():
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
+
+
+def _is_sharded(t: Tensor) -> bool:
+    return hasattr(t, "device_mesh")
+
+
+def _local(t: Tensor) -> Tensor:
+    """What this rank has of a DTensor; other tensors themselves."""
+    return t.to_local() if _is_sharded(t) else t
+
+
+def _spread(own: Tensor, like: Tensor) -> Tensor:
+    """The DTensor like ``like`` of which this rank has ``own``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _total_norm(params: Iterable[Tensor], grads: list[Tensor]) -> Tensor:
+    """The norm of all gradients, of which ``grads`` are this rank's parts; what is replicated counts once."""
+    spread: dict = {}
+    for p, g in zip(params, grads):
+        spread.setdefault((p.device_mesh, p.placements) if _is_sharded(p) else None, []).append(g)
+    if spread.keys() == {None}:
+        return grad_norm(grads)
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    squares = []
+    for where, own in spread.items():
+        square = grad_norm(own).square()
+        if where is not None:
+            mesh, placements = where
+            summed = [Replicate() if place.is_replicate() else Partial() for place in placements]
+            square = DTensor.from_local(square, mesh, summed, run_check=False).full_tensor()
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -399,13 +449,14 @@ class _Copies:
         self._grads: list[Tensor] = []
 
     def grad(self, p: Tensor) -> Tensor:
-        g = p.grad
+        p, g = _local(p), _local(p.grad)
         if g.stride() == p.stride() and _is_dense(g) and not g.is_neg():
             return g
         self._grads.append(g)
         return _like(p, g)
 
     def param(self, p: Tensor) -> Tensor:
+        p = _local(p)
         if _is_dense(p):
             return p
         self._params.append((p, _like(p, p)))

@@ -52,7 +52,8 @@ class Adam(FusedStep, torch.optim.Adam):
     threads. Steps that GradScaler or "skip" leaves out change nothing but the gradients that are zeroed.
     Random bits are a function of the seed, the step, the parameter's place in its group and the element's in memory.
     The state dict is that of :class:`torch.optim.Adam` and is exchanged both ways; "ema", "master" and "compensation"
-    stand beside torch's keys. States in 8 bits are saved in float32, and resumed to the bit.
+    stand beside torch's keys. States in 8 bits are saved in float32, and resumed to the bit; one that is not finite
+    makes its block of 256 NaN. Of DTensor parameters (FSDP2) every rank steps its own part by the norm of all parts.
     Source: Kingma, Ba, https://arxiv.org/abs/1412.6980; blocks of 8 bits: Dettmers et al.,
     https://arxiv.org/abs/2110.02861; rounding: Zamirai et al., https://arxiv.org/abs/2010.06192
     """

@@ -1,0 +1,75 @@
+"""Optimizers on 2 gloo ranks beside one process, for test_optim.py: ``python tests/optim_ranks.py``."""
+
+import copy
+
+import forks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from fusedtrain import optim
+
+EVERYTHING = {"lr": 0.01, "max_grad_norm": 0.1, "ema_decay": 0.9}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 1001), nn.ReLU(), nn.Linear(1001, 9))  # odd sizes: the parts of ranks differ
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def sharded(**narrow) -> None:
+    """FSDP2, saved and loaded on the way, as one process; in 8 bits blocks are other ones and only stay finite."""
+    model, plain = net(), net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    ours, stock = (optim.AdamW(m.parameters(), **EVERYTHING, **narrow) for m in (model, plain))
+    train(model, ours, 0, 3)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, ours))
+    assert {whole(t).shape for t in saved["state"]["0.weight"].values()} == {(), (1001, 5)}
+    ours = optim.AdamW(model.parameters(), **EVERYTHING, **narrow)
+    set_optimizer_state_dict(model, ours, saved)
+    train(model, ours, 3, 2)
+    train(plain, stock, 0, 5)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if narrow:
+            assert whole(p).isfinite().all() and not torch.equal(whole(p), q)
+        else:
+            torch.testing.assert_close(whole(p), q.detach())
+            torch.testing.assert_close(whole(ours.state[p]["ema"]), stock.state[q]["ema"])
+    if not narrow:
+        torch.testing.assert_close(ours.grad_norm, stock.grad_norm)
+
+
+def zero_redundancy() -> None:
+    model, plain = net(), net()
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, lr=0.01)
+    train(model, ours, 0, 3)
+    train(plain, optim.AdamW(plain.parameters(), lr=0.01), 0, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
+
+
+def main() -> None:
+    sharded()
+    sharded(state_dtype="8bit")
+    zero_redundancy()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    forks.run(2, main)
+    print("all is well")
