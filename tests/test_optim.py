@@ -371,6 +371,31 @@ def test_schedulers_closures_hooks_and_late_groups(device, backend, name):
     assert calls == ["before"] * 6 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("narrow", [{}, {"state_dtype": "8bit"}], ids=str)
+def test_compiled_steps_are_the_same_and_compile_nothing_anew(narrow):
+    runs, graphs = [], []
+
+    def count(module, _):
+        graphs.append(module)
+        return module.forward
+
+    for compiled in (False, True):
+        p = harness.normal(70, 70).requires_grad_()
+        optimizer = optim.AdamW([p], lr=0.1, max_grad_norm=1.0, **narrow)
+
+        def step(optimizer=optimizer):
+            optimizer.step()
+
+        step = torch.compile(step, backend=count) if compiled else step
+        for i in range(4):
+            set_gradients([p], i)
+            optimizer.param_groups[0]["lr"] /= 2
+            step()
+        runs.append({"p": p.detach()})
+    harness.assert_bitwise_equal(*runs, "compiled")
+    assert not graphs
+
+
 @pytest.mark.parametrize("fault", ["sparse", "complex", "meta"])
 @every_optimizer
 def test_what_cannot_be_done_changes_nothing(name, fault):

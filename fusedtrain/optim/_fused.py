@@ -136,6 +136,11 @@ class FusedStep(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take()
+        return loss
+
+    @torch._disable_dynamo  # nothing in it is left to compile
+    def _take(self) -> None:
         self._norm = self._norm_scale = None
         tables = self._gather()
         if tables is None:
@@ -151,7 +156,6 @@ class FusedStep(torch.optim.Optimizer):
             shared = self._shared(device, lambda: _tables.grad_norm([table for _, _, table in tables]))
             for index, options, table in tables:
                 _tables.optimizer_step_(table, **options, **shared, **self._stored(index))
-        return loss
 
     def _gather(self) -> list[tuple[int, dict, _tables.Table]] | None:
         """The index, options and table of each group; None where the lists are to be taken, as at the first step."""
