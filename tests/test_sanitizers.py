@@ -1,0 +1,64 @@
+"""The compiled half under the address and undefined-behaviour sanitizers, in every instruction set of this CPU.
+
+Slow: the whole package is built for it. On every run, guard pages around the tensors (properties.py) stand in.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import compiler
+import harness
+import pytest
+
+from fusedtrain import _extension
+
+SLOW = os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1"
+FLAGS = "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+LEFT_OUT = shutil.ignore_patterns("build", ".*", "*.so", "__pycache__", "*.egg-info")
+TESTS = (
+    "test_channel_pool.py",
+    "test_channel_scale.py",
+    "test_squeeze_excite.py",
+    "test_depthwise_conv2d.py",
+    "test_batch_norm_act.py",
+    "test_optimizer_step.py",
+    "test_grad_norm.py",
+)
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """The environment of a process in which the package, built with sanitizers, is found and their runtime loaded."""
+    runtime = subprocess.run([compiler.CXX, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
+    if not os.path.isabs(runtime.strip()):
+        pytest.skip(f"{compiler.CXX} has no address sanitizer")
+    folder = tmp_path_factory.mktemp("sanitized")
+    shutil.copytree(compiler.ROOT, folder / "source", ignore=LEFT_OUT)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps"]
+    command += ["--target", str(folder / "site"), str(folder / "source")]
+    flags = f"{os.environ.get('CXXFLAGS', '')} {FLAGS} -Wno-error"
+    env = harness.environment(CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined", FUSEDTRAIN_CUDA="0")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {
+        "PYTHONPATH": str(folder / "site"),
+        "LD_PRELOAD": runtime.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+@pytest.mark.skipif(not SLOW, reason="slow; FUSEDTRAIN_SLOW_TESTS=1 runs it")
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("isa", _extension.BUILD_INFO.get("isa_variants", ()))
+def test_cpu_kernels_under_sanitizers(isa, sanitized):
+    where = "import fusedtrain; print(fusedtrain.__file__)"
+    assert harness.run_python("-c", where, **sanitized).stdout.startswith(sanitized["PYTHONPATH"])
+    env = sanitized | {"FUSEDTRAIN_ISA": isa, "FUSEDTRAIN_SLOW_TESTS": None}
+    tests = ["-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu-cpu and not compile", *TESTS]
+    done = harness.run_python(*tests, **env)
+    if "this CPU does not have it" in done.stdout + done.stderr:
+        pytest.skip(f"this CPU does not have {isa}")
+    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-5000:]
