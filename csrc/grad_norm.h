@@ -23,6 +23,7 @@ struct GradNorm {
   const NormTensor* tensors;   // [count]
   const int64_t* first_chunk;  // [count + 1]: chunks of the tensors before; the last is their total
   double* partial;             // [chunks]
+  double* norm;                // [1]
 };
 
 namespace cpu {
@@ -30,5 +31,9 @@ namespace cpu {
 template <Isa I>
 void grad_norm_partial(const GradNorm& a, int64_t begin, int64_t end);
 }  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int grad_norm(const GradNorm& a, void* stream);
+}  // namespace cuda
 
 }  // namespace fusedtrain

@@ -90,4 +90,8 @@ template <Isa I>
 void optimizer_step(const OptimizerStep& a, int64_t begin, int64_t end);
 }  // namespace cpu
 
+namespace cuda {
+[[nodiscard]] int optimizer_step(const OptimizerStep& a, void* stream);
+}  // namespace cuda
+
 }  // namespace fusedtrain

@@ -5,6 +5,7 @@
 
 import ctypes
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fusedtrain.backend import Impl
-from fusedtrain.ops import _common
+from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.depthwise_conv2d import output_size
+from fusedtrain.ops.optimizer_step import RULES
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -56,20 +58,29 @@ def library() -> ctypes.CDLL:
 # --- structs of the contract headers ----------------------------------------------------------------------------------
 
 
+_SIZES = {  # of arrays in these structs
+    name: int(size)
+    for name, size in re.findall(r"constexpr int (k\w+) = (\d+);", (CSRC / "core/update_rule.h").read_text())
+}
+
+
 @functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
     """ctypes twins of the structs that CUDA kernels take, read from their headers; enums are 32-bit integers."""
     types = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
     headers = (CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))
-    for header in [CSRC / "core/types.h", *filter(Path.exists, headers)]:
+    for header in [CSRC / "core/types.h", CSRC / "core/update_rule.h", *filter(Path.exists, headers)]:
         text = re.sub(r"//.*", "", header.read_text())
         types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", text)}
         for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
+            if "(" in body or "static" in body:
+                continue  # has functions: not for others to fill
             fields = []
             for declaration in filter(None, map(str.strip, body.split(";"))):
                 kind, names = declaration.rsplit("*", 1) if "*" in declaration else declaration.split(None, 1)
                 kind = ctypes.c_void_p if "*" in declaration else types[kind]
-                fields += [(field.strip(), kind) for field in names.split(",")]
+                for field, size in re.findall(r"(\w+)(?:\[(\w+)\])?(?:,|$)", names):
+                    fields.append((field, kind * _SIZES[size] if size else kind))
             types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return types
 
@@ -77,6 +88,7 @@ def structs() -> dict[str, type[ctypes.Structure]]:
 def call(name: str, struct: str, **fields) -> None:
     """Calls ``fusedtrain::cuda::name(const struct&, void* stream)``; tensors are passed as pointers."""
     pointers = {key: t.data_ptr() if t.numel() else None for key, t in fields.items() if isinstance(t, Tensor)}
+    pointers |= {key: ctypes.addressof(array) for key, array in fields.items() if isinstance(array, ctypes.Array)}
     function = library()[f"_ZN10fusedtrain4cuda{len(name)}{name}ERKNS_{len(struct)}{struct}EPv"]
     code = function(ctypes.byref(structs()[struct](**fields | pointers)), None)
     assert code == 0, f"{name} returned CUDA error {code}"
@@ -86,6 +98,7 @@ def call(name: str, struct: str, **fields) -> None:
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CHUNK = 256
+_LIST_CHUNK = 8192
 
 
 def _images(x: Tensor, in_act: int):
@@ -207,7 +220,53 @@ def depthwise_conv2d_backward(dy, x, weight, stride, padding, dilation, need_dx,
     return dx, dw, db
 
 
+def _list(struct: str, rows: list[tuple]) -> dict:
+    """The fields of a list of tensors; a row begins with the number of its elements."""
+    first = [0, *itertools.accumulate(-(-row[0] // _LIST_CHUNK) for row in rows)]
+    tensors, first_chunk = (structs()[struct] * len(rows))(*rows), (ctypes.c_int64 * len(first))(*first)
+    return {"count": len(rows), "tensors": tensors, "first_chunk": first_chunk}
+
+
+def _doubles(count: int) -> Tensor:
+    return torch.full((count,), torch.nan, dtype=torch.float64)
+
+
+def grad_norm(grads):
+    fields = _list("NormTensor", [(g.numel(), _DTYPES[g.dtype], g.data_ptr()) for g in grads])
+    norm, partial = _doubles(1), _doubles(fields["first_chunk"][len(grads)])
+    call("grad_norm", "GradNorm", **fields, partial=partial, norm=norm)
+    return norm.view(())
+
+
+def optimizer_step_(
+    params, grads, states, steps, ema, rule, lr, weight_decay, decoupled, coefficients, maximize, *rest
+):
+    ema_decay, zero_grads, norm, max_norm, skip_nonfinite, grad_scale, found_inf = rest
+    count, elementwise = len(params), len(RULES[_codes.RULES[rule]].states)
+    rows = []
+    for i, p in enumerate(params):
+        own = [t.data_ptr() for t in states[i::count]]
+        numbers = (own[:elementwise], own[elementwise:])
+        states_and_scalars = (field(*values) for field, values in zip(_row_arrays(), numbers))
+        others = (lists[i].data_ptr() if lists else None for lists in (ema, steps))
+        rows.append((p.numel(), _DTYPES[p.dtype], p.data_ptr(), grads[i].data_ptr(), *states_and_scalars, *others))
+    fields = _list("StepTensor", rows)
+    hyper = structs()["Hyper"](lr, weight_decay, decoupled, tuple(coefficients))
+    flags = {"maximize": maximize, "zero_grads": zero_grads, "skip_nonfinite": skip_nonfinite}
+    numbers = {"ema_decay": ema_decay, "max_norm": max_norm}
+    pointers = {"norm": norm, "grad_scale": grad_scale, "found_inf": found_inf}
+    work = {"partial": _doubles(2 * fields["first_chunk"][count]), "ratio": _doubles(count)}
+    call("optimizer_step", "OptimizerStep", **fields, rule=rule, hyper=hyper, **flags, **numbers, **pointers, **work)
+
+
+def _row_arrays() -> list[type[ctypes.Array]]:
+    types = dict(structs()["StepTensor"]._fields_)
+    return [types["states"], types["scalars"]]
+
+
 IMPLS = {
+    "grad_norm": Impl(grad_norm, None, _common.never_why_not),
+    "optimizer_step": Impl(optimizer_step_, None, _common.never_why_not),
     "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),
     "channel_scale": Impl(channel_scale, channel_scale_backward, _common.never_why_not),
     "squeeze_excite": Impl(squeeze_excite, squeeze_excite_backward, _common.never_why_not),

@@ -19,11 +19,14 @@ import test_activation
 import test_channel_pool
 import test_channel_scale
 import test_depthwise_conv2d as depthwise
+import test_grad_norm
+import test_optimizer_step
 import test_squeeze_excite
 import torch
 
 import fusedtrain
 from fusedtrain import backend as fusedtrain_backend
+from fusedtrain import ops
 
 if emulator.WHY_NOT:
     pytest.skip(emulator.WHY_NOT, allow_module_level=True)
@@ -159,10 +162,65 @@ def test_nan_and_infinity_stay_in_place(op, value):
                 properties.assert_not_finite_stays_in_place(*functions, inputs, value, (1, 2, 3, 4), region)
 
 
+@pytest.mark.parametrize("rule", test_optimizer_step._codes.RULES)
+def test_optimizer_of_every_rule_and_dtype(rule, monkeypatch):
+    shapes = test_optimizer_step.SHAPES
+    lists = test_optimizer_step.mixed(rule, "cpu", shapes, (harness.DTYPES * len(shapes))[: len(shapes)], with_ema=True)
+    results = []
+    for order in ORDERS:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        results.append(test_optimizer_step.run(ops.optimizer_step_, rule, lists, test_optimizer_step.EVERYTHING))
+        harness.assert_bitwise_equal(results[-1], results[0], f"{rule}, thread order {order}")
+    test_optimizer_step.assert_as_good_as_reference(rule, lists, test_optimizer_step.EVERYTHING)
+    for dtype in (torch.float32, torch.float16) if not emulator.SANITIZED else ():
+        for options in ("plain", "l2"):
+            test_optimizer_step.test_as_good_as_plain_torch("cpu", "cuda", rule, options, dtype)
+    for change in ({"found_inf": 1.0}, {"norm": float("nan"), "skip_nonfinite": True}):
+        test_optimizer_step.test_skipped_steps_only_zero_the_gradients("cpu", "cuda", rule, change)
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb", "novograd_amsgrad"])
+def test_optimizer_lists_of_several_launches(rule):
+    """And neighbours that share a count of steps, on both sides of where the list is cut."""
+    shapes = [(3,), (0,), (8200,)] * 30
+    lists = test_optimizer_step.make(rule, "cpu", shapes)
+    whole = test_optimizer_step.run(ops.optimizer_step_, rule, lists, test_optimizer_step.PLAIN)
+    for i in (0, 2, 45, 89):
+        alone = {name: tensors[i :: len(shapes)] for name, tensors in lists.items()}
+        alone = test_optimizer_step.run(ops.optimizer_step_, rule, alone, test_optimizer_step.PLAIN)
+        assert torch.equal(whole[f"params[{i}]"], alone["params[0]"])
+    params, grads, states, steps, _ = lists.values()
+    steps = [steps[i // 60] for i in range(len(shapes))]
+    coefficients = test_optimizer_step.COEFFICIENTS[rule]
+    ops.optimizer_step_(params, grads, states, steps, rule=rule, coefficients=coefficients, **test_optimizer_step.PLAIN)
+    assert all(step == 8.0 for step in steps)
+    assert all(torch.equal(p, whole[f"params[{i}]"]) for i, p in enumerate(params))
+
+
+def test_optimizer_tensors_that_no_vector_fits():
+    aligned = test_optimizer_step.make("adam", "cpu", [(8195,)], with_ema=True)
+    for name in ("params", "grads", "states", "ema"):
+        shifted = {key: list(tensors) for key, tensors in aligned.items()}
+        shifted[name][0] = torch.cat([torch.ones(1), shifted[name][0]])[1:]
+        results = []
+        for lists in (aligned, shifted):
+            arguments = {"rule": "adam", "lr": 0.1, "coefficients": (0.9, 0.999, 1e-8), "ema_decay": 0.9}
+            copies = {key: [t if t.data_ptr() % 16 else t.clone() for t in own] for key, own in lists.items()}
+            ops.optimizer_step_(*copies.values(), **arguments)
+            results.append(test_optimizer_step.by_name(copies))
+        harness.assert_bitwise_equal(*results, f"{name} not aligned")
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_optimizer_norms_of_gradients(dtype):
+    for shapes in [(0,)], [(8193,), (3, 5, 7), (300, 500)], [(17,)] * 300:
+        test_grad_norm.assert_as_good_as_torch(test_grad_norm.make("cpu", shapes, [dtype] * len(shapes)))
+
+
 @pytest.mark.skipif(emulator.SANITIZED, reason="already under the sanitizers")
 def test_kernels_under_sanitizers():
     env = sanitizer_environment()
-    paths = "every_path or several_chunks or images_do_not_mix or (depthwise_geometry and not multiplier)"
+    paths = "every_path or several_chunks or images_do_not_mix or optimizer or (depthwise_geometry and not multiplier)"
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-k", paths, __file__]
     result = subprocess.run(command, cwd=emulator.TESTS, env=env, capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]

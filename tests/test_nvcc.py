@@ -13,6 +13,8 @@ from typing import NamedTuple
 import compiler
 import pytest
 
+from fusedtrain.ops import _codes
+
 SOURCES = sorted(compiler.CSRC.glob("cuda/*.cu"))
 # The architectures that the gates hold for, by what each is compiled from. From the same PTX sm_90 costs little beside
 # sm_80; each from its own, as setup.py does, is slow.
@@ -115,6 +117,14 @@ def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"^\s*Function : (\S+)$", sass, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2]))
+
+
+def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
+    for stem, kernels in (("grad_norm", 1), ("optimizer_step", len(_codes.RULES))):
+        code = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
+        walks = [text for name, text in code.items() if re.search(r"(partial|step)_kernel", name)]
+        assert len(walks) == kernels
+        assert all("LDG.E.128" in text and ("STG.E.128" in text or stem == "grad_norm") for text in walks)
 
 
 # Kernels of core/cuda_images.h end in the elements N of a pack: 4 of float32, 8 of bfloat16 and float16.

@@ -66,6 +66,15 @@ def make(rule, device, shapes=SHAPES, dtype=torch.float32, with_ema=False, steps
     return {"params": numbers(0), "grads": numbers(500), "states": states, "steps": counted, "ema": ema}
 
 
+def mixed(rule, device, shapes, dtypes, with_ema=False) -> dict:
+    """A list whose tensors have dtypes of their own."""
+    parts = [make(rule, device, [shape], dtype, with_ema) for shape, dtype in zip(shapes, dtypes)]
+    columns = range(len(RULES[rule].states + RULES[rule].scalars))
+    joined = {name: [part[name][0] for part in parts if part[name]] for name in parts[0] if name != "states"}
+    states = {"states": [part["states"][k] for k in columns for part in parts]}
+    return {name: (joined | states)[name] for name in parts[0]}
+
+
 def run(function, rule, lists, options) -> dict:
     """``function`` on copies of ``lists``; what it leaves in them, by name."""
     lists = {name: [t.clone() for t in tensors] for name, tensors in lists.items()}
@@ -145,11 +154,7 @@ def test_as_good_as_plain_torch(device, kernels, rule, options, dtype):
 )
 def test_any_list_of_shapes_and_dtypes(device, kernels, shapes, dtypes, rule, everything):
     harness.skip_unless_runs(kernels, device, "optimizer_step")
-    parts = [make(rule, device, [shape], dtype, everything) for shape, dtype in zip(shapes, dtypes)]
-    lists = {name: [part[name][0] for part in parts if part[name]] for name in ("params", "grads", "steps", "ema")}
-    columns = len(RULES[rule].states + RULES[rule].scalars)
-    lists["states"] = [part["states"][k] for k in range(columns) for part in parts]
-    lists = {name: lists[name] for name in ("params", "grads", "states", "steps", "ema")}
+    lists = mixed(rule, device, shapes, dtypes, everything)
     assert_as_good_as_reference(rule, lists, EVERYTHING if everything else PLAIN)
 
 

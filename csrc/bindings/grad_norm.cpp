@@ -2,6 +2,7 @@
 #include "grad_norm.h"
 
 #include <cmath>
+#include <numeric>
 
 #include "bindings/lists.h"
 
@@ -11,17 +12,21 @@ namespace {
 // `like` lends its device to the result.
 Tensor norm_of(const std::vector<NormTensor>& tensors, const Tensor& like) {
   const std::vector<int64_t> first = first_chunks(tensors.data(), int64_t(tensors.size()));
-  std::vector<double> partial(first.back());
+  const Tensor partial = torch::stable::new_empty(like, {first.back()}, ScalarType::Double);
+  const Tensor norm = torch::stable::new_empty(like, {}, ScalarType::Double);
   const GradNorm a{.count = int64_t(tensors.size()),
                    .tensors = tensors.data(),
                    .first_chunk = first.data(),
-                   .partial = partial.data()};
-  parallel_items(0, first.back(), kListChunk,
-                 [&]<Isa I>(int64_t begin, int64_t end) { cpu::grad_norm_partial<I>(a, begin, end); });
-  double sum = 0;
-  for (const double p : partial) sum += p;
-  const Tensor norm = torch::stable::new_empty(like, {}, ScalarType::Double);
-  *static_cast<double*>(norm.mutable_data_ptr()) = std::sqrt(sum);
+                   .partial = static_cast<double*>(partial.mutable_data_ptr()),
+                   .norm = static_cast<double*>(norm.mutable_data_ptr())};
+  if (!like.is_cuda()) {
+    parallel_items(0, first.back(), kListChunk,
+                   [&]<Isa I>(int64_t begin, int64_t end) { cpu::grad_norm_partial<I>(a, begin, end); });
+    *a.norm = std::sqrt(std::accumulate(a.partial, a.partial + first.back(), 0.0));
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("grad_norm", like);
+    launch(cuda::grad_norm(a, launch.stream));
+  }
   return norm;
 }
 
@@ -30,6 +35,7 @@ Tensor grad_norm(Tensors grads) {
   std::vector<NormTensor> tensors;
   tensors.reserve(grads.size());
   for (const Tensor& g : grads) {
+    check_device("grads", g, grads[0]);
     check_dense("grads", g);
     tensors.push_back({.numel = g.numel(), .dtype = dtype_of(g), .grad = g.const_data_ptr()});
   }
@@ -54,5 +60,8 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("grad_norm", TORCH_BOX(&grad_norm));
   m.impl("grad_norm_table", TORCH_BOX(&grad_norm_table));
 }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { m.impl("grad_norm", TORCH_BOX(&grad_norm)); }
+#endif
 
 }  // namespace fusedtrain::bindings

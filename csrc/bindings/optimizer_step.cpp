@@ -8,15 +8,17 @@ namespace {
 
 void check_like(const char* name, const Tensor& t, const Tensor& param, ScalarType dtype) {
   const auto sizes = param.sizes(), strides = param.strides(), own = t.strides();
-  bool same = t.scalar_type() == dtype && !t.is_cuda() && std::ranges::equal(t.sizes(), sizes);
+  bool same = t.scalar_type() == dtype && std::ranges::equal(t.sizes(), sizes);
+  same &= t.is_cuda() == param.is_cuda() && t.get_device() == param.get_device();
   for (size_t d = 0; same && d < sizes.size(); ++d) same = own[d] == strides[d] || sizes[d] == 1 || t.numel() == 0;
   STD_TORCH_CHECK(same, "fusedtrain: ", name, " must have the shapes, dtypes, strides and device of params");
 }
 
 template <class T>
-T* scalar(const char* name, const std::optional<Tensor>& t, ScalarType dtype) {
+T* scalar(const char* name, const std::optional<Tensor>& t, const Tensor& like, ScalarType dtype) {
   if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == dtype && !t->is_cuda(), "fusedtrain: ", name,
+  const bool here = t->is_cuda() == like.is_cuda() && t->get_device() == like.get_device();
+  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == dtype && here, "fusedtrain: ", name,
                   " must be one number on the device of params, float64 for norm, else float32");
   return static_cast<T*>(t->mutable_data_ptr());
 }
@@ -68,6 +70,7 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
   for (size_t i = 0; i < count; ++i) {
     const Tensor& p = params[i];
     StepTensor& t = tensors[i];
+    check_device("params", p, params[0]);
     check_dense("params", p);
     check_like("grads", grads[i], p, p.scalar_type());
     t = {.numel = p.numel(),
@@ -99,13 +102,13 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
       t.exact = narrow.exact[i].mutable_data_ptr();
     }
     for (int64_t k = 0; k < rule.scalars; ++k) {
-      t.scalars[k] = scalar<float>("scalar states", states[(rule.states + k) * count + i], ScalarType::Float);
+      t.scalars[k] = scalar<float>("scalar states", states[(rule.states + k) * count + i], p, ScalarType::Float);
     }
     if (!ema.empty()) {
       check_like("ema", ema[i], p, acc_type(p));
       t.ema = ema[i].mutable_data_ptr();
     }
-    if (!steps.empty()) t.step = scalar<float>("steps", steps[i], ScalarType::Float);
+    if (!steps.empty()) t.step = scalar<float>("steps", steps[i], p, ScalarType::Float);
   }
   return tensors;
 }
@@ -154,7 +157,20 @@ void step_with_norms(OptimizerStep a) {
   }
 }
 
-void step(const StepTensor* tensors, int64_t count, const Options& o, const Narrow& narrow) {
+void step_on_cuda(OptimizerStep a, const Tensor& like) {
+  const bool norms = info_of(a.rule).norms;
+  const auto doubles = [&](int64_t size) { return torch::stable::new_empty(like, {size}, ScalarType::Double); };
+  const Tensor partial = doubles(norms ? 2 * a.first_chunk[a.count] : 0), ratio = doubles(norms ? a.count : 0);
+  a.partial = static_cast<double*>(data_or_null(partial));
+  a.ratio = static_cast<double*>(data_or_null(ratio));
+  if constexpr (kWithCuda) {
+    const CudaLaunch launch("optimizer_step_", like);
+    launch(cuda::optimizer_step(a, launch.stream));
+  }
+}
+
+// `like` tells the device.
+void step(const StepTensor* tensors, int64_t count, const Tensor& like, const Options& o, const Narrow& narrow) {
   STD_TORCH_CHECK(o.coefficients.size() <= size_t(kCoefficients), "fusedtrain: too many coefficients");
   Hyper hyper{.lr = o.lr, .weight_decay = o.weight_decay, .decoupled = o.decoupled, .c = {}};
   std::copy(o.coefficients.begin(), o.coefficients.end(), hyper.c);
@@ -169,14 +185,15 @@ void step(const StepTensor* tensors, int64_t count, const Options& o, const Narr
                         .skip_nonfinite = o.skip_nonfinite,
                         .ema_decay = o.ema_decay,
                         .max_norm = o.max_norm,
-                        .norm = scalar<double>("norm", o.norm, ScalarType::Double),
-                        .grad_scale = scalar<float>("grad_scale", o.grad_scale, ScalarType::Float),
-                        .found_inf = scalar<float>("found_inf", o.found_inf, ScalarType::Float),
+                        .norm = scalar<double>("norm", o.norm, like, ScalarType::Double),
+                        .grad_scale = scalar<float>("grad_scale", o.grad_scale, like, ScalarType::Float),
+                        .found_inf = scalar<float>("found_inf", o.found_inf, like, ScalarType::Float),
                         .partial = nullptr,
                         .ratio = nullptr,
                         .rounding = static_cast<Rounding>(narrow.rounding),
                         .random = narrow.seed.has_value(),
                         .seed = uint64_t(narrow.seed.value_or(0))};
+  if (like.is_cuda()) return step_on_cuda(a, like);
   if (info_of(a.rule).norms && !is_skipped(a)) {
     step_with_norms(a);
   } else {
@@ -195,7 +212,8 @@ void optimizer_step_(Tensors params, Tensors grads, Tensors states, Tensors step
                      double ema_decay, bool zero_grads, std::optional<Tensor> norm, double max_norm,
                      bool skip_nonfinite, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
   const std::vector<StepTensor> tensors = step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), {});
-  step(tensors.data(), int64_t(tensors.size()),
+  if (tensors.empty()) return;
+  step(tensors.data(), int64_t(tensors.size()), params[0],
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
         skip_nonfinite, grad_scale, found_inf},
        {});
@@ -210,7 +228,9 @@ void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tenso
   const Narrow narrow{exact, scales, rounding, seed, true};
   const std::vector<StepTensor> tensors =
       step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), narrow);
-  step(tensors.data(), int64_t(tensors.size()),
+  if (tensors.empty()) return;
+  STD_TORCH_CHECK(!params[0].is_cuda(), "fusedtrain: optimizer_step_narrow_ has kernels for the CPU only");
+  step(tensors.data(), int64_t(tensors.size()), params[0],
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
         skip_nonfinite, grad_scale, found_inf},
        narrow);
@@ -229,7 +249,7 @@ void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_
     for (int64_t k = 0; k < info.scalars; ++k) complete &= tensors[i].scalars[k] != nullptr;
     STD_TORCH_CHECK(complete, "fusedtrain: a table lacks states of its rule");
   }
-  step(tensors, rows_of(table),
+  step(tensors, rows_of(table), table,
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
         skip_nonfinite, grad_scale, found_inf},
        {{}, {}, rounding, seed});
@@ -242,5 +262,11 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("optimizer_step_narrow_", TORCH_BOX(&optimizer_step_narrow_));
   m.impl("optimizer_step_table_", TORCH_BOX(&optimizer_step_table_));
 }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
+  m.impl("optimizer_step_", TORCH_BOX(&optimizer_step_));
+  m.impl("optimizer_step_narrow_", TORCH_BOX(&optimizer_step_narrow_));
+}
+#endif
 
 }  // namespace fusedtrain::bindings

@@ -161,7 +161,7 @@ template <class T>
 constexpr int kUnrollOf = sizeof(T) == 8 ? 1 : 4;
 
 template <class... P>
-bool is_aligned(const P*... pointers) {
+FUSEDTRAIN_HD bool is_aligned(const P*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % kVectorBytes == 0) && ...);
 }
 

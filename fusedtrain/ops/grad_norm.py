@@ -21,17 +21,17 @@ def _fake(grads):
     return grads[0].new_empty((), dtype=torch.float64)
 
 
-def _no_kernels(*_) -> str:
-    return "grad_norm has kernels for the CPU only"
+def _why_not_triton(*_) -> str:
+    return "grad_norm has no Triton kernels"
 
 
 _OP = torch.ops.fusedtrain.grad_norm
 IMPLS = register(
     "grad_norm",
     {
-        "cuda": Impl(_OP.default, None, _no_kernels),
+        "cuda": Impl(_OP.default, None, _common.why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
-        "triton": Impl(_OP.triton, None, _no_kernels),
+        "triton": Impl(_OP.triton, None, _why_not_triton),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )

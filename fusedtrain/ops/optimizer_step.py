@@ -247,10 +247,6 @@ def _narrow_fake(*_):
     return None
 
 
-def _why_not_cuda(*_) -> str:
-    return "optimizer_step has no CUDA kernels"
-
-
 def _why_not_triton(*_) -> str:
     return "optimizer_step has no Triton kernels"
 
@@ -259,7 +255,7 @@ _OP = torch.ops.fusedtrain.optimizer_step_
 IMPLS = register(
     "optimizer_step",
     {
-        "cuda": Impl(_OP.default, None, _why_not_cuda),
+        "cuda": Impl(_OP.default, None, _common.why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
         "triton": Impl(_OP.triton, None, _why_not_triton),
         "reference": Impl(reference, None, _common.never_why_not),

@@ -10,6 +10,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 #define threadIdx (::cuda_emu::thread->index)
 #define blockIdx (::cuda_emu::block->index)

@@ -1,0 +1,231 @@
+// optimizer_step on CUDA: every tensor is read and written once, in one launch for as many as a kernel's argument
+// holds, after a first pass for rules that need norms.
+#include "core/cuda_lists.h"
+#include "optimizer_step.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+using Steps = SegmentOf<OptimizerStep>;
+
+// R<float> -> R<A>
+template <class R, class A>
+struct RuleOf;
+template <template <class, bool...> class R, class From, bool... kFlags, class A>
+struct RuleOf<R<From, kFlags...>, A> {
+  using Type = R<A, kFlags...>;
+};
+
+// The rule and the factor on the gradients. One thread computes them: they take powers in double.
+template <class R, class A>
+struct Plan {
+  R rule;
+  A factor;
+};
+
+template <class R, class A>
+__device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const StepTensor& t, double ratio) {
+  auto* shared = shared_memory<Plan<R, A>>();
+  if (threadIdx.x == 0) {
+    *shared = {R(a.hyper, t.step != nullptr ? *t.step + 1.0 : 1.0, ratio), static_cast<A>(grad_factor(a))};
+  }
+  __syncthreads();
+  return *shared;
+}
+
+template <class T, class R>
+__device__ __forceinline__ void update(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk, double ratio) {
+  using A = Acc<T>;
+  const auto [rule, factor] = plan_of<R, A>(a, t, ratio);
+  const A ema_rate = static_cast<A>(1 - a.ema_decay);
+  T* const param = static_cast<T*>(t.param) + chunk.begin;
+  T* const grad = static_cast<T*>(t.grad) + chunk.begin;
+  A* const ema = t.ema != nullptr ? static_cast<A*>(t.ema) + chunk.begin : nullptr;
+  T* states[kMaxStates];
+  bool aligned = is_aligned(param, grad, ema);
+#pragma unroll
+  for (int k = 0; k < R::kStates; ++k) {
+    states[k] = static_cast<T*>(t.states[k]) + chunk.begin;
+    aligned &= is_aligned(states[k]);
+  }
+  for_each_pack<T>(chunk.count, aligned, [&]<int N>(int i) {
+    Pack<T, N> p = load<N>(param + i), g = load<N>(grad + i), s[kMaxStates];
+    Pack<A, N> mean{};
+#pragma unroll
+    for (int k = 0; k < R::kStates; ++k) s[k] = load<N>(states[k] + i);
+    if (ema != nullptr) mean = load<N>(ema + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      A own[kMaxStates];
+#pragma unroll
+      for (int k = 0; k < R::kStates; ++k) own[k] = to_acc(s[k].v[j]);
+      from_acc(rule(to_acc(p.v[j]), to_acc(g.v[j]) * factor, own), p.v[j]);
+#pragma unroll
+      for (int k = 0; k < R::kStates; ++k) from_acc(own[k], s[k].v[j]);
+      mean.v[j] += ema_rate * (to_acc(p.v[j]) - mean.v[j]);
+    }
+    store(param + i, p);
+    if constexpr (!R::kStatesFirst) {
+#pragma unroll
+      for (int k = 0; k < R::kStates; ++k) store(states[k] + i, s[k]);
+    }
+    if (ema != nullptr) store(ema + i, mean);
+    if (a.zero_grads) store(grad + i, Pack<T, N>{});
+  });
+}
+
+// Three blocks per multiprocessor hide the latency of memory better than two; four states do not leave the registers.
+template <class R>
+constexpr int kStepBlocks = R::kStates < 4 ? 3 : kMinBlocks;
+
+template <class R>
+__global__ void __launch_bounds__(kThreads, kStepBlocks<R>) optimizer_step_kernel(const __grid_constant__ Steps s) {
+  const OptimizerStep& a = s.list;
+  const bool skipped = is_skipped(a);
+  if (skipped && !a.zero_grads) return;
+  const Chunk chunk = chunk_of_block(s);
+  const StepTensor& t = s.rows[chunk.row];
+  visit_row(t.dtype, [&]<class T>() {
+    if (!skipped) {
+      const double ratio = R::kNorms ? a.ratio[s.begin + chunk.row] : 1.0;
+      return update<T, typename RuleOf<R, Acc<T>>::Type>(a, t, chunk, ratio);
+    }
+    T* const grad = static_cast<T*>(t.grad) + chunk.begin;
+    for_each_pack<T>(chunk.count, is_aligned(grad), [&]<int N>(int i) { store(grad + i, Pack<T, N>{}); });
+  });
+}
+
+// The two sums of the rule's first pass over a chunk.
+template <class T, class R>
+__device__ __forceinline__ void norms(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk, Acc<T>* sums) {
+  using A = Acc<T>;
+  const auto [rule, factor] = plan_of<R, A>(a, t, 1.0);
+  const T* const param = static_cast<const T*>(t.param) + chunk.begin;
+  const T* const grad = static_cast<const T*>(t.grad) + chunk.begin;
+  T* states[kMaxStates];
+  bool aligned = is_aligned(param, grad);
+#pragma unroll
+  for (int k = 0; k < R::kStates; ++k) {
+    states[k] = static_cast<T*>(t.states[k]) + chunk.begin;
+    aligned &= is_aligned(states[k]);
+  }
+  for_each_pack<T>(chunk.count, aligned, [&]<int N>(int i) {
+    Pack<T, N> p = load<N>(param + i), g = load<N>(grad + i), s[kMaxStates];
+#pragma unroll
+    for (int k = 0; k < R::kStates; ++k) s[k] = load<N>(states[k] + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      A own[kMaxStates], squares[2] = {0, 0};
+#pragma unroll
+      for (int k = 0; k < R::kStates; ++k) own[k] = to_acc(s[k].v[j]);
+      const A x = to_acc(g.v[j]) * factor;
+      if constexpr (R::kStatesFirst) {
+        rule.advance(x, own);
+#pragma unroll
+        for (int k = 0; k < R::kStates; ++k) {
+          from_acc(own[k], s[k].v[j]);
+          own[k] = to_acc(s[k].v[j]);  // as the second pass reads it
+        }
+      }
+      rule.norms(to_acc(p.v[j]), x, own, squares);
+      for (int k = 0; k < 2; ++k) sums[k] += squares[k];
+    }
+    if constexpr (R::kStatesFirst) {
+#pragma unroll
+      for (int k = 0; k < R::kStates; ++k) store(states[k] + i, s[k]);
+    }
+  });
+}
+
+template <class R>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) optimizer_step_norms_kernel(const __grid_constant__ Steps s) {
+  const OptimizerStep& a = s.list;
+  if (is_skipped(a)) return;
+  const Chunk chunk = chunk_of_block(s);
+  const StepTensor& t = s.rows[chunk.row];
+  double total[2];
+  visit_row(t.dtype, [&]<class T>() {
+    Acc<T> sums[2] = {0, 0};
+    norms<T, typename RuleOf<R, Acc<T>>::Type>(a, t, chunk, sums);
+    for (int k = 0; k < 2; ++k) total[k] = sums[k];
+  });
+  for (int k = 0; k < 2; ++k) {
+    __syncthreads();  // nobody reads what is in shared memory any more
+    const double sum = block_sum(total[k], shared_memory<double>());
+    if (threadIdx.x == 0) a.partial[2 * (s.chunks_before + blockIdx.x) + k] = sum;
+  }
+}
+
+// A block to each tensor: from the sums of its chunks to its ratio.
+template <class R>
+__global__ void __launch_bounds__(kThreads) optimizer_step_ratio_kernel(const __grid_constant__ Steps s) {
+  const OptimizerStep& a = s.list;
+  if (is_skipped(a)) return;
+  const int row = static_cast<int>(blockIdx.x);
+  double sums[2];
+  for (int k = 0; k < 2; ++k) {
+    double sum = 0;
+    for (int i = s.first[row] + threadIdx.x; i < s.first[row + 1]; i += kThreads) {
+      sum += a.partial[2 * (s.chunks_before + i) + k];
+    }
+    __syncthreads();
+    sums[k] = block_sum(sum, shared_memory<double>());
+  }
+  if (threadIdx.x == 0) a.ratio[s.begin + row] = R::ratio(a.hyper, sums, s.rows[row].scalars);
+}
+
+// Counts of steps, each once.
+struct Counts {
+  static constexpr int kRows = (kArgumentBytes - sizeof(OptimizerStep) - 8) / sizeof(float*);
+  OptimizerStep list;
+  int count;
+  float* step[kRows];  // [1] each
+};
+
+__global__ void __launch_bounds__(kThreads) optimizer_step_count_kernel(const __grid_constant__ Counts s) {
+  const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (i < s.count && !is_skipped(s.list)) *s.step[i] += 1;
+}
+
+int launch_counts(const OptimizerStep& a, void* stream) {
+  Counts s;
+  static_assert(sizeof(s) <= kArgumentBytes);
+  s.list = a;
+  s.count = 0;
+  for (int64_t i = 0; i < a.count; ++i) {
+    float* const step = a.tensors[i].step;
+    if (step != nullptr && (i == 0 || step != a.tensors[i - 1].step)) s.step[s.count++] = step;
+    if (s.count == s.kRows || i + 1 == a.count) {
+      const int64_t blocks = ceil_div(s.count, kThreads);
+      if (const int error = launch(optimizer_step_count_kernel, blocks, kThreads, 0, stream, s)) return error;
+      s.count = 0;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <class R>
+int launch_segment(const Steps& s, void* stream) {
+  constexpr size_t kShared = std::max(sizeof(Plan<typename RuleOf<R, double>::Type, double>), kBlockSumBytes);
+  const int chunks = s.first[s.count];
+  if constexpr (R::kNorms) {
+    int error = launch(optimizer_step_norms_kernel<R>, chunks, kThreads, kShared, stream, s);
+    if (error != cudaSuccess) return error;
+    error = launch(optimizer_step_ratio_kernel<R>, s.count, kThreads, kBlockSumBytes, stream, s);
+    if (error != cudaSuccess) return error;
+  }
+  return launch(optimizer_step_kernel<R>, chunks, kThreads, kShared, stream, s);
+}
+
+}  // namespace
+
+int optimizer_step(const OptimizerStep& a, void* stream) {
+  const int error = for_each_segment(a, [&](const Steps& s) {
+    int code = cudaErrorInvalidValue;
+    visit_rule<float>(a.rule, [&]<class R>() { code = launch_segment<R>(s, stream); });
+    return code;
+  });
+  return error != cudaSuccess ? error : launch_counts(a, stream);
+}
+
+}  // namespace fusedtrain::cuda
