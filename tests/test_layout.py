@@ -24,8 +24,6 @@ MISSING = {
     ("batch_norm_act", "CUDA kernel"),
     ("depthwise_bn_act_se", "CUDA kernel"),
     ("depthwise_bn_act_se", "Triton kernel"),
-    ("grad_norm", "Triton kernel"),
-    ("optimizer_step", "Triton kernel"),
 }
 
 

@@ -37,6 +37,13 @@ INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
+@pytest.fixture(autouse=True)
+def not_interpreted(request):
+    parameters = getattr(request.node, "callspec", None) and request.node.callspec.params
+    if parameters and (parameters.get("backend"), parameters.get("device")) == ("triton", "cpu"):
+        pytest.skip("the op's own tests run Triton's interpreter")
+
+
 def stock_class(name):
     if name in IN_TORCH:
         return getattr(torch.optim, name)

@@ -16,6 +16,7 @@ import sys
 
 import harness
 import pytest
+import test_optimizer_step
 import torch
 
 if importlib.util.find_spec("triton") is None:
@@ -27,13 +28,13 @@ import triton.language as tl
 import fusedtrain
 import fusedtrain.kernels
 from fusedtrain import ops
-from fusedtrain.kernels import _activation, _images
+from fusedtrain.kernels import _activation, _images, _lists
 from fusedtrain.ops import _activation as reference_activation
 from fusedtrain.ops import _codes
 
 CHILD = os.path.join(os.path.dirname(__file__), "triton_child.py")
 SHARED_LIMIT = {"cuda:80": 166_912, "cuda:90": 232_448, "hip:gfx942": 65_536}  # bytes per program
-CASES = ("batch_norm_act", "squeeze_excite", "depthwise_conv2d")
+CASES = ("batch_norm_act", "squeeze_excite", "depthwise_conv2d", "optimizer_step")
 on_targets = pytest.mark.parametrize("target", SHARED_LIMIT)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="memory is guarded in the interpreter only")
 
@@ -176,6 +177,16 @@ def test_sums_do_not_depend_on_the_batch(device, layout):
         pooled = ops.channel_pool(x), ops.channel_pool(x[:1])
     assert torch.equal(pooled[0][:1], pooled[1])
     harness.assert_bitwise_equal({key: value[:1] for key, value in whole.items()}, first, layout)
+
+
+@pytest.mark.parametrize("rule", ["adan", "lamb"])
+def test_lists_of_several_dtypes_blocks_and_programs(device, rule, monkeypatch):
+    monkeypatch.setattr(_lists, "BLOCK", 1024)
+    shapes = [(8197,), (3, 5), (0,), (2051,), (8192,)]
+    lists = test_optimizer_step.mixed(rule, device, shapes, [*harness.DTYPES[:3], *harness.DTYPES[:2]], with_ema=True)
+    lists["params"][0] = torch.cat([lists["params"][0][:1], lists["params"][0]])[1:]  # not at a multiple of 16 bytes
+    with fusedtrain.use_backend("triton"):
+        test_optimizer_step.assert_as_good_as_reference(rule, lists, test_optimizer_step.EVERYTHING)
 
 
 @pytest.mark.parametrize("layout", LONG)

@@ -22,8 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fusedtrain.kernels import batch_norm_act, channel_pool, channel_scale, depthwise_conv2d, squeeze_excite
+from fusedtrain.kernels import (
+    batch_norm_act,
+    channel_pool,
+    channel_scale,
+    depthwise_conv2d,
+    grad_norm,
+    optimizer_step,
+    squeeze_excite,
+)
 from fusedtrain.ops import _codes
+from fusedtrain.ops.optimizer_step import RULES
 
 GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -93,6 +102,24 @@ def batch_norm_acts(device):
         batch_norm_act.batch_norm_act_backward(y, *inputs[:6], *sums, 98.0, *inputs[6:], True, True)
 
 
+# The rules that need the most registers and those with a pass of their own, with all that rides along.
+STEPS = (("amsgrad", torch.float32), ("adan", torch.bfloat16), ("lamb", torch.float32), ("novograd", torch.float16))
+
+
+def optimizer_steps(device):
+    for rule, dtype in STEPS:
+        states, coefficients, _, scalars = RULES[rule]
+        shapes = (1000,), (3, 5), (8200,)
+        lists = [[torch.ones(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2 + len(states))]
+        numbers = [[torch.ones((), device=device) for _ in shapes] for _ in scalars]
+        columns = [t for column in (*lists[2:], *numbers) for t in column]
+        steps = [torch.ones((), device=device) for _ in shapes]
+        ema = [torch.ones(shape, device=device) for shape in shapes]
+        norm, scale, found_inf = grad_norm.grad_norm(lists[1]), *(torch.ones((), device=device) for _ in range(2))
+        options = _codes.RULES.index(rule), 0.1, 0.1, True, (0.5,) * len(coefficients), False, 0.9, True
+        optimizer_step.optimizer_step_(*lists[:2], columns, steps, ema, *options, norm, 1.0, True, scale, found_inf)
+
+
 @triton.jit
 def _off_by_one_kernel(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -108,6 +135,7 @@ CASES = {
     "batch_norm_act": batch_norm_acts,
     "squeeze_excite": squeeze_excites,
     "depthwise_conv2d": depthwise_conv2ds,
+    "optimizer_step": optimizer_steps,
     "off_by_one": off_by_one,
 }
 

@@ -44,6 +44,13 @@ def is_channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
+def is_dense(x: Tensor) -> bool:
+    """True when the elements fill one stretch of memory, in whatever order of dimensions."""
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        return True
+    return torch.empty_like(x).stride() == x.stride()
+
+
 def dense(x: Tensor) -> Tensor:
     """Returns ``x`` itself when it is dense in contiguous or channels_last format, else a copy that is.
 
@@ -94,6 +101,14 @@ def why_not_triton(x: Tensor, *_) -> str | None:
     if x.device.type == "cpu" and triton_interpreted():
         return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
     return f"x is on {x.device}; Triton kernels run on GPUs (or anywhere with TRITON_INTERPRET=1)"
+
+
+def why_not_triton_lists(*tensors: Tensor) -> str | None:
+    """For ops on lists: the first tensor decides but for the dtype."""
+    reason = why_not_triton(tensors[0])
+    if reason is None and any(t.dtype == torch.float64 for t in tensors):
+        return "the Triton kernels have no float64"
+    return reason
 
 
 def triton_interpreted() -> bool:

@@ -21,17 +21,13 @@ def _fake(grads):
     return grads[0].new_empty((), dtype=torch.float64)
 
 
-def _why_not_triton(*_) -> str:
-    return "grad_norm has no Triton kernels"
-
-
 _OP = torch.ops.fusedtrain.grad_norm
 IMPLS = register(
     "grad_norm",
     {
         "cuda": Impl(_OP.default, None, _common.why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
-        "triton": Impl(_OP.triton, None, _why_not_triton),
+        "triton": Impl(_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
@@ -59,6 +55,6 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     if not grads:
         raise ValueError("grad_norm: grads must hold at least one tensor")
-    impl = select("grad_norm", IMPLS, grads[0])
+    impl = select("grad_norm", IMPLS, *grads)
     with torch.no_grad():
         return impl.forward(grads)

@@ -247,17 +247,13 @@ def _narrow_fake(*_):
     return None
 
 
-def _why_not_triton(*_) -> str:
-    return "optimizer_step has no Triton kernels"
-
-
 _OP = torch.ops.fusedtrain.optimizer_step_
 IMPLS = register(
     "optimizer_step",
     {
         "cuda": Impl(_OP.default, None, _common.why_not_cuda),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
-        "triton": Impl(_OP.triton, None, _why_not_triton),
+        "triton": Impl(_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )

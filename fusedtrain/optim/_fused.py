@@ -439,12 +439,6 @@ def _total_norm(params: Iterable[Tensor], grads: list[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def _is_dense(t: Tensor) -> bool:
-    if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
-        return True
-    return torch.empty_like(t).stride() == t.stride()
-
-
 class _Copies:
     """Stands in for tensors the op cannot take: parameters with gaps, gradients in another order of memory."""
 
@@ -454,14 +448,14 @@ class _Copies:
 
     def grad(self, p: Tensor) -> Tensor:
         p, g = _local(p), _local(p.grad)
-        if g.stride() == p.stride() and _is_dense(g) and not g.is_neg():
+        if g.stride() == p.stride() and _common.is_dense(g) and not g.is_neg():
             return g
         self._grads.append(g)
         return _like(p, g)
 
     def param(self, p: Tensor) -> Tensor:
         p = _local(p)
-        if _is_dense(p):
+        if _common.is_dense(p):
             return p
         self._params.append((p, _like(p, p)))
         return self._params[-1][1]

@@ -1,0 +1,563 @@
+# ruff: noqa: SIM109 (the language of kernels has no "in")
+"""optimizer_step in Triton: the update rules of csrc/core/update_rule.h, where their formulas and sources stand.
+
+A rule is what it makes of the host's numbers and the step (``_constants``, once per program), what it does with each
+element (``_update``) and, where it needs norms, its first pass (``_advance``, ``_squares``) and the ratio from them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedtrain.kernels import _images, _lists
+from fusedtrain.ops import _codes, _common
+from fusedtrain.ops.optimizer_step import RULES
+
+ADAM = tl.constexpr(_codes.RULES.index("adam"))
+AMSGRAD = tl.constexpr(_codes.RULES.index("amsgrad"))
+SGD = tl.constexpr(_codes.RULES.index("sgd"))
+MOMENTUM = tl.constexpr(_codes.RULES.index("momentum"))
+LION = tl.constexpr(_codes.RULES.index("lion"))
+RMSPROP_MOMENTUM = tl.constexpr(_codes.RULES.index("rmsprop_momentum"))
+RMSPROP_CENTERED = tl.constexpr(_codes.RULES.index("rmsprop_centered"))
+RMSPROP_CENTERED_MOMENTUM = tl.constexpr(_codes.RULES.index("rmsprop_centered_momentum"))
+ADAN = tl.constexpr(_codes.RULES.index("adan"))
+LAMB = tl.constexpr(_codes.RULES.index("lamb"))
+NOVOGRAD = tl.constexpr(_codes.RULES.index("novograd"))
+NOVOGRAD_AMSGRAD = tl.constexpr(_codes.RULES.index("novograd_amsgrad"))
+WITH_NORMS = ("lamb", "novograd", "novograd_amsgrad")
+
+# Columns of the table. COUNTED holds the step where it is to be counted: neighbours may share one.
+PARAM, GRAD, STATE, EMA, SCALAR, STEP, COUNTED = (tl.constexpr(i) for i in (2, 3, 4, 8, 9, 11, 12))
+MAX_STATES, MAX_SCALARS = 4, 2
+COLUMNS = tl.constexpr(13)
+RATIO_BLOCK, COUNT_BLOCK = 256, 256
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0.0 else -math.inf
+
+
+def _numbers(rule: str, lr: float, weight_decay: float, decoupled: bool, c: Sequence[float]) -> tuple[float, ...]:
+    """What a rule takes from the host: shrink and l2 of the weight decay, then its own."""
+    decay = (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+    if rule in ("adam", "amsgrad"):
+        return *decay, 1.0 - c[0], c[1], 1.0 - c[1], lr, _log(c[0]), _log(c[1]), c[2]
+    if rule == "sgd":
+        return *decay, lr
+    if rule == "momentum":
+        return *decay, lr, c[0], 1.0 - c[1], c[2]
+    if rule == "lion":
+        return *decay, lr, c[0], 1.0 - c[0], c[1], 1.0 - c[1]
+    if rule.startswith("rmsprop"):
+        eps, rates = (0.0, c[1]) if c[2] else (c[1], 0.0), (lr, 1.0) if c[4] else (1.0, lr)
+        return *decay, c[0], 1.0 - c[0], *eps, c[3], *rates
+    if rule == "adan":
+        prox = 1.0 if decoupled else 1.0 / (1.0 + lr * weight_decay)
+        betas = (value for beta in c[:3] for value in (beta, 1.0 - beta, _log(beta)))
+        return decay[0], prox, lr, *betas, c[3]
+    if rule == "lamb":
+        return *decay, lr, c[0], c[3], c[1], 1.0 - c[1], _log(c[0]), _log(c[1]), *c[4:6], c[6], c[2]
+    return *decay, lr, c[0], c[3], c[1], 1.0 - c[1], c[2]
+
+
+@triton.jit
+def _correction(log_beta, step):
+    """1 - beta^step."""
+    return 1.0 - tl.exp(step * tl.cast(log_beta, tl.float64))
+
+
+@triton.jit
+def _constants(c, step, ratio, RULE: tl.constexpr):
+    """Three numbers of a rule for one parameter; ``step`` and ``ratio`` are float64."""
+    a, b, d = ratio, ratio, ratio
+    if RULE == ADAM or RULE == AMSGRAD:
+        a = c[5] / _correction(c[6], step)
+        b = 1.0 / tl.sqrt(_correction(c[7], step))
+    elif RULE == ADAN:
+        a = c[2] / _correction(c[5], step)
+        b = c[2] * c[6] / _correction(c[8], step)
+        d = 1.0 / tl.sqrt(_correction(c[11], step))
+    elif RULE == LAMB:
+        a = tl.where(c[9] != 0.0, 1.0 / _correction(c[7], step), 1.0)
+        b = tl.where(c[9] != 0.0, 1.0 / tl.sqrt(_correction(c[8], step)), 1.0)
+        d = c[2] * ratio
+    return a.to(tl.float32), b.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _decay(p, g, c):
+    # Without weight decay an infinite parameter must not turn its gradient into NaN.
+    return p * c[0], tl.where(c[1] != 0.0, g + c[1] * p, g)
+
+
+@triton.jit
+def _at_least(x, low):
+    return tl.where(x < low, low, x)
+
+
+@triton.jit
+def _direction(p, m, v, c, k):
+    u = k[0] * m / (tl.sqrt_rn(v) * k[1] + c[12])
+    return tl.where(c[1] != 0.0, u + c[1] * p, u)
+
+
+@triton.jit
+def _advance(g, s0, s1, c, RULE: tl.constexpr):
+    """The states of a rule whose first pass renews them."""
+    if RULE == LAMB:
+        s0 = c[3] * s0 + c[4] * g
+        s1 = c[5] * s1 + c[6] * g * g
+    return s0, s1
+
+
+@triton.jit
+def _squares(p, g, s0, s1, c, k, RULE: tl.constexpr):
+    """What a rule sums over a parameter."""
+    if RULE == LAMB:
+        p = p * c[0]
+        u = _direction(p, s0, s1, c, k)
+        return p * p, u * u
+    else:
+        return g * g, g * 0.0
+
+
+@triton.jit
+def _update(p, g, s0, s1, s2, s3, c, k, RULE: tl.constexpr):
+    """The new parameter and states."""
+    if RULE == ADAM or RULE == AMSGRAD:
+        p, g = _decay(p, g, c)
+        s0 = s0 + c[2] * (g - s0)
+        s1 = c[3] * s1 + c[4] * g * g
+        v = s1
+        if RULE == AMSGRAD:
+            v = _at_least(s1, s2)
+            s2 = v
+        p = p - k[0] * (s0 / (tl.sqrt_rn(v) * k[1] + c[8]))
+    elif RULE == SGD:
+        p, g = _decay(p, g, c)
+        p = p - c[2] * g
+    elif RULE == MOMENTUM:
+        p, g = _decay(p, g, c)
+        s0 = c[3] * s0 + c[4] * g
+        p = p - c[2] * tl.where(c[5] != 0.0, g + c[3] * s0, s0)
+    elif RULE == LION:
+        p, g = _decay(p, g, c)
+        u = c[3] * s0 + c[4] * g
+        s0 = c[5] * s0 + c[6] * g
+        p = p - tl.where(u > 0.0, c[2], tl.where(u < 0.0, -c[2], 0.0))  # sign(NaN) = 0, as in torch
+    elif RULE == ADAN:
+        difference = tl.where(s3 == s3, s3 + g, 0.0)
+        s0 = s0 + c[4] * (g - s0)
+        s2 = c[6] * s2 + c[7] * difference
+        ahead = g + c[6] * difference
+        s1 = c[9] * s1 + c[10] * ahead * ahead
+        s3 = -g
+        u = (k[0] * s0 + k[1] * s2) / (tl.sqrt_rn(s1) * k[2] + c[12])
+        p = (p * c[0] - u) * c[1]
+    elif RULE == LAMB:
+        p = p * c[0]
+        p = p - k[2] * _direction(p, s0, s1, c, k)
+    elif RULE == NOVOGRAD or RULE == NOVOGRAD_AMSGRAD:
+        p, u = _decay(p, g * k[0], c)
+        s0 = c[3] * s0 + c[4] * u
+        p = p - c[2] * s0
+    else:
+        p, g = _decay(p, g, c)
+        s0 = c[2] * s0 + c[3] * g * g
+        v = s0
+        if RULE == RMSPROP_CENTERED:
+            s1 = s1 + c[3] * (g - s1)
+            v = _at_least(v - s1 * s1, 0.0)  # a constant gradient has no variance, whatever the rounding
+        elif RULE == RMSPROP_CENTERED_MOMENTUM:
+            s2 = s2 + c[3] * (g - s2)
+            v = _at_least(v - s2 * s2, 0.0)
+        u = c[7] * g / (tl.sqrt_rn(v + c[5]) + c[4])
+        if RULE == RMSPROP_MOMENTUM or RULE == RMSPROP_CENTERED_MOMENTUM:
+            s1 = c[6] * s1 + u
+            u = s1
+        p = p - c[8] * u
+    return p, s0, s1, s2, s3
+
+
+@triton.jit
+def _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE: tl.constexpr):
+    """The factor on the gradients: csrc/optimizer_step.h's grad_factor."""
+    scale = tl.full([], 1.0, tl.float64)
+    if grad_scale_ptr is not None:
+        scale = tl.load(grad_scale_ptr).to(tl.float64)
+    factor = (-1.0 if MAXIMIZE else 1.0) / scale
+    if norm_ptr is not None:
+        clip = max_norm / (tl.load(norm_ptr) / scale + clip_eps)
+        factor *= tl.where(clip > 1.0, 1.0, clip)  # a norm that is NaN makes the gradients NaN
+    return factor.to(tl.float32)
+
+
+@triton.jit
+def _runs(norm_ptr, found_inf_ptr, SKIP: tl.constexpr):
+    """False where the step is skipped."""
+    runs = tl.full([], True, tl.int1)
+    if found_inf_ptr is not None:
+        runs &= tl.load(found_inf_ptr) == 0.0
+    if SKIP and norm_ptr is not None:
+        norm = tl.load(norm_ptr)
+        runs &= norm - norm == 0.0
+    return runs
+
+
+@triton.jit
+def _step(table_ptr, count, row, COUNTS: tl.constexpr):
+    step = tl.full([], 1.0, tl.float64)
+    if COUNTS:
+        step += tl.load(_lists.entry(table_ptr, count, row, STEP).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    return step
+
+
+@triton.jit
+def _state(table_ptr, count, row, K: tl.constexpr, STATES: tl.constexpr, like_ptr, VEC: tl.constexpr):
+    """The address of state K; of the gradient, which is there, where the rule has no such state."""
+    return _lists.pointer(table_ptr, count, row, STATE + K if K < STATES else GRAD, like_ptr, VEC)
+
+
+@triton.jit
+def _pointers(table_ptr, count, row, STATES: tl.constexpr, like_ptr, VEC: tl.constexpr):
+    """The addresses of parameter, gradient and states."""
+    return (
+        _lists.pointer(table_ptr, count, row, PARAM, like_ptr, VEC),
+        _lists.pointer(table_ptr, count, row, GRAD, like_ptr, VEC),
+        _state(table_ptr, count, row, 0, STATES, like_ptr, VEC),
+        _state(table_ptr, count, row, 1, STATES, like_ptr, VEC),
+        _state(table_ptr, count, row, 2, STATES, like_ptr, VEC),
+        _state(table_ptr, count, row, 3, STATES, like_ptr, VEC),
+    )
+
+
+@triton.jit
+def _load_state(pointers, at, mask, K: tl.constexpr, STATES: tl.constexpr):
+    s = 0.0
+    if K < STATES:
+        s = tl.load(pointers[2 + K] + at, mask=mask, other=0.0).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _store_state(pointers, at, s, mask, K: tl.constexpr, STATES: tl.constexpr):
+    if K < STATES:
+        tl.store(pointers[2 + K] + at, s.to(pointers[2 + K].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _first_pass(pointers, at, inside, factor, c, k, RULE: tl.constexpr, STATES: tl.constexpr):
+    """Renews the states of some elements where the rule wants that now; returns what is to be summed."""
+    p = tl.load(pointers[0] + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(pointers[1] + at, mask=inside, other=0.0).to(tl.float32) * factor
+    s0 = _load_state(pointers, at, inside, 0, STATES)
+    s1 = _load_state(pointers, at, inside, 1, STATES)
+    if RULE == LAMB:
+        s0, s1 = _advance(g, s0, s1, c, RULE)
+        _store_state(pointers, at, s0, inside, 0, STATES)
+        _store_state(pointers, at, s1, inside, 1, STATES)
+        s0 = s0.to(pointers[2].dtype.element_ty).to(tl.float32)  # as the second pass reads them
+        s1 = s1.to(pointers[3].dtype.element_ty).to(tl.float32)
+    first, second = _squares(p, g, s0, s1, c, k, RULE)
+    return tl.where(inside, first, 0.0), tl.where(inside, second, 0.0)
+
+
+@triton.jit
+def _step_elements(
+    pointers,
+    ema_ptr,
+    at,
+    inside,
+    runs,
+    factor,
+    ema_rate,
+    c,
+    k,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
+    WITH_EMA: tl.constexpr,
+    ZERO_GRADS: tl.constexpr,
+):
+    there, inside = inside, inside & runs
+    p = tl.load(pointers[0] + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(pointers[1] + at, mask=inside, other=0.0).to(tl.float32) * factor
+    s0 = _load_state(pointers, at, inside, 0, STATES)
+    s1 = _load_state(pointers, at, inside, 1, STATES)
+    s2 = _load_state(pointers, at, inside, 2, STATES)
+    s3 = _load_state(pointers, at, inside, 3, STATES)
+    p, s0, s1, s2, s3 = _update(p, g, s0, s1, s2, s3, c, k, RULE)
+    p = p.to(pointers[0].dtype.element_ty)
+    tl.store(pointers[0] + at, p, mask=inside)
+    if RULE != LAMB:  # its first pass has done that
+        _store_state(pointers, at, s0, inside, 0, STATES)
+        _store_state(pointers, at, s1, inside, 1, STATES)
+        _store_state(pointers, at, s2, inside, 2, STATES)
+        _store_state(pointers, at, s3, inside, 3, STATES)
+    if WITH_EMA:
+        mean = tl.load(ema_ptr + at, mask=inside, other=0.0)
+        tl.store(ema_ptr + at, mean + ema_rate * (p.to(tl.float32) - mean), mask=inside)
+    if ZERO_GRADS:
+        tl.store(pointers[1] + at, tl.zeros_like(g).to(p.dtype), mask=there)
+
+
+@triton.jit
+def optimizer_step_norms_kernel(
+    like_ptr,  # a parameter
+    table_ptr,
+    partial_ptr,  # [2, programs]
+    norm_ptr,  # [1] or None
+    grad_scale_ptr,  # [1] or None
+    found_inf_ptr,  # [1] or None
+    count,
+    programs,
+    max_norm,
+    clip_eps,
+    c,
+    first_program,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SKIP: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid, row, begin, end = _lists.program(table_ptr, count, first_program, COLUMNS, CHUNK)
+    pointers = _pointers(table_ptr, count, row, STATES, like_ptr, VEC)
+    factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
+    runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+    k = _constants(c, _step(table_ptr, count, row, COUNTS), tl.full([], 1.0, tl.float64), RULE)
+    first = tl.zeros([BLOCK], tl.float32)
+    second = tl.zeros([BLOCK], tl.float32)
+    whole = end // VEC * VEC  # so the mask leaves loads 16 bytes wide
+    for start in range(begin, whole, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        squares = _first_pass(pointers, at, (at < whole) & runs, factor, c, k, RULE, STATES)
+        first += squares[0]
+        second += squares[1]
+    first, second = tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64))
+    if VEC > 1:
+        at = whole + tl.arange(0, VEC)
+        squares = _first_pass(pointers, at, (at < end) & runs, factor, c, k, RULE, STATES)
+        first += tl.sum(squares[0].to(tl.float64))
+        second += tl.sum(squares[1].to(tl.float64))
+    tl.store(partial_ptr + pid, first)
+    tl.store(partial_ptr + programs + pid, second)
+
+
+@triton.jit
+def optimizer_step_ratio_kernel(
+    table_ptr,
+    partial_ptr,  # [2, programs]
+    ratio_ptr,  # [count]
+    norm_ptr,  # [1] or None
+    found_inf_ptr,  # [1] or None
+    count,
+    programs,
+    c,
+    RULE: tl.constexpr,
+    SKIP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+    begin = _lists.entry(table_ptr, count, row, _lists.FIRST)
+    end = begin + tl.cdiv(_lists.entry(table_ptr, count, row, _lists.NUMEL), CHUNK)
+    first = tl.zeros([BLOCK], tl.float64)
+    second = tl.zeros([BLOCK], tl.float64)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        first += tl.load(partial_ptr + at, mask=at < end, other=0.0)
+        second += tl.load(partial_ptr + programs + at, mask=at < end, other=0.0)
+    first, second = tl.sum(first), tl.sum(second)
+    if RULE == LAMB:
+        usable = (c[10] != 0.0) & (first > 0.0) & (second > 0.0)
+        ratio = tl.where(usable, tl.sqrt(first) / tl.sqrt(tl.where(usable, second, 1.0)), 1.0)
+        ratio = tl.where((c[11] != 0.0) & (ratio > 1.0), 1.0, ratio)
+    else:
+        v_ptr = _lists.entry(table_ptr, count, row, SCALAR).to(tl.pointer_type(tl.float32))
+        v = tl.load(v_ptr)
+        v = tl.where(v == 0.0, first, c[5] * v.to(tl.float64) + c[6] * first).to(tl.float32)
+        tl.store(v_ptr, v, mask=runs)
+        if RULE == NOVOGRAD_AMSGRAD:
+            top_ptr = _lists.entry(table_ptr, count, row, SCALAR + 1).to(tl.pointer_type(tl.float32))
+            top = tl.load(top_ptr)
+            v = tl.where(top > v, top, v)
+            tl.store(top_ptr, v, mask=runs)
+        ratio = 1.0 / (tl.sqrt(v.to(tl.float64)) + c[7])
+    tl.store(ratio_ptr + row, ratio)
+
+
+@triton.jit
+def optimizer_step_kernel(
+    like_ptr,  # a parameter
+    table_ptr,
+    ratio_ptr,  # [count] or None
+    norm_ptr,  # [1] or None
+    grad_scale_ptr,  # [1] or None
+    found_inf_ptr,  # [1] or None
+    count,
+    max_norm,
+    clip_eps,
+    ema_rate,
+    c,
+    first_program,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    WITH_EMA: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SKIP: tl.constexpr,
+    ZERO_GRADS: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _, row, begin, end = _lists.program(table_ptr, count, first_program, COLUMNS, CHUNK)
+    pointers = _pointers(table_ptr, count, row, STATES, like_ptr, VEC)
+    ema_ptr = _lists.entry(table_ptr, count, row, EMA).to(tl.pointer_type(tl.float32))
+    if VEC > 1:
+        ema_ptr = tl.multiple_of(ema_ptr, 16)
+    factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
+    runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+    ratio = tl.full([], 1.0, tl.float64)
+    if ratio_ptr is not None:
+        ratio = tl.load(ratio_ptr + row)
+    k = _constants(c, _step(table_ptr, count, row, COUNTS), ratio, RULE)
+    whole = end // VEC * VEC  # so the mask leaves loads and stores 16 bytes wide
+    for start in range(begin, whole, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        _step_elements(
+            pointers, ema_ptr, at, at < whole, runs, factor, ema_rate, c, k, RULE, STATES, WITH_EMA, ZERO_GRADS
+        )
+    if VEC > 1:
+        at = whole + tl.arange(0, VEC)
+        _step_elements(
+            pointers, ema_ptr, at, at < end, runs, factor, ema_rate, c, k, RULE, STATES, WITH_EMA, ZERO_GRADS
+        )
+
+
+@triton.jit
+def optimizer_step_count_kernel(
+    table_ptr,
+    norm_ptr,  # [1] or None
+    found_inf_ptr,  # [1] or None
+    count,
+    SKIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(table_ptr + COUNTED * count + row, mask=row < count, other=0)
+    step_ptr = address.to(tl.pointer_type(tl.float32))
+    mask = (address != 0) & _runs(norm_ptr, found_inf_ptr, SKIP)
+    tl.store(step_ptr, tl.load(step_ptr, mask=mask, other=0.0) + 1.0, mask=mask)
+
+
+def _check(params, grads, states, ema, elementwise: int) -> None:
+    for i, p in enumerate(params):
+        like = [("grads", grads[i], p.dtype), *(("states", t, p.dtype) for t in states[i :: len(params)][:elementwise])]
+        for name, t, dtype in [*like, *(("ema", t, torch.float32) for t in ema[i : i + 1])]:
+            if t.dtype != dtype or t.shape != p.shape or t.device != p.device or not _same_strides(t, p):
+                raise RuntimeError(f"fusedtrain: {name} must have the shapes, dtypes, strides and device of params")
+        if not _common.is_dense(p):
+            raise RuntimeError("fusedtrain: params must be dense tensors")
+
+
+def _same_strides(t: Tensor, p: Tensor) -> bool:
+    return t.stride() == p.stride() or all(
+        own == other or size == 1 for own, other, size in zip(t.stride(), p.stride(), p.shape)
+    )
+
+
+def optimizer_step_(
+    params,
+    grads,
+    states,
+    steps,
+    ema,
+    rule,
+    lr,
+    weight_decay,
+    decoupled,
+    coefficients,
+    maximize,
+    ema_decay,
+    zero_grads,
+    norm,
+    max_norm,
+    skip_nonfinite,
+    grad_scale,
+    found_inf,
+) -> None:
+    name, count = _codes.RULES[rule], len(params)
+    elementwise = len(RULES[name].states)
+    _check(params, grads, states, ema, elementwise)
+    columns = [states[k * count : (k + 1) * count] for k in range(MAX_STATES + MAX_SCALARS)]  # some are empty
+    tensors = (params, grads, *columns[:elementwise], *[()] * (MAX_STATES - elementwise), ema)
+    counted = [step if i == 0 or step is not steps[i - 1] else None for i, step in enumerate(steps)]
+    numbers = (*columns[elementwise : elementwise + MAX_SCALARS], steps, counted)
+    order = _lists.sort(params)
+    table = _lists.table(*([[c[i] if c else None for i in order] for c in group] for group in (tensors, numbers)))
+    c = _numbers(name, lr, weight_decay, decoupled, coefficients)
+    clip = {"max_norm": max_norm, "clip_eps": 0.0 if name == "lamb" else 1e-6, "MAXIMIZE": maximize}
+    flags = {"c": c, "RULE": rule, "SKIP": skip_nonfinite}
+    own = {"STATES": elementwise, "COUNTS": bool(steps)}
+    extras = {"ema_rate": 1.0 - ema_decay, "WITH_EMA": bool(ema), "ZERO_GRADS": zero_grads}
+    ratio = None
+    with _images.on_device(params[0]):
+        if name in WITH_NORMS:
+            partial, ratio = (params[0].new_empty(s, dtype=torch.float64) for s in ((2, table.programs), count))
+            for launch in table.launches:
+                optimizer_step_norms_kernel[(launch.programs,)](
+                    launch.like,
+                    table.tensor,
+                    partial,
+                    norm,
+                    grad_scale,
+                    found_inf,
+                    count,
+                    table.programs,
+                    **clip,
+                    **flags,
+                    **own,
+                    **launch.arguments,
+                )
+            optimizer_step_ratio_kernel[(count,)](
+                table.tensor,
+                partial,
+                ratio,
+                norm,
+                found_inf,
+                count,
+                table.programs,
+                **flags,
+                CHUNK=_lists.CHUNK,
+                BLOCK=RATIO_BLOCK,
+                **_lists.OPTIONS,
+            )
+        for launch in table.launches:
+            optimizer_step_kernel[(launch.programs,)](
+                launch.like,
+                table.tensor,
+                ratio,
+                norm,
+                grad_scale,
+                found_inf,
+                count,
+                **clip,
+                **flags,
+                **own,
+                **extras,
+                **launch.arguments,
+            )
+        if steps:
+            optimizer_step_count_kernel[(triton.cdiv(count, COUNT_BLOCK),)](
+                table.tensor, norm, found_inf, count, SKIP=skip_nonfinite, BLOCK=COUNT_BLOCK, **_lists.OPTIONS
+            )
