@@ -67,11 +67,13 @@ _SIZES = {  # of arrays in these structs
 @functools.cache
 def structs() -> dict[str, type[ctypes.Structure]]:
     """ctypes twins of the structs that CUDA kernels take, read from their headers; enums are 32-bit integers."""
-    types = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
+    types = {"int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64}
+    types |= {"double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
+    for header in CSRC.glob("core/*.h"):
+        types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", header.read_text())}
     headers = (CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))
     for header in [CSRC / "core/types.h", CSRC / "core/update_rule.h", *filter(Path.exists, headers)]:
         text = re.sub(r"//.*", "", header.read_text())
-        types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", text)}
         for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
             if "(" in body or "static" in body:
                 continue  # has functions: not for others to fill
