@@ -15,6 +15,9 @@
 //
 // The sums run over the batch and its pixels; `count` is their number, over all processes where those share statistics.
 // With fixed statistics (evaluation) dx = weight rstd dz. acc is the accumulation type: float, double for kFloat64.
+//
+// On the CPU, rows of few channels are taken `fold` at a time, as one row of fold * c columns in `images`, over which
+// the vectors of BatchNormInputs and the sums of BatchNormBackward are repeated. Results stay [c].
 #include "core/isa.h"
 #include "core/types.h"
 
@@ -22,6 +25,7 @@ namespace fusedtrain {
 
 struct BatchNormStats {
   Images images;
+  int64_t fold;
   const void* x;  // [n, c, hw] or [n, hw, c]
   void* partial;  // acc [n * reduce_chunks(images), 3, c]: shift, sum (x - shift), sum (x - shift)^2
   void* mean;     // acc [c]; 0 for an empty batch
@@ -60,6 +64,7 @@ struct BatchNormAct {
 
 struct BatchNormReduce {
   BatchNormInputs in;
+  int64_t fold;
   const void* dy;     // as x
   void* partial;      // acc [n * reduce_chunks(images), 2, c]: sum dz, sum dz (x - mean)
   void* sum_dz;       // acc [c]
@@ -99,5 +104,13 @@ void batch_norm_act_reduce_finish(const BatchNormReduce& a, int64_t begin, int64
 template <Isa I>
 void batch_norm_act_backward(const BatchNormBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int batch_norm_act_stats(const BatchNormStats& a, void* stream);
+[[nodiscard]] int batch_norm_act_update(const BatchNormUpdate& a, void* stream);
+[[nodiscard]] int batch_norm_act(const BatchNormAct& a, void* stream);
+[[nodiscard]] int batch_norm_act_reduce(const BatchNormReduce& a, void* stream);
+[[nodiscard]] int batch_norm_act_backward(const BatchNormBackward& a, void* stream);
+}  // namespace cuda
 
 }  // namespace fusedtrain

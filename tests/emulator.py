@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl
 from fusedtrain.ops import _codes, _common
+from fusedtrain.ops.batch_norm_act import _BatchNormImpl
 from fusedtrain.ops.depthwise_conv2d import output_size
 from fusedtrain.ops.optimizer_step import RULES
 
@@ -266,7 +267,74 @@ def _row_arrays() -> list[type[ctypes.Array]]:
     return [types["states"], types["scalars"]]
 
 
+def _batch(x: Tensor):
+    """The images as one sample of rows, or planes."""
+    images = _images(x, 0)
+    return structs()["Images"](1, images.c, images.n * images.hw, images.dtype, 1, 0) if images.layout else images
+
+
+def _sums_partial(x: Tensor, parts: int) -> Tensor:
+    batch = _batch(x)
+    return _acc(x, batch.n * (max(1, -(-batch.hw // _CHUNK)) if batch.layout else 1), parts, batch.c)
+
+
+def batch_norm_act_stats(x):
+    mean, m2 = _acc(x, x.shape[1]), _acc(x, x.shape[1])
+    fields = {"images": _batch(x), "fold": 1, "x": x, "partial": _sums_partial(x, 3), "mean": mean, "m2": m2}
+    call("batch_norm_act_stats", "BatchNormStats", **fields)
+    return mean, m2
+
+
+def batch_norm_act_update_(mean, m2, running_mean, running_var, count, momentum, eps):
+    rstd = torch.full_like(mean, torch.nan)
+    running = running_mean if running_mean is not None else mean
+    fields = {"c": len(mean), "dtype": _DTYPES[mean.dtype], "running_dtype": _DTYPES[running.dtype]}
+    fields |= {"count": count, "momentum": momentum, "eps": eps, "mean": mean, "m2": m2, "rstd": rstd}
+    call("batch_norm_act_update", "BatchNormUpdate", **fields, running_mean=running_mean, running_var=running_var)
+    return rstd
+
+
+def _batch_inputs(x, mean, rstd, weight, bias, residual, act, residual_after):
+    """The struct, and the tensors it points to."""
+    weight = torch.ones_like(mean) if weight is None else _small(weight, x)
+    bias = torch.zeros_like(mean) if bias is None else _small(bias, x)
+    before = None if residual_after else residual
+    tensors = {"x": x, "before": before, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
+    pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
+    return structs()["BatchNormInputs"](images=_batch(x), act=act, **pointers), tensors
+
+
+def batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after):
+    inputs, _alive = _batch_inputs(x, mean, rstd, weight, bias, residual, act, residual_after)
+    y = torch.empty_like(x).fill_(torch.nan)
+    call("batch_norm_act", "BatchNormAct", **{"in": inputs}, after=residual if residual_after else None, y=y)
+    return y
+
+
+def batch_norm_act_reduce(dy, x, *args):
+    inputs, _alive = _batch_inputs(x, *args)
+    sums = {"sum_dz": _acc(x, x.shape[1]), "sum_dz_xhat": _acc(x, x.shape[1])}
+    fields = {"in": inputs, "fold": 1, "dy": dy, "partial": _sums_partial(x, 2), **sums}
+    call("batch_norm_act_reduce", "BatchNormReduce", **fields)
+    return tuple(sums.values())
+
+
+def batch_norm_act_backward(
+    dy, x, mean, rstd, weight, bias, residual, sum_dz, sum_dz_xhat, count, act, residual_after, need_dx, need_dresidual
+):
+    inputs, _alive = _batch_inputs(x, mean, rstd, weight, bias, residual, act, residual_after)
+    dx = torch.empty_like(x).fill_(torch.nan) if need_dx else x.new_empty(0)
+    dresidual = torch.empty_like(x).fill_(torch.nan) if need_dresidual else x.new_empty(0)
+    fields = {"in": inputs, "count": count, "dy": dy, "sum_dz": sum_dz, "sum_dz_xhat": sum_dz_xhat}
+    call("batch_norm_act_backward", "BatchNormBackward", **fields, dx=dx, dbefore=dresidual)
+    return dx, dresidual
+
+
 IMPLS = {
+    "batch_norm_act": _BatchNormImpl(
+        *(batch_norm_act, batch_norm_act_backward, _common.never_why_not, None),
+        *(batch_norm_act_stats, batch_norm_act_update_, batch_norm_act_reduce),
+    ),
     "grad_norm": Impl(grad_norm, None, _common.never_why_not),
     "optimizer_step": Impl(optimizer_step_, None, _common.never_why_not),
     "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),

@@ -16,6 +16,7 @@ import harness
 import properties
 import pytest
 import test_activation
+import test_batch_norm_act as batch_norm
 import test_channel_pool
 import test_channel_scale
 import test_depthwise_conv2d as depthwise
@@ -75,6 +76,16 @@ def check_depthwise(shape: tuple, geometry: str, form: dict, monkeypatch, act: s
         harness.assert_bitwise_equal(harness.evaluate(function, inputs), results, f"{geometry}, thread order {order}")
 
 
+def check_batch_norm(shape: tuple, form: dict, options: dict, monkeypatch) -> None:
+    draws = harness.draws(lambda seed: batch_norm.make("cpu", shape, **form, seed=seed), "cpu", "cuda")
+    function, reference = (make(draws[0], **options) for make in (batch_norm.function, batch_norm.reference_of))
+    monkeypatch.setenv("CUDA_EMU_ORDER", ORDERS[0])
+    results = harness.assert_op_as_good_as_torch(function, reference, draws, f"batch_norm_act {form} {options}")
+    for order in ORDERS[1:]:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        harness.assert_bitwise_equal(harness.evaluate(function, draws[-1]), results, f"thread order {order}")
+
+
 OPTIONS = ("act", "gate", "pool", "in_act")
 CASES = [(op, case) for op, module in OPS.items() for case in module.CASES]
 
@@ -113,6 +124,29 @@ def test_every_depthwise_geometry(geometry, form, layout, monkeypatch):
         pytest.skip("the kernel is larger than the padded image")
     dtype = harness.DTYPES[list(depthwise.GEOMETRIES).index(geometry) % len(harness.DTYPES)]
     check_depthwise(shape, geometry, {"layout": layout, "dtype": dtype, **options}, monkeypatch)
+
+
+@pytest.mark.parametrize("case", batch_norm.CASES, ids=cases.label)
+def test_batch_norm_act_is_as_good_as_torch_in_every_thread_order(case, monkeypatch):
+    shape = cases.SHAPES[case["shape"]]
+    options = {name: case[name] for name in ("training", "act", "residual")} | {"running": True}
+    options["training"] &= shape != (1, 1, 1, 1)
+    form = {name: case[name] for name in ("layout", "dtype", "residual", "vectors")}
+    check_batch_norm(shape, form, options, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_path_through_the_kernels_of_batch_norm_act(shape, layout, monkeypatch):
+    residuals = zip(harness.DTYPES, (*batch_norm.RESIDUALS, "none"))
+    for dtype, residual in residuals:
+        form = {"layout": layout, "dtype": dtype, "residual": residual}
+        check_batch_norm(SHAPES[shape], form, {"residual": residual}, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_a_large_mean_hides_no_variance(layout):
+    batch_norm.test_a_large_mean_hides_no_variance("cpu", "cuda", layout, torch.float32)
 
 
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)

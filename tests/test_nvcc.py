@@ -127,11 +127,15 @@ def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
         assert all("LDG.E.128" in text and ("STG.E.128" in text or stem == "grad_norm") for text in walks)
 
 
-# Kernels of core/cuda_images.h end in the elements N of a pack: 4 of float32, 8 of bfloat16 and float16.
-def test_images_move_16_bytes_at_a_time(compiled, cuobjdump):
-    kernels = machine_code(compiled[0] / "channel_scale.o", cuobjdump, CODES[0])
+# Kernels of core/cuda_images.h end in the elements N of a pack: 4 of float32, 8 of bfloat16 and float16; with their
+# element types, activations (batch_norm_act: the four with kernels of their own, and all others) and layouts.
+@pytest.mark.parametrize(
+    ("stem", "count"), [("channel_scale", 3 * 5 * 2), ("batch_norm_act", 3 * 5 * 2), ("batch_norm_act_backward", 60)]
+)
+def test_images_move_16_bytes_at_a_time(compiled, cuobjdump, stem, count):
+    kernels = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
     vectors = {name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*ELi[48]E", name)}
-    assert len(vectors) >= 3 * 5 * 2  # element types, activations, layouts
+    assert len(vectors) >= count
     for name, code in vectors.items():
         assert re.search(r"LDG\.E\.128", code), name
         if "map_" in name:

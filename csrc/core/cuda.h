@@ -57,6 +57,23 @@ __device__ __forceinline__ T* shared_memory() {
   return reinterpret_cast<T*>(memory);
 }
 
+// Act<a>::value(x) and Act<a>::slope(x) for an `a` known at run time.
+template <Activation... As>
+struct AnyAct {
+  template <class V>
+  static __device__ V value(Activation a, V x) {
+    V y = x;
+    ((a == As ? (y = Act<As>::value(x), 0) : 0), ...);
+    return y;
+  }
+  template <class V>
+  static __device__ V slope(Activation a, V x) {
+    V y = x;
+    ((a == As ? (y = Act<As>::slope(x), 0) : 0), ...);
+    return y;
+  }
+};
+
 // T is the element type of the large tensors, Acc<T> that of sums and small vectors.
 template <DType>
 struct ElementOf;

@@ -6,9 +6,10 @@
 //   contiguous     reduce_planes_kernel                            map_planes_kernel
 //
 // A Term says what happens to the elements, N at a time:
-//   reduce: Stat; Raw<N> = load<N>(offset, width); add<N>(raw, stats[N]); finish(nc, stat)
+//   reduce: Stat; Raw<N> = load<N>(offset, width); add<N>(raw, f, stats[N]); finish(nc, stat); Factors<N> as below
 //   map:    Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, j, f) of one plane;
 //           apply<N>(raw, offset, f)
+// A Term that reduces without factors is a NoFactors.
 // N is kPack<T> where rows and pointers are aligned, else 1; planes are always taken N elements at a time, read in
 // pieces of `width`. All sums run in an order that depends on c, hw and, in channels_last, the alignment: not on the
 // batch, the grid or the device.
@@ -37,6 +38,32 @@ struct SumPeak {
     const bool stays = !(part[1] < o.part[1]), comes = !(o.part[1] < part[1]);  // both of NaN
     part[2] = (stays ? part[2] : A(0)) + (comes ? o.part[2] : A(0));
     part[1] = part[1] > o.part[1] || part[1] != part[1] ? part[1] : o.part[1];
+  }
+};
+
+struct NoFactors {
+  template <int N>
+  struct Factors {
+    __device__ void take(int, const Factors<1>&) {}
+  };
+  template <int N>
+  __device__ void factors(int64_t, Factors<N>&) const {}
+  template <int N>
+  __device__ void factor(int64_t, int, Factors<N>&) const {}
+};
+
+// K factors for N elements.
+template <class A, int K, int N>
+struct FactorPack {
+  Pack<A, N> f[K];
+
+  __device__ void copy(int from, int to) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) f[k].v[to] = f[k].v[from];
+  }
+  __device__ void take(int to, const FactorPack<A, K, 1>& one) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) f[k].v[to] = one.f[k].v[0];
   }
 };
 
@@ -126,6 +153,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const RowTile t = row_tile<N>(g, column);
   const bool inside = row < g.rows && t.channel < g.c;
   Stat stats[N];
+  typename Term::template Factors<N> factors;
+  if (inside) term.template factors<N>(t.sample * g.c + t.channel, factors);
   for (int64_t i = t.begin + row; i < t.end && inside; i += Term::kUnroll * g.rows) {
     const int64_t offset = (t.sample * g.hw + i) * g.c + t.channel, step = g.rows * g.c;
     typename Term::template Raw<N> raw[Term::kUnroll];
@@ -135,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) term.template add<N>(raw[u], stats);
+      if (i + u * g.rows < t.end) term.template add<N>(raw[u], factors, stats);
     }
   }
   merge_rows(stats, g.rows, g.columns, shared_memory<typename Term::A>());
@@ -245,6 +274,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Ter
   const int64_t begin = plane * g.hw, end = plane < g.planes ? begin + g.hw : begin;
   const int64_t packed = begin + (end - begin) / N * N;
   Stat stats[N];
+  typename Term::template Factors<N> factors;
+  typename Term::template Factors<1> factor;
+  if (begin < end) {
+    term.factor(plane, 0, factor);
+#pragma unroll
+    for (int j = 0; j < N; ++j) factors.take(j, factor);
+  }
   for (int64_t i = begin + lane * N; i < packed; i += Term::kUnroll * step) {
     typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
@@ -253,11 +289,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Ter
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * step < packed) term.template add<N>(raw[u], stats);
+      if (i + u * step < packed) term.template add<N>(raw[u], factors, stats);
     }
   }
   Stat single[1] = {stats[0]};
-  for (int64_t i = packed + lane; i < end; i += g.group) term.template add<1>(term.template load<1>(i, 1), single);
+  for (int64_t i = packed + lane; i < end; i += g.group) {
+    term.template add<1>(term.template load<1>(i, 1), factor, single);
+  }
   stats[0] = single[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) stats[0].merge(stats[j]);
@@ -339,27 +377,31 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 // --- launchers ------------------------------------------------------------------------------------------------------
 
 template <class Term, int N>
-[[nodiscard]] int reduce_rows(const Images& images, const Term& term, int64_t min_chunk, void* partial, void* stream) {
+[[nodiscard]] int reduce_rows(const Images& images, const Term& term, int64_t min_chunk, void* partial, void* stream,
+                              int64_t* parts) {
   using A = typename Term::A;
   const RowTiles g = row_tiles<N>(images, min_chunk, 2 * Term::kUnroll);
   const size_t shared_bytes = g.rows > 1 ? g.threads() * N * Term::Stat::kParts * sizeof(A) : 0;
   const int code = launch(reduce_rows_kernel<Term, N>, g.blocks, g.threads(), shared_bytes, stream, term, g,
                           static_cast<A*>(partial));
-  if (code != cudaSuccess || g.chunks <= 1) return code;
+  if (parts != nullptr) *parts = images.n * g.chunks;
+  if (code != cudaSuccess || parts != nullptr || g.chunks <= 1) return code;
   const int64_t planes = images.n * images.c;
   return launch(reduce_finish_kernel<Term>, ceil_div<int64_t>(planes, kThreads), kThreads, 0, stream, term,
                 static_cast<const A*>(partial), planes, images.c, g.chunks);
 }
 
-// partial: [n, reduce_chunks(images), parts, c], used for channels_last only; see csrc/channel_pool.h.
+// partial: [n, reduce_chunks(images), parts, c], used for channels_last only; see csrc/channel_pool.h. With `parts` its
+// chunks are left to the caller and counted; a lone chunk of a sample, or a plane, still goes to Term::finish.
 template <class Term>
 [[nodiscard]] int reduce(const Images& images, const Term& term, bool aligned, int64_t min_chunk, void* partial,
-                         void* stream) {
+                         void* stream, int64_t* parts = nullptr) {
   constexpr int N = Term::N;
   if (images.layout == Layout::kChannelsLast) {
-    return aligned && images.c % N == 0 ? reduce_rows<Term, N>(images, term, min_chunk, partial, stream)
-                                        : reduce_rows<Term, 1>(images, term, min_chunk, partial, stream);
+    return aligned && images.c % N == 0 ? reduce_rows<Term, N>(images, term, min_chunk, partial, stream, parts)
+                                        : reduce_rows<Term, 1>(images, term, min_chunk, partial, stream, parts);
   }
+  if (parts != nullptr) *parts = images.n;
   const PlaneGroups g = plane_groups<N, Term::kUnroll>(images, aligned);
   const size_t shared_bytes = kThreads / kWarp * sizeof(typename Term::Stat);
   return launch(reduce_planes_kernel<Term, N>, g.blocks, kThreads, shared_bytes, stream, term, g);

@@ -3,8 +3,8 @@
 //   y = a(weight (x - mean) rstd + bias + before) + after
 //
 // Sums of squares are taken about a mean of some of the very numbers that are added, so nothing cancels however large
-// the mean is: of 8 rows of the chunk, or of the plane; then the parts are brought to the mean of the batch (Chan,
-// Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
+// the mean is: of 8 rows of the chunk, or of the first vectors of the plane; then the parts are brought to the mean of
+// the batch (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
 #include "batch_norm_act.h"
 
 #include "cpu/batch_sums.h"
@@ -20,10 +20,14 @@ struct Moments {
   static constexpr int kSums = 3;
   const T* x;
 
+  struct Params {};
+  Params params(auto) const { return {}; }
+  void prefetch(int64_t i) const { fetch(x + i); }
+
   struct State {
     V shift, sum, squares;
 
-    void start(const Moments& f, int64_t i, int64_t rows, int64_t c, int64_t, auto lanes) {
+    void start(const Moments& f, int64_t i, int64_t rows, int64_t c, auto lanes) {
       sum = squares = V(0);
       if (rows < kGroup) {
         shift = cpu::load<V>(f.x + i, lanes);
@@ -32,15 +36,18 @@ struct Moments {
                 V(1.0 / kGroup);
       }
     }
-    void two(const Moments& f, int64_t i, int64_t c, int64_t, auto lanes) {
-      const V d = cpu::load<V>(f.x + i, lanes) - shift, e = cpu::load<V>(f.x + i + c, lanes) - shift;
-      sum += d + e;
-      squares += d * d + e * e;
+    void clear(const State& s) {
+      shift = s.shift;
+      sum = squares = V(0);
     }
-    void one(const Moments& f, int64_t i, int64_t, auto lanes) {
-      const V d = cpu::load<V>(f.x + i, lanes) - shift;
+    void add(const Moments& f, int64_t i, Params, auto lanes) {
+      const V d = keep(cpu::load<V>(f.x + i, lanes) - shift, lanes);
       sum += d;
       squares += d * d;
+    }
+    void merge(const State& s) {
+      sum += s.sum;
+      squares += s.squares;
     }
     void load(const Lane* in, int64_t c, auto lanes) {
       shift = cpu::load<V>(in, lanes);
@@ -54,43 +61,52 @@ struct Moments {
     }
   };
 
-  // Two passes over stretches that stay in the first cache.
   void plane(int64_t first, int64_t, int64_t hw, Lane* out, int64_t c) const {
-    constexpr int64_t kStretch = 4096 / sizeof(Lane) * sizeof(float);
+    constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
     const auto value = [this](int64_t i, int64_t, auto lanes) { return cpu::load<V>(x + i, lanes); };
-    Lane shift = 0;
+    const int64_t some = std::min<int64_t>(8 * V::kLanes, hw);
+    const Lane shift = sum_plane<V>(value, first, 0, some) / Lane(some);
     double sum = 0, squares = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
-      const int64_t count = std::min(kStretch, hw - begin);
-      const Lane mean = sum_plane<V>(value, first + begin, 0, count) / Lane(count);
-      const auto [d, d2] = about(first + begin, count, V(mean));
-      if (begin == 0) shift = mean;
-      const double step = double(mean) - double(shift);
-      sum += d + double(count) * step;
-      squares += d2 + step * (2 * d + double(count) * step);
+      const int64_t end = std::min(begin + kStretch, hw);
+      V d[2] = {V(0), V(0)}, d2[2] = {V(0), V(0)};
+      const auto add = [&](int k, V t) {
+        d[k] += t;
+        d2[k] += t * t;
+      };
+      int64_t i = begin;
+      for (; i + 2 * V::kLanes <= end; i += 2 * V::kLanes) {
+        add(0, cpu::load<V>(x + first + i) - V(shift));
+        add(1, cpu::load<V>(x + first + i + V::kLanes) - V(shift));
+      }
+      for_each_vector<V>(end - i, [&](int64_t j, auto lanes) {
+        add(0, keep(cpu::load<V>(x + first + i + j, lanes) - V(shift), lanes));
+      });
+      sum += double(lane_sum(d[0] + d[1]));
+      squares += double(lane_sum(d2[0] + d2[1]));
     }
     out[0] = shift;
     out[c] = Lane(sum);
     out[2 * c] = Lane(squares);
   }
+};
 
-  struct About {
-    double d, d2;
+// y of one vector.
+template <class T, Activation A>
+struct Forward {
+  using Element = T;
+  using V = Vec<Acc<T>>;
+  const T *x, *before, *after;
+  const Acc<T>*mean, *rstd, *weight, *bias;
+
+  struct Params {
+    V mean, rstd, weight, bias;
   };
-  About about(int64_t first, int64_t count, V mean) const {
-    V d[2] = {V(0), V(0)}, d2[2] = {V(0), V(0)};
-    const auto add = [&](int k, V t) {
-      d[k] += t;
-      d2[k] += t * t;
-    };
-    int64_t i = 0;
-    for (; i + 2 * V::kLanes <= count; i += 2 * V::kLanes) {
-      add(0, cpu::load<V>(x + first + i) - mean);
-      add(1, cpu::load<V>(x + first + i + V::kLanes) - mean);
-    }
-    for_each_vector<V>(
-        count - i, [&](int64_t j, auto lanes) { add(0, keep(cpu::load<V>(x + first + i + j, lanes) - mean, lanes)); });
-    return {lane_sum(d[0] + d[1]), lane_sum(d2[0] + d2[1])};
+  Params params(auto at) const { return {at(mean), at(rstd), at(weight), at(bias)}; }
+  void prefetch(int64_t i) const { fetch(x + i); }
+  V operator()(int64_t i, const Params& p, auto lanes) const {
+    const V z = (load<V>(x + i, lanes) - p.mean) * p.rstd * p.weight + p.bias;
+    return Act<A>::value(z + load_or_zero<V>(before, i, lanes)) + load_or_zero<V>(after, i, lanes);
   }
 };
 
@@ -106,22 +122,22 @@ void batch_norm_act_stats_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormStats& a, 
 
 template <>
 void batch_norm_act_stats_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormStats& a, int64_t begin, int64_t end) {
-  const int64_t c = a.images.c, count = a.images.n * a.images.hw;
+  const int64_t c = a.images.c, count = a.images.n * a.images.hw * a.fold;
   const auto finish = [&]<class Lane>() {
     for (int64_t first = begin; first < end; first += kFinishBlock) {
       const int width = int(std::min<int64_t>(kFinishBlock, end - first));
       double base[kFinishBlock] = {}, sum[kFinishBlock] = {}, squares[kFinishBlock] = {};
-      for (int64_t i = 0; i < parts(a.images); ++i) {
-        const Lane* shift = static_cast<const Lane*>(a.partial) + i * 3 * c + first;
+      for_each_part(a.images, a.fold, 3, [&](int64_t offset, int64_t positions) {
+        const Lane* shift = static_cast<const Lane*>(a.partial) + offset + first;
         const Lane *s = shift + c, *q = s + c;
-        const double size = double(part_size(a.images, i));
+        const double size = double(positions);
         for (int k = 0; k < width; ++k) {
-          if (i == 0) base[k] = double(shift[k]);
+          if (offset == 0) base[k] = double(shift[k]);
           const double step = double(shift[k]) - base[k];
           sum[k] += double(s[k]) + size * step;
           squares[k] += double(q[k]) + step * (2 * double(s[k]) + size * step);
         }
-      }
+      });
       for (int k = 0; k < width; ++k) {
         const double mean = count == 0 ? 0 : sum[k] / double(count);
         static_cast<Lane*>(a.mean)[first + k] = Lane(base[k] + mean);
@@ -164,17 +180,11 @@ template <>
 void batch_norm_act<Isa::FUSEDTRAIN_ISA>(const BatchNormAct& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
     visit_act(a.in.act, [&]<Activation A>() {
-      using V = Vec<Acc<T>>;
-      const T *x = static_cast<const T*>(a.in.x), *before = static_cast<const T*>(a.in.before);
-      const T* after = static_cast<const T*>(a.after);
       const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-      const auto value = [=](int64_t i, auto lanes, V mean, V rstd, V weight, V bias) {
-        const V xhat = (load<V>(x + i, lanes) - mean) * rstd;
-        return Act<A>::value(weight * xhat + bias + load_or_zero<V>(before, i, lanes)) +
-               load_or_zero<V>(after, i, lanes);
-      };
-      map_items<V>(a.in.images, 1, static_cast<T*>(a.y), value, begin, end, vector(a.in.mean), vector(a.in.rstd),
-                   vector(a.in.weight), vector(a.in.bias));
+      const auto images = [](const void* p) { return static_cast<const T*>(p); };
+      const Forward<T, A> y{images(a.in.x),    images(a.in.before), images(a.after),  vector(a.in.mean),
+                            vector(a.in.rstd), vector(a.in.weight), vector(a.in.bias)};
+      map_items(a.in.images, static_cast<T*>(a.y), y, begin, end);
     });
   });
 }

@@ -8,61 +8,66 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// What dz depends on beside the images, for one vector.
-template <class V>
-struct Affine {
-  V mean, rstd, weight, bias;
-};
-
+// What dz depends on.
 template <class T, Activation A>
 struct Gradient {
   using Lane = Acc<T>;
   using V = Vec<Lane>;
   const T *dy, *x, *before;
+  const Lane *mean, *rstd, *weight, *bias;
 
+  struct Params {
+    V mean, rstd, weight, bias;
+  };
+  Params params(auto at) const { return {at(mean), at(rstd), at(weight), at(bias)}; }
+  void prefetch(int64_t i) const {
+    fetch(x + i);
+    fetch(dy + i);
+  }
   struct Pair {
     V dz, centred;
   };
-  Pair operator()(int64_t i, auto lanes, const Affine<V>& p) const {
+  Pair operator()(int64_t i, const Params& p, auto lanes) const {
     const V centred = load<V>(x + i, lanes) - p.mean;
     const V da = load<V>(dy + i, lanes);
     if constexpr (A == Activation::kIdentity) {
       return {da, centred};
     } else {
-      const V z = p.weight * (centred * p.rstd) + p.bias + load_or_zero<V>(before, i, lanes);
+      const V z = centred * p.rstd * p.weight + p.bias + load_or_zero<V>(before, i, lanes);
       return {Act<A>::slope(z) * da, centred};
     }
   }
 };
 
+template <class T, Activation A>
+Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy) {
+  const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
+  const auto images = [](const void* p) { return static_cast<const T*>(p); };
+  return {images(dy),      images(in.x),      images(in.before), vector(in.mean),
+          vector(in.rstd), vector(in.weight), vector(in.bias)};
+}
+
 // sum dz, sum dz (x - mean).
 template <class T, Activation A>
-struct Sums {
-  using Lane = Acc<T>;
-  using V = Vec<Lane>;
+struct Sums : Gradient<T, A> {
+  using Base = Gradient<T, A>;
+  using typename Base::Lane, typename Base::Params, typename Base::V;
   static constexpr int kSums = 2;
-  Gradient<T, A> gradient;
-  const Lane *mean, *rstd, *weight, *bias;
-
-  Affine<V> affine(int64_t ch, auto lanes) const {
-    return {load<V>(mean + ch, lanes), load<V>(rstd + ch, lanes), load<V>(weight + ch, lanes),
-            load<V>(bias + ch, lanes)};
-  }
 
   struct State {
     V dz, dz_x;
 
-    void start(const Sums&, int64_t, int64_t, int64_t, int64_t, auto) { dz = dz_x = V(0); }
-    void two(const Sums& f, int64_t i, int64_t c, int64_t ch, auto lanes) {
-      const Affine<V> affine = f.affine(ch, lanes);
-      const auto p = f.gradient(i, lanes, affine), q = f.gradient(i + c, lanes, affine);
-      dz += p.dz + q.dz;
-      dz_x += p.dz * p.centred + q.dz * q.centred;
+    void start(const Sums&, int64_t, int64_t, int64_t, auto) { dz = dz_x = V(0); }
+    void clear(const State&) { dz = dz_x = V(0); }
+    // Absent lanes have dy = 0; their slope, of no matter what, must not make that NaN.
+    void add(const Sums& f, int64_t i, const Params& params, auto lanes) {
+      const auto [d, centred] = f(i, params, lanes);
+      dz += keep(d, lanes);
+      dz_x += keep(d * centred, lanes);
     }
-    void one(const Sums& f, int64_t i, int64_t ch, auto lanes) {
-      const auto [d, centred] = f.gradient(i, lanes, f.affine(ch, lanes));
-      dz += d;
-      dz_x += d * centred;
+    void merge(const State& s) {
+      dz += s.dz;
+      dz_x += s.dz_x;
     }
     void load(const Lane* in, int64_t c, auto lanes) {
       dz = cpu::load<V>(in, lanes);
@@ -74,30 +79,53 @@ struct Sums {
     }
   };
 
-  // Absent lanes have dy = 0 and so add nothing.
   void plane(int64_t first, int64_t ch, int64_t hw, Lane* out, int64_t c) const {
     constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
-    const Affine<V> affine{V(mean[ch]), V(rstd[ch]), V(weight[ch]), V(bias[ch])};
+    const Params params = this->params([ch](const Lane* p) { return V(p[ch]); });
     Lane sum = 0, sum_x = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
       const int64_t end = std::min(begin + kStretch, hw);
-      V dz[2] = {V(0), V(0)}, dz_x[2] = {V(0), V(0)};
-      const auto add = [&](int k, int64_t i, auto lanes) {
-        const auto [d, centred] = gradient(first + i, lanes, affine);
-        dz[k] += keep(d, lanes);
-        dz_x[k] += keep(d * centred, lanes);
-      };
+      State s[2] = {{V(0), V(0)}, {V(0), V(0)}};
       int64_t i = begin;
       for (; i + 2 * V::kLanes <= end; i += 2 * V::kLanes) {
-        add(0, i, AllLanes{});
-        add(1, i + V::kLanes, AllLanes{});
+        s[0].add(*this, first + i, params, AllLanes{});
+        s[1].add(*this, first + i + V::kLanes, params, AllLanes{});
       }
-      for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { add(0, i + j, lanes); });
-      sum += lane_sum(dz[0] + dz[1]);
-      sum_x += lane_sum(dz_x[0] + dz_x[1]);
+      for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { s[0].add(*this, first + i + j, params, lanes); });
+      sum += lane_sum(s[0].dz + s[1].dz);
+      sum_x += lane_sum(s[0].dz_x + s[1].dz_x);
     }
     out[0] = sum;
     out[c] = sum_x;
+  }
+};
+
+// dx of one vector, or dbefore where there is no dx; writes dbefore beside dx where that is wanted too.
+template <class T, Activation A>
+struct Backward {
+  using Element = T;
+  using Lane = Acc<T>;
+  using V = Vec<Lane>;
+  Gradient<T, A> gradient;
+  const Lane *sum_dz, *sum_dz_xhat;  // null for fixed statistics
+  T* dbefore;
+  bool with_dx;
+  Lane per_count;
+
+  struct Params {
+    typename Gradient<T, A>::Params z;
+    V base, slope;  // of what the statistics take off dz: base + slope (x - mean)
+  };
+  Params params(auto at) const {
+    if (sum_dz == nullptr) return {gradient.params(at), V(0), V(0)};
+    return {gradient.params(at), at(sum_dz) * V(per_count), at(sum_dz_xhat) * V(per_count) * at(gradient.rstd)};
+  }
+  void prefetch(int64_t i) const { gradient.prefetch(i); }
+  V operator()(int64_t i, const Params& p, auto lanes) const {
+    const auto [dz, centred] = gradient(i, p.z, lanes);
+    if (!with_dx) return dz;
+    if (dbefore != nullptr) store(dbefore + i, dz, lanes);
+    return p.z.weight * p.z.rstd * (dz - p.base - centred * p.slope);
   }
 };
 
@@ -107,13 +135,7 @@ template <>
 void batch_norm_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
     visit_act(a.in.act, [&]<Activation A>() {
-      const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-      const auto images = [](const void* p) { return static_cast<const T*>(p); };
-      const Sums<T, A> sums{{images(a.dy), images(a.in.x), images(a.in.before)},
-                            vector(a.in.mean),
-                            vector(a.in.rstd),
-                            vector(a.in.weight),
-                            vector(a.in.bias)};
+      const Sums<T, A> sums{gradient_of<T, A>(a.in, a.dy)};
       walk_items(a.in.images, sums, static_cast<Acc<T>*>(a.partial), begin, end);
     });
   });
@@ -127,13 +149,13 @@ void batch_norm_act_reduce_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a,
     for (int64_t first = begin; first < end; first += kFinishBlock) {
       const int width = int(std::min<int64_t>(kFinishBlock, end - first));
       double dz[kFinishBlock] = {}, dz_x[kFinishBlock] = {};
-      for (int64_t i = 0; i < parts(a.in.images); ++i) {
-        const Lane* part = static_cast<const Lane*>(a.partial) + i * 2 * c + first;
+      for_each_part(a.in.images, a.fold, 2, [&](int64_t offset, int64_t) {
+        const Lane* part = static_cast<const Lane*>(a.partial) + offset + first;
         for (int k = 0; k < width; ++k) {
           dz[k] += double(part[k]);
           dz_x[k] += double(part[c + k]);
         }
-      }
+      });
       for (int k = 0; k < width; ++k) {
         static_cast<Lane*>(a.sum_dz)[first + k] = Lane(dz[k]);
         static_cast<Lane*>(a.sum_dz_xhat)[first + k] = Lane(dz_x[k] * double(rstd[first + k]));
@@ -147,29 +169,15 @@ template <>
 void batch_norm_act_backward<Isa::FUSEDTRAIN_ISA>(const BatchNormBackward& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
     visit_act(a.in.act, [&]<Activation A>() {
-      using V = Vec<Acc<T>>;
       const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-      const auto images = [](const void* p) { return static_cast<const T*>(p); };
-      const Gradient<T, A> gradient{images(a.dy), images(a.in.x), images(a.in.before)};
       T *dx = static_cast<T*>(a.dx), *dbefore = static_cast<T*>(a.dbefore);
-      const V per_count(1 / a.count);
-      const bool fixed = a.sum_dz == nullptr;
-      const auto both = [=](int64_t i, auto lanes, V mean, V rstd, V weight, V bias, V sum_dz, V sum_dz_xhat) {
-        const auto [dz, centred] = gradient(i, lanes, Affine<V>{mean, rstd, weight, bias});
-        if (dbefore != nullptr) store(dbefore + i, dz, lanes);
-        if (fixed) return weight * rstd * dz;
-        return weight * rstd * (dz - sum_dz * per_count - centred * rstd * (sum_dz_xhat * per_count));
-      };
-      const auto before_only = [=](int64_t i, auto lanes, V mean, V rstd, V weight, V bias) {
-        return gradient(i, lanes, Affine<V>{mean, rstd, weight, bias}).dz;
-      };
-      if (dx != nullptr) {
-        map_items<V>(a.in.images, 1, dx, both, begin, end, vector(a.in.mean), vector(a.in.rstd), vector(a.in.weight),
-                     vector(a.in.bias), vector(a.sum_dz), vector(a.sum_dz_xhat));
-      } else {
-        map_items<V>(a.in.images, 1, dbefore, before_only, begin, end, vector(a.in.mean), vector(a.in.rstd),
-                     vector(a.in.weight), vector(a.in.bias));
-      }
+      const Backward<T, A> f{gradient_of<T, A>(a.in, a.dy),
+                             vector(a.sum_dz),
+                             vector(a.sum_dz_xhat),
+                             dbefore,
+                             dx != nullptr,
+                             Acc<T>(1 / a.count)};
+      map_items(a.in.images, dx != nullptr ? dx : dbefore, f, begin, end);
     });
   });
 }

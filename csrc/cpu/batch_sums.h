@@ -1,6 +1,10 @@
 #pragma once
-// What the statistics and the backward sums of batch_norm_act share: walking over the batch with several sums per
-// channel, and adding up the parts in double precision, always in the same order. Internal linkage, as in core/simd.h.
+// How batch_norm_act walks over a batch: sums per channel, added up in double precision always in the same order, and
+// maps. Internal linkage, as in core/simd.h.
+//
+// A functor holds its images; f.params(at) gathers what a channel brings, where at(p) is the vector of p[c], repeated
+// for contiguous images. Rows are taken kGroup at a time, with the next ones fetched ahead: the processor by itself
+// follows few streams, and not across pages.
 #include "cpu/channels.h"
 
 namespace fusedtrain::cpu {
@@ -20,8 +24,10 @@ inline V keep(V x, AllLanes) {
 }
 template <class V>
 inline V keep(V x, FirstLanes lanes) {
-  for (int i = lanes.count; i < V::kLanes; ++i) x.v[i] = 0;
-  return x;
+  using Int = typename V::Int;
+  RawVec<Int> index;
+  for (int i = 0; i < V::kLanes; ++i) index[i] = Int(i);
+  return V(index < Int(lanes.count) ? x.v : V(0).v);
 }
 
 // An optional image: its vector at i, or zero.
@@ -30,33 +36,41 @@ inline V load_or_zero(const T* p, int64_t i, auto lanes) {
   return p ? load<V>(p + i, lanes) : V(0);
 }
 
+inline void fetch(const void* p) {
+  if (p) __builtin_prefetch(p);
+}
+
 // Sums over rows [begin, end) of [rows, c] into out [kSums, c]. F::State is the sums of one vector of channels:
-//   State s; s.start(f, i, rows, c, ch, lanes);   s.two(f, i, c, ch, lanes): the rows of elements i and i + c
-//   s.one(f, i, ch, lanes): one row               s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
-// Rows are read from end to end, in pairs, since the processor fetches ahead of few streams; the sums live in `out`.
+//   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
+//   s.add(f, i, params, lanes)                              one element of one row
+//   s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
+// The sums live in `out` between groups of rows.
 template <class F>
 void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, typename F::Lane* out) {
   using V = typename F::V;
   for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
     typename F::State s;
-    s.start(f, begin * c + ch, end - begin, c, ch, lanes);
+    s.start(f, begin * c + ch, end - begin, c, lanes);
     s.store(out + ch, c, lanes);
   });
-  const auto add = [&](auto step) {
+  const auto add = [&]<int kRows>(int64_t row) {
     for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-      typename F::State s;
+      const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
+      const int64_t i = row * c + ch;
+      typename F::State s, group;
       s.load(out + ch, c, lanes);
-      step(s, ch, lanes);
+      group.clear(s);
+      for (int k = 0; k < kRows; ++k) {
+        if (kRows > 1) f.prefetch(i + (kRows + k) * c);
+        group.add(f, i + k * c, params, lanes);
+      }
+      s.merge(group);
       s.store(out + ch, c, lanes);
     });
   };
   int64_t row = begin;
-  for (; row + 2 <= end; row += 2) {
-    add([&](auto& s, int64_t ch, auto lanes) { s.two(f, row * c + ch, c, ch, lanes); });
-  }
-  if (row < end) {
-    add([&](auto& s, int64_t ch, auto lanes) { s.one(f, row * c + ch, ch, lanes); });
-  }
+  for (; row + kGroup <= end; row += kGroup) add.template operator()<kGroup>(row);
+  for (; row < end; ++row) add.template operator()<1>(row);
 }
 
 // The sums of items [begin, end), chunks of rows or planes, into partial [items or n, kSums, c].
@@ -75,15 +89,62 @@ void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t 
   }
 }
 
-// How many parts walk_items leaves, and how many positions part i holds.
-inline int64_t parts(const Images& m) { return m.n * reduce_chunks(m); }
-inline int64_t part_size(const Images& m, int64_t i) {
-  if (m.layout == Layout::kContiguous) return m.hw;
-  return std::min(kReduceChunk, m.hw - i % reduce_chunks(m) * kReduceChunk);
+// f(offset, part, size) for the parts that walk_items leaves of a channel, size positions each. A row of `fold * c`
+// columns holds `fold` positions of c channels, and a part of it for each: the channel's sums stand at
+// partial[offset + channel], further sums m.c behind each other.
+template <class F>
+inline void for_each_part(const Images& m, int64_t fold, int64_t sums, F&& f) {
+  const int64_t chunks = reduce_chunks(m);
+  for (int64_t i = 0; i < m.n * chunks; ++i) {
+    const int64_t size =
+        m.layout == Layout::kContiguous ? m.hw : std::min(kReduceChunk, m.hw - i % chunks * kReduceChunk);
+    for (int64_t k = 0; k < fold; ++k) f(i * sums * m.c + k * (m.c / fold), size);
+  }
 }
 
 // Channels are finished in blocks of this many.
 constexpr int kFinishBlock = 64;
+
+// out = f(i, params, lanes) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
+template <bool kStream, class F>
+void map_range(const Images& m, typename F::Element* out, const F& by_reference, int64_t begin, int64_t end) {
+  using V = typename F::V;
+  const F f = by_reference;  // its pointers stay in registers, whatever is written through `out`
+  const auto write = [out](int64_t i, V value, auto lanes) {
+    if constexpr (kStream) {
+      stream(out + i, value);
+    } else {
+      store(out + i, value, lanes);
+    }
+  };
+  if (m.layout == Layout::kContiguous) {
+    for (int64_t item = begin; item < end; ++item) {
+      const auto params = f.params([&](const auto* p) { return V(p[item % m.c]); });
+      const int64_t first = item * m.hw;
+      for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
+    }
+  } else {
+    constexpr int64_t kAhead = 64 * V::kLanes;
+    for (int64_t row = begin; row < end; ++row) {
+      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+        const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
+        f.prefetch(row * m.c + ch + kAhead);
+        write(row * m.c + ch, f(row * m.c + ch, params, lanes), lanes);
+      });
+    }
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+// map_range with the kind of store that suits the result. Streaming needs rows of whole vectors on aligned addresses.
+template <class F>
+void map_items(const Images& m, typename F::Element* out, const F& f, int64_t begin, int64_t end) {
+  constexpr int64_t kLanes = F::V::kLanes, kSize = sizeof(typename F::Element);
+  const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
+  const bool aligned = row % kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (kLanes * kSize) == 0;
+  visit_bool(aligned && m.n * m.c * m.hw * kSize >= kStreamBytes,
+             [&]<bool kStream>() { map_range<kStream>(m, out, f, begin, end); });
+}
 
 }  // namespace
 }  // namespace fusedtrain::cpu

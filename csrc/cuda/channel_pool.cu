@@ -9,7 +9,7 @@ namespace fusedtrain::cuda {
 namespace {
 
 template <class T, Activation In, template <class> class S>
-struct PoolTerm {
+struct PoolTerm : NoFactors {
   using A = Acc<T>;
   using Stat = S<A>;
   template <int N>
@@ -28,7 +28,7 @@ struct PoolTerm {
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, Stat (&stats)[N]) const {
+  __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[j].add(Act<In>::value(to_acc(raw.v[j])));
   }
@@ -47,8 +47,11 @@ struct PoolTerm {
 
 template <class T, Activation In, template <class> class S>
 int pool(const ChannelPool& a, void* stream) {
-  const PoolTerm<T, In, S> term{static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.pooled),
-                                static_cast<Acc<T>*>(a.peak), static_cast<Acc<T>*>(a.ties),
+  const PoolTerm<T, In, S> term{{},
+                                static_cast<const T*>(a.x),
+                                static_cast<Acc<T>*>(a.pooled),
+                                static_cast<Acc<T>*>(a.peak),
+                                static_cast<Acc<T>*>(a.ties),
                                 static_cast<Acc<T>>(a.images.hw)};
   return reduce(a.images, term, is_aligned(a.x), kReduceChunk, a.partial, stream);
 }

@@ -5,17 +5,7 @@
 namespace fusedtrain::cuda {
 namespace {
 
-// K factors of acc [n, c] for N elements; an absent one is 0.
-template <class A, int K, int N>
-struct FactorPack {
-  Pack<A, N> f[K];
-
-  __device__ void copy(int from, int to) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) f[k].v[to] = f[k].v[from];
-  }
-};
-
+// K factors of acc [n, c]; an absent one is 0.
 template <class A, int K>
 struct FactorSource {
   template <int N>
@@ -67,7 +57,7 @@ struct RawPair {
 
 // dgate = sum_hw dy * a(x)
 template <class T, Activation In>
-struct DotTerm {
+struct DotTerm : NoFactors {
   using A = Acc<T>;
   using Stat = Sum<A>;
   template <int N>
@@ -84,7 +74,7 @@ struct DotTerm {
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, Stat (&stats)[N]) const {
+  __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * Act<In>::value(to_acc(raw.x.v[j])));
   }
@@ -145,7 +135,7 @@ int scale(const ChannelScale& a, void* stream) {
 
 template <class T, Activation In>
 int scale_dot(const ChannelScaleDot& a, void* stream) {
-  const DotTerm<T, In> term{static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate)};
+  const DotTerm<T, In> term{{}, static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate)};
   return reduce(a.images, term, is_aligned(a.dy, a.x), kReduceChunk, a.partial, stream);
 }
 

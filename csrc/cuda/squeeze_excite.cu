@@ -19,22 +19,6 @@ constexpr int kDepth = 512;  // inputs of a layer that stand in shared memory at
 constexpr int kOutputs = 2;  // outputs that a warp of linear_kernel computes together
 constexpr int kWarps = kThreads / kWarp;
 
-// Act<a>::value(x) and Act<a>::slope(x) for an `a` known at run time.
-template <Activation... As>
-struct AnyAct {
-  template <class V>
-  static __device__ V value(Activation a, V x) {
-    V y = x;
-    ((a == As ? (y = Act<As>::value(x), 0) : 0), ...);
-    return y;
-  }
-  template <class V>
-  static __device__ V slope(Activation a, V x) {
-    V y = x;
-    ((a == As ? (y = Act<As>::slope(x), 0) : 0), ...);
-    return y;
-  }
-};
 using Any =
     AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
            Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>;

@@ -127,10 +127,6 @@ class _BatchNormImpl(Impl):
     reduce: Callable = _reference_reduce
 
 
-def _why_not_cuda(x: Tensor, *_) -> str:
-    return _common.why_not_cuda(x) or "batch_norm_act has no CUDA kernels yet"
-
-
 def _slower(x: Tensor, group=None, *_) -> str | None:
     """Where stock BatchNorm and activation were measured faster on a CPU, see benchmarks/LOG.md."""
     if group is not None:  # stock has no statistics over processes on a CPU
@@ -153,7 +149,7 @@ def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
 IMPLS = register(
     "batch_norm_act",
     {
-        "cuda": _impl("default", _why_not_cuda),
+        "cuda": _impl("default", _common.why_not_cuda),
         "cpu": _impl("default", _common.why_not_cpu, _slower),
         "triton": _impl("triton", _common.why_not_triton, _common.triton_slower),
         "reference": _BatchNormImpl(reference, None, _common.never_why_not),

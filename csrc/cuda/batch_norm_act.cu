@@ -1,0 +1,184 @@
+// Statistics and forward pass of batch_norm_act on CUDA: x is read once by each.
+//   mean = 1/count sum x        m2 = sum (x - mean)^2        rstd = 1 / sqrt(m2 / count + eps)
+//   y = a(weight (x - mean) rstd + bias + before) + after
+#include "batch_norm_act.h"
+#include "cuda/batch_sums.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+// sum (x - shift) and sum (x - shift)^2, where shift is the mean of a few numbers from all over the batch: nothing
+// cancels however large the mean is.
+template <class T>
+struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
+  using Base = ChannelFactors<MomentsTerm<T>, Acc<T>, 1>;
+  using A = Acc<T>;
+  using Stat = TwoSums<A>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
+  template <int N>
+  using Raw = Pack<T, N>;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kSome = 4;
+
+  const T* x;           // [n, c, hw] or [n, hw, c]
+  A* partial;           // [parts, 2, c]
+  A *mean, *m2;         // [c]
+  int64_t count;        // n * hw
+  int64_t stride;       // from channel to channel
+  int64_t some[kSome];  // where the numbers of channel 0 are
+
+  explicit MomentsTerm(const BatchNormStats& a)
+      : Base{Channels(a.images.c)},
+        x(static_cast<const T*>(a.x)),
+        partial(static_cast<A*>(a.partial)),
+        mean(static_cast<A*>(a.mean)),
+        m2(static_cast<A*>(a.m2)),
+        count(a.images.n * a.images.hw) {
+    const bool rows = a.images.layout == Layout::kChannelsLast;
+    stride = rows ? 1 : a.images.hw;
+    for (int64_t k = 0; k < kSome && count > 0; ++k) {
+      const int64_t at = k * count / kSome, n = at / a.images.hw, hw = at % a.images.hw;
+      some[k] = n * a.images.c * a.images.hw + hw * (rows ? a.images.c : 1);
+    }
+  }
+
+  __device__ void channel(int64_t channel, A (&shift)[1]) const {
+    shift[0] = A(0);
+#pragma unroll
+    for (int k = 0; k < kSome; ++k) shift[0] += to_acc(x[some[k] + channel * stride]);
+    shift[0] *= A(1.0 / kSome);
+  }
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset, int width) const {
+    return cuda::load<N>(x + offset, width);
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, const Factors<N>& shift, Stat (&stats)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A d = to_acc(raw.v[j]) - shift.f[0].v[j];
+      stats[j].part[0] += d;
+      stats[j].part[1] += d * d;
+    }
+  }
+
+  __device__ void finish(int64_t plane, const Stat& sums) const { store_part(partial, this->channels, plane, sums); }
+
+  __device__ void finish_channel(int64_t channel, double sum, double squares) const {
+    if (count == 0) {
+      mean[channel] = m2[channel] = A(0);
+      return;
+    }
+    A shift[1];
+    this->channel(channel, shift);
+    const double moved = sum / static_cast<double>(count);
+    mean[channel] = static_cast<A>(static_cast<double>(shift[0]) + moved);
+    m2[channel] = static_cast<A>(at_least(squares - sum * moved, 0.0));
+  }
+};
+
+template <class A, class Running>
+__device__ __forceinline__ void move(Running* running, int64_t channel, A to, A momentum) {
+  if (running != nullptr) from_acc(momentum * to + (A(1) - momentum) * to_acc(running[channel]), running[channel]);
+}
+
+template <class A, class Running>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) update_kernel(BatchNormUpdate a) {
+  const int64_t channel = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (channel >= a.c) return;
+  const A m2 = static_cast<const A*>(a.m2)[channel];
+  static_cast<A*>(a.rstd)[channel] = A(1) / sqrt(m2 * A(1 / a.count) + A(a.eps));
+  move(static_cast<Running*>(a.running_mean), channel, static_cast<const A*>(a.mean)[channel], A(a.momentum));
+  move(static_cast<Running*>(a.running_var), channel, m2 * A(1 / (a.count - 1)), A(a.momentum));
+}
+
+template <class T>
+struct ForwardRaw {
+  T x, residual;
+};
+
+// y = a((x - mean) scale + bias + before) + after
+template <class T, class Activate>
+struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
+  using Base = ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3>;
+  using A = Acc<T>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
+  template <int N>
+  using Raw = ForwardRaw<Pack<T, N>>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+
+  Activate act;
+  const T *x, *residual;                 // [n, c, hw] or [n, hw, c]; residual may be null
+  bool after;                            // the residual comes after the activation
+  const A *mean, *rstd, *weight, *bias;  // [c]
+  T* y;                                  // as x
+
+  explicit ForwardTerm(const BatchNormAct& a)
+      : Base{Channels(a.in.images.c)},
+        act{a.in.act},
+        x(static_cast<const T*>(a.in.x)),
+        residual(static_cast<const T*>(a.after != nullptr ? a.after : a.in.before)),
+        after(a.after != nullptr),
+        mean(static_cast<const A*>(a.in.mean)),
+        rstd(static_cast<const A*>(a.in.rstd)),
+        weight(static_cast<const A*>(a.in.weight)),
+        bias(static_cast<const A*>(a.in.bias)),
+        y(static_cast<T*>(a.y)) {}
+
+  __device__ void channel(int64_t channel, A (&out)[3]) const {
+    out[0] = mean[channel];
+    out[1] = weight[channel] * rstd[channel];
+    out[2] = bias[channel];
+  }
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    Raw<N> raw;
+    raw.x = cuda::load<N>(x + offset);
+    if (residual != nullptr) raw.residual = cuda::load<N>(residual + offset);
+    return raw;
+  }
+
+  template <int N>
+  __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
+    Pack<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A z = (to_acc(raw.x.v[j]) - f.f[0].v[j]) * f.f[1].v[j] + f.f[2].v[j];
+      const A added = residual != nullptr ? to_acc(raw.residual.v[j]) : A(0);
+      from_acc(after ? act.value(z) + added : act.value(z + added), out.v[j]);
+    }
+    store(y + offset, out);
+  }
+};
+
+}  // namespace
+
+int batch_norm_act_stats(const BatchNormStats& a, void* stream) {
+  return visit_element(a.images.dtype, [&]<class T>() -> int {
+    return reduce_batch(a.images, MomentsTerm<T>(a), is_aligned(a.x), stream);
+  });
+}
+
+int batch_norm_act_update(const BatchNormUpdate& a, void* stream) {
+  const int64_t blocks = ceil_div<int64_t>(a.c, kThreads);
+  if (a.dtype == DType::kFloat64) return launch(update_kernel<double, double>, blocks, kThreads, 0, stream, a);
+  return visit_element(a.running_dtype, [&]<class Running>() -> int {
+    if constexpr (std::is_same_v<Running, double>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return launch(update_kernel<float, Running>, blocks, kThreads, 0, stream, a);
+    }
+  });
+}
+
+int batch_norm_act(const BatchNormAct& a, void* stream) {
+  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+    return map(a.in.images, ForwardTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.after, a.y), stream);
+  });
+}
+
+}  // namespace fusedtrain::cuda

@@ -1,0 +1,173 @@
+// Backward pass of batch_norm_act on CUDA: x and dy are read once for the sums and once for dx; the activation is
+// computed again.
+//   z = weight xhat + bias + before        dz = a'(z) dy        xhat = (x - mean) rstd
+//   sum_dz = sum dz                        sum_dz_xhat = rstd sum dz (x - mean)
+//   dx = weight rstd (dz - sum_dz / count - xhat sum_dz_xhat / count)
+#include "cuda/batch_sums.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+template <class P>
+struct GradientRaw {
+  P x, dy, before;
+};
+
+// dz and x - mean of packs of elements.
+template <class T, class Activate>
+struct Gradient {
+  using A = Acc<T>;
+  Activate act;
+  const T *x, *dy, *before;              // [n, c, hw] or [n, hw, c]; before may be null
+  const A *mean, *rstd, *weight, *bias;  // [c]
+
+  Gradient(const BatchNormInputs& in, const void* dy)
+      : act{in.act},
+        x(static_cast<const T*>(in.x)),
+        dy(static_cast<const T*>(dy)),
+        before(static_cast<const T*>(in.before)),
+        mean(static_cast<const A*>(in.mean)),
+        rstd(static_cast<const A*>(in.rstd)),
+        weight(static_cast<const A*>(in.weight)),
+        bias(static_cast<const A*>(in.bias)) {}
+
+  template <int N>
+  __device__ GradientRaw<Pack<T, N>> load(int64_t offset, int width = N) const {
+    GradientRaw<Pack<T, N>> raw;
+    raw.x = cuda::load<N>(x + offset, width);
+    raw.dy = cuda::load<N>(dy + offset, width);
+    if (before != nullptr) raw.before = cuda::load<N>(before + offset, width);
+    return raw;
+  }
+
+  template <int N>
+  __device__ A dz(const GradientRaw<Pack<T, N>>& raw, int j, A centred, A scale, A bias) const {
+    const A dy = to_acc(raw.dy.v[j]);
+    if constexpr (Activate::kIdentity) return dy;
+    return act.slope(centred * scale + bias + (before != nullptr ? to_acc(raw.before.v[j]) : A(0))) * dy;
+  }
+};
+
+// sum dz and sum dz (x - mean)
+template <class T, class Activate>
+struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
+  using Base = ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3>;
+  using A = Acc<T>;
+  using Stat = TwoSums<A>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
+  template <int N>
+  using Raw = GradientRaw<Pack<T, N>>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+
+  Gradient<T, Activate> gradient;
+  A* partial;               // [parts, 2, c]
+  A *sum_dz, *sum_dz_xhat;  // [c]
+
+  explicit SumsTerm(const BatchNormReduce& a)
+      : Base{Channels(a.in.images.c)},
+        gradient(a.in, a.dy),
+        partial(static_cast<A*>(a.partial)),
+        sum_dz(static_cast<A*>(a.sum_dz)),
+        sum_dz_xhat(static_cast<A*>(a.sum_dz_xhat)) {}
+
+  __device__ void channel(int64_t channel, A (&out)[3]) const {
+    out[0] = gradient.mean[channel];
+    out[1] = gradient.weight[channel] * gradient.rstd[channel];
+    out[2] = gradient.bias[channel];
+  }
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset, int width) const {
+    return gradient.template load<N>(offset, width);
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, const Factors<N>& f, Stat (&stats)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j];
+      const A dz = gradient.template dz<N>(raw, j, centred, f.f[1].v[j], f.f[2].v[j]);
+      stats[j].part[0] += dz;
+      stats[j].part[1] += dz * centred;
+    }
+  }
+
+  __device__ void finish(int64_t plane, const Stat& sums) const { store_part(partial, this->channels, plane, sums); }
+
+  __device__ void finish_channel(int64_t channel, double dz, double dz_centred) const {
+    sum_dz[channel] = static_cast<A>(dz);
+    sum_dz_xhat[channel] = static_cast<A>(dz_centred * static_cast<double>(gradient.rstd[channel]));
+  }
+};
+
+// dx = scale (dz - base - slope (x - mean)), dbefore = dz; either may be absent.
+template <class T, class Activate>
+struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
+  using Base = ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5>;
+  using A = Acc<T>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
+  template <int N>
+  using Raw = GradientRaw<Pack<T, N>>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+
+  Gradient<T, Activate> gradient;
+  const A *sum_dz, *sum_dz_xhat;  // [c], or null for fixed statistics
+  T *dx, *dbefore;                // as x, or null
+  A per_count;
+
+  explicit BackwardTerm(const BatchNormBackward& a)
+      : Base{Channels(a.in.images.c)},
+        gradient(a.in, a.dy),
+        sum_dz(static_cast<const A*>(a.sum_dz)),
+        sum_dz_xhat(static_cast<const A*>(a.sum_dz_xhat)),
+        dx(static_cast<T*>(a.dx)),
+        dbefore(static_cast<T*>(a.dbefore)),
+        per_count(A(1 / a.count)) {}
+
+  __device__ void channel(int64_t channel, A (&out)[5]) const {
+    const A rstd = gradient.rstd[channel];
+    out[0] = gradient.mean[channel];
+    out[1] = gradient.weight[channel] * rstd;
+    out[2] = gradient.bias[channel];
+    out[3] = sum_dz != nullptr ? sum_dz[channel] * per_count : A(0);
+    out[4] = sum_dz != nullptr ? sum_dz_xhat[channel] * per_count * rstd : A(0);
+  }
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    return gradient.template load<N>(offset);
+  }
+
+  template <int N>
+  __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
+    Pack<T, N> to_dx, to_dbefore;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j];
+      const A dz = gradient.template dz<N>(raw, j, centred, f.f[1].v[j], f.f[2].v[j]);
+      from_acc(dz, to_dbefore.v[j]);
+      from_acc(f.f[1].v[j] * (dz - f.f[3].v[j] - centred * f.f[4].v[j]), to_dx.v[j]);
+    }
+    if (dx != nullptr) store(dx + offset, to_dx);
+    if (dbefore != nullptr) store(dbefore + offset, to_dbefore);
+  }
+};
+
+}  // namespace
+
+int batch_norm_act_reduce(const BatchNormReduce& a, void* stream) {
+  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+    return reduce_batch(a.in.images, SumsTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.dy), stream);
+  });
+}
+
+int batch_norm_act_backward(const BatchNormBackward& a, void* stream) {
+  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+    const bool aligned = is_aligned(a.in.x, a.in.before, a.dy, a.dx, a.dbefore);
+    return map(a.in.images, BackwardTerm<T, Activate>(a), aligned, stream);
+  });
+}
+
+}  // namespace fusedtrain::cuda

@@ -1,0 +1,151 @@
+#pragma once
+// What the directions of batch_norm_act share on CUDA: activations, the vectors of a channel, and two sums per channel
+// over the batch. The first stage of the sums is a walk of core/cuda_images.h in the accumulation type, which leaves
+// parts; the second adds those up in double precision. Both run in an order that depends on shape and alignment alone.
+#include "batch_norm_act.h"
+#include "core/cuda_images.h"
+
+namespace fusedtrain::cuda {
+
+// An activation as an object: known at compile time, or one of all at run time.
+template <Activation kA>
+struct StaticAct {
+  static constexpr bool kIdentity = kA == Activation::kIdentity;
+  Activation a;
+  template <class V>
+  __device__ V value(V x) const {
+    return Act<kA>::value(x);
+  }
+  template <class V>
+  __device__ V slope(V x) const {
+    return Act<kA>::slope(x);
+  }
+};
+struct RunTimeAct {
+  using Any =
+      AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
+             Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>;
+  static constexpr bool kIdentity = false;
+  Activation a;
+  template <class V>
+  __device__ V value(V x) const {
+    return Any::value(a, x);
+  }
+  template <class V>
+  __device__ V slope(V x) const {
+    return a == Activation::kIdentity ? V(1) : Any::slope(a, x);
+  }
+};
+
+// Returns f.template operator()<T, Act>(): what convolutional networks use has kernels of its own.
+template <class F>
+[[nodiscard]] int visit_batch(const BatchNormInputs& in, F&& f) {
+  using enum Activation;
+  return visit_element(in.images.dtype, [&]<class T>() -> int {
+    int code = cudaErrorInvalidValue;
+    if constexpr (!std::is_same_v<T, double>) {
+      if (visit<kIdentity, kRelu, kSilu, kHardSwish>(
+              in.act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
+        return code;
+      }
+    }
+    return f.template operator()<T, RunTimeAct>();
+  });
+}
+
+// The channel of a plane; c <= 2^30. Rows belong to one sample, so that their plane is the channel.
+struct Channels {
+  int64_t c;
+  double inverse;
+
+  explicit Channels(int64_t c) : c(c), inverse(1.0 / static_cast<double>(c)) {}
+  __device__ int64_t operator()(int64_t plane) const {
+    return plane < c ? plane : divide_by(plane, c, inverse).remainder;
+  }
+};
+
+// K factors of a channel, which Derived::factor_of(k, channel) computes.
+template <class Derived, class A, int K>
+struct ChannelFactors {
+  template <int N>
+  using Factors = FactorPack<A, K, N>;
+  Channels channels;
+
+  template <int N>
+  __device__ void factors(int64_t channel, Factors<N>& out) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) set(channel + j, j, out);
+  }
+  template <int N>
+  __device__ void factor(int64_t plane, int j, Factors<N>& out) const {
+    set(channels(plane), j, out);
+  }
+
+ private:
+  template <int N>
+  __device__ void set(int64_t channel, int j, Factors<N>& out) const {
+    A values[K];
+    static_cast<const Derived*>(this)->channel(channel, values);
+#pragma unroll
+    for (int k = 0; k < K; ++k) out.f[k].v[j] = values[k];
+  }
+};
+
+template <class A>
+struct TwoSums {
+  static constexpr int kParts = 2;
+  A part[kParts] = {A(0), A(0)};
+
+  __device__ void merge(const TwoSums& o) {
+    part[0] += o.part[0];
+    part[1] += o.part[1];
+  }
+};
+
+// Where a Term leaves the sums of a plane: partial [n, 2, c].
+template <class A>
+__device__ __forceinline__ void store_part(A* partial, const Channels& channels, int64_t plane,
+                                           const TwoSums<A>& sums) {
+  const int64_t channel = channels(plane), at = 2 * (plane - channel) + channel;
+  partial[at] = sums.part[0];
+  partial[at + channels.c] = sums.part[1];
+}
+
+constexpr int kFinishChannels = 8;  // one 32-byte access; the other threads of a block split the parts
+constexpr int kFinishLanes = kThreads / kFinishChannels;
+
+// term.finish_channel(channel, sum, sum) with the totals of partial [parts, 2, c].
+template <class Term>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    finish_batch_kernel(Term term, const typename Term::A* __restrict__ partial, int64_t parts, int64_t c) {
+  const int64_t channel = int64_t{blockIdx.x} * kFinishChannels + threadIdx.x % kFinishChannels;
+  double sums[2] = {0, 0};
+#pragma unroll 4
+  for (int64_t p = threadIdx.x / kFinishChannels; p < parts && channel < c; p += kFinishLanes) {
+    sums[0] += static_cast<double>(partial[2 * p * c + channel]);
+    sums[1] += static_cast<double>(partial[(2 * p + 1) * c + channel]);
+  }
+  double* shared = shared_memory<double>();  // [2, kThreads]
+  for (int half = kThreads / 2; half >= kFinishChannels; half /= 2) {
+    const int at = static_cast<int>(threadIdx.x);
+    if (at >= half && at < 2 * half) shared[at] = sums[0], shared[kThreads + at] = sums[1];
+    __syncthreads();
+    if (at < half) sums[0] += shared[at + half], sums[1] += shared[kThreads + at + half];
+    __syncthreads();
+  }
+  if (threadIdx.x < kFinishChannels && channel < c) term.finish_channel(channel, sums[0], sums[1]);
+}
+
+template <class Term>
+[[nodiscard]] int reduce_batch(const Images& images, const Term& term, bool aligned, void* stream) {
+  constexpr int64_t kMostParts = 1024;
+  int64_t parts = 0;
+  const int64_t chunk = std::max(kReduceChunk, ceil_div(images.hw, kMostParts));
+  const int code = reduce(images, term, aligned, chunk, term.partial, stream, &parts);
+  if (code != cudaSuccess) return code;
+  return launch(finish_batch_kernel<Term>, ceil_div<int64_t>(images.c, kFinishChannels), kThreads,
+                2 * kThreads * sizeof(double), stream, term, static_cast<const typename Term::A*>(term.partial), parts,
+                images.c);
+}
+
+}  // namespace fusedtrain::cuda
