@@ -131,12 +131,11 @@ def _slower(x: Tensor, group=None, *_) -> str | None:
     """Where stock BatchNorm and activation were measured faster on a CPU, see benchmarks/LOG.md."""
     if group is not None:  # stock has no statistics over processes on a CPU
         return None
-    if _common.is_channels_last(x):
-        return "channels_last images of fewer than 2^22 elements: stock was faster" if x.numel() < 2**22 else None
-    if x.numel() < 250_000:
-        return "contiguous images of fewer than 250,000 elements: stock was faster"
-    small = x.element_size() == 2 and x.shape[2] * x.shape[3] < 1024
-    return "contiguous 16-bit images of fewer than 1024 pixels: stock was faster" if small else None
+    channels_last, kind = (True, "channels_last") if _common.is_channels_last(x) else (False, "contiguous")
+    least = 150_000 if not channels_last else 300_000 if x.element_size() == 2 else 1_400_000
+    if x.numel() >= least:
+        return None
+    return f"{kind} images of fewer than {least:,} elements of {x.element_size()} bytes: stock was faster"
 
 
 def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
