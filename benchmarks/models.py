@@ -57,8 +57,8 @@ PROFILE = results.Format(
     ("network", "shape", "threads", "allocator"),
 )
 LOSSES = results.Format(
-    ("network", "backend", "dtype", "seed", "step", "loss", *SETTINGS),
-    frozenset(("seed", "step", "loss", "load")),
+    ("network", "backend", "dtype", "seed", "step", "loss", "torch", "threads", "commit"),
+    frozenset(("seed", "step", "loss")),
     ("network",),
 )
 FILES = {"steps": STEPS, "profile": PROFILE, "losses": LOSSES}
