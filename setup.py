@@ -196,6 +196,9 @@ def extensions() -> dict:
     return {"ext_modules": [kernels, host], "cmdclass": {"build_ext": BuildKernels}}
 
 
+if {"sdist", "egg_info", "dist_info"} & set(sys.argv):  # neither a compiler nor torch is needed for these
+    setup()
+    sys.exit()
 reason = why_no_extension()
 if reason and os.environ.get("FUSEDTRAIN_REQUIRE_EXT") == "1":
     raise SystemExit(f"FUSEDTRAIN_REQUIRE_EXT=1, but {reason}")

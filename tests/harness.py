@@ -278,10 +278,11 @@ def _float32_errors(reference: Callable, stock: Callable, inputs: dict, options:
     return {name: torch.where(error.isfinite(), error, 0.0) for name, error in errors.items()}
 
 
-def assert_module_as_good_as_torch(ours, stock, x: Tensor, what: str = "", **options) -> dict:
+def assert_module_as_good_as_torch(ours, stock, x: Tensor | list[Tensor], what: str = "", **options) -> dict:
     """:func:`assert_op_as_good_as_torch` for modules: output, gradient of ``x`` and of every parameter.
 
-    The modules must name their parameters alike; ``ours`` is loaded with the weights of ``stock`` by the caller.
+    Several ``x`` of one shape are draws that are judged together. The modules must name their parameters alike; ``ours``
+    is loaded with the weights of ``stock`` by the caller.
     """
 
     def function_of(module):
@@ -300,7 +301,8 @@ def assert_module_as_good_as_torch(ours, stock, x: Tensor, what: str = "", **opt
         assert torch.equal(parameter, theirs[name]), f"{what}: {name} was not loaded from the stock module"
     order = {name: parameters[name] for name, _ in stock.named_parameters()}
     assert list(order) == list(parameters), f"{what}: the parameters of both modules must stand in the same order"
-    return assert_op_as_good_as_torch(function_of(ours), function_of(stock), {"x": x, **parameters}, what, **options)
+    inputs = [{"x": draw, **parameters} for draw in (x if isinstance(x, list) else [x])]
+    return assert_op_as_good_as_torch(function_of(ours), function_of(stock), inputs, what, **options)
 
 
 # --- what a run leaves behind -----------------------------------------------------------------------------------------

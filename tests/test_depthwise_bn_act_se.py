@@ -302,18 +302,22 @@ def calls(monkeypatch):
 
 def test_blocks_of_timm_and_torchvision_train_as_before(zoo, calls):
     for name, stock in blocks(zoo).items():
-        fused = copy.deepcopy(stock)
+        fused, truth = copy.deepcopy(stock), copy.deepcopy(stock).double()
         before = list(map(type, fused.modules()))
         assert "nn.depthwise_bn_act_se." in str(fusedtrain.fuse(fused)), name
         for training in (True, False):
-            x = harness.images((4, 16, 9, 9), seed=len(calls))
-            stock.train(training), fused.train(training)
+            x = [harness.images((4, 16, 9, 9), seed=seed) for seed in range(4)]
+            stock.train(training), fused.train(training), truth.train(training)
             harness.assert_module_as_good_as_torch(fused, stock, x, name, frozen=("0.bias",))
-            fused(x), stock(x)
+            fused(x[0]), stock(x[0]), truth(x[0].double())
             assert calls and calls[-1][1] is training
             calls.clear()
         for key, value in fused.state_dict().items():
-            torch.testing.assert_close(value, stock.state_dict()[key], msg=f"{name}: {key}")
+            theirs, exact = stock.state_dict()[key], truth.state_dict()[key]
+            if value.is_floating_point():
+                harness.assert_as_good_as_torch(value, theirs, exact, f"{name}: {key}")
+            else:
+                assert torch.equal(value, theirs)
         assert list(fused.state_dict()) == list(stock.state_dict())
         assert fusedtrain.unfuse(fused).kept == () and list(map(type, fused.modules())) == before
 
@@ -332,7 +336,8 @@ def test_what_the_op_does_not_know_or_a_hook_sees_runs_as_single_layers(zoo, cal
     for model in (hooked, pooling, block(act_layer=nn.LeakyReLU), block(aa_layer=nn.AvgPool2d, stride=2)):
         stock, x = copy.deepcopy(model), harness.images((4, 16, 9, 9))
         assert fusedtrain.fuse(model).swapped
-        torch.testing.assert_close(model(x), stock(x))
+        truth = copy.deepcopy(stock).double()
+        harness.assert_as_good_as_torch(*(t.detach() for t in (model(x), stock(x), truth(x.double()))), "single layers")
         assert not calls
     assert set(seen) == {"bn2", "conv_reduce"}
     plain = block(se_layer=None)
@@ -348,7 +353,9 @@ def test_layer_is_its_parts(calls, device):
     single, x = copy.deepcopy(layer), harness.images((4, 16, 9, 9), device=device)
     y = layer(x)
     assert len(calls) == 1 and y.shape == (4, 16, 5, 5)
-    torch.testing.assert_close(y, single.se(single.bn(single.conv(x))))
+    truth = copy.deepcopy(single).double()
+    parts = [layers.se(layers.bn(layers.conv(images))) for layers, images in ((single, x), (truth, x.double()))]
+    harness.assert_as_good_as_torch(y.detach(), *(t.detach() for t in parts), "its parts")
     assert all(torch.equal(a, b) or a.is_floating_point() for a, b in zip(layer.buffers(), single.buffers()))
     assert layer.bn.num_batches_tracked == 1
 

@@ -25,7 +25,7 @@ def arguments(layer: nn.Module) -> tuple:
 def group_of(layer: nn.Module):
     """Returns the process group over which ``layer`` takes the statistics of a batch, or None."""
     distributed = torch.distributed
-    if not isinstance(layer, nn.SyncBatchNorm) or not layer.training:
+    if not hasattr(layer, "process_group") or not layer.training:
         return None
     if not distributed.is_available() or not distributed.is_initialized():
         return None
