@@ -281,8 +281,8 @@ def _float32_errors(reference: Callable, stock: Callable, inputs: dict, options:
 def assert_module_as_good_as_torch(ours, stock, x: Tensor | list[Tensor], what: str = "", **options) -> dict:
     """:func:`assert_op_as_good_as_torch` for modules: output, gradient of ``x`` and of every parameter.
 
-    Several ``x`` of one shape are draws that are judged together. The modules must name their parameters alike; ``ours``
-    is loaded with the weights of ``stock`` by the caller.
+    Several ``x`` of one shape are draws that are judged together. The modules must name their parameters alike;
+    ``ours`` is loaded with the weights of ``stock`` by the caller.
     """
 
     def function_of(module):

@@ -3,6 +3,8 @@
 import contextlib
 import datetime
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +69,38 @@ def in_torchrun() -> bool:
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """``init_process_group`` for the processes that torchrun has started this time.
+
+    Restarted ones find, in the store that torchrun keeps, the addresses that those before them left, and would wait for
+    the dead (pytorch/pytorch#135712). So every start has a name of its own, under which its keys stand.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(_name_of_this_start(store, rank, size, timeout.total_seconds()), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _name_of_this_start(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Rank 0 makes the name up and tells it to whom it finds, the dead included, until all others have it."""
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank > 0:
+        store.set(f"fusedtrain/rank/{rank}", own)
+        name = store.get(f"fusedtrain/for/{own}").decode()  # waits
+        store.set(f"fusedtrain/heard/{name}/{rank}", "")
+        return name
+    waiting = set(range(1, size))
+    while waiting:
+        if time.monotonic() > end:
+            raise TimeoutError(f"timed out: ranks {sorted(waiting)} of {size} did not join within {timeout:g} s")
+        for other in sorted(waiting):
+            if store.check([f"fusedtrain/rank/{other}"]):
+                store.set(f"fusedtrain/for/{store.get(f'fusedtrain/rank/{other}').decode()}", own)
+            if store.check([f"fusedtrain/heard/{own}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    return own
+
+
 class World:
     """The processes of a run. Numbers and decisions go through gloo, between CPUs, so that no GPU is waited for.
 
@@ -83,7 +117,7 @@ class World:
             if not dist.is_initialized():
                 if device.type == "cuda":
                     torch.cuda.set_device(device)
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+                _join("nccl" if device.type == "cuda" else "gloo", timeout)
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size > 1 and World._control is None:
             World._control = dist.new_group(backend="gloo", timeout=timeout)
