@@ -1,6 +1,7 @@
 """What a process uses, seen from outside and per stage from inside."""
 
 import json
+import mmap
 import subprocess
 import sys
 import time
@@ -8,7 +9,6 @@ import types
 
 import harness
 import pytest
-import torch
 
 from fusedtrain import monitor
 from fusedtrain.cli import main
@@ -172,7 +172,9 @@ def test_stages_get_what_was_used_in_them():
         while time.thread_time() < end:
             pass
         usage.enter("memory")
-        torch.ones(2**23)  # 32 MiB
+        with mmap.mmap(-1, 2**25) as fresh:  # not from malloc, which may still have it mapped
+            for page in range(0, 2**25, mmap.PAGESIZE):
+                fresh[page] = 1
         usage.enter("other")
     found = usage.summary()
     assert list(found) == ["data", "compute", "memory", "other"]
