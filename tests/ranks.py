@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fusedtrain import optim
 from fusedtrain.train import (
     Batches,
     Callback,
@@ -120,14 +121,15 @@ class Counted(Callback):
 
 def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = None, seed: int = 0, callbacks=()):
     model = net(seed, norm=strategy == "ddp")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kind = optim.AdamW if strategy == "fsdp" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
     options = {
         "epochs": 3,
         "accumulation": 2,
-        "ema_decay": None if strategy == "fsdp" else 0.9,
+        "ema_decay": 0.9,
         "precision": Precision("bf16"),
         "schedule": Schedule(),
-        "checkpoint": Checkpoint(folder / name),
+        "checkpoint": Checkpoint(folder / name, asynchronous=strategy == "fsdp"),
         "distributed": Distributed(strategy, timeout=60.0),
         "weights": folder / f"{name}.pt",
         "early_stopping": EarlyStopping(stop_patience=1),

@@ -245,6 +245,16 @@ def test_torchvisions_mobilenet_v3_trains_as_well_as_before(zoo):
     check_training(model, "mobilenet_v3_small")
 
 
+def test_gradients_have_the_strides_of_their_parameters(zoo):
+    """DistributedDataParallel asks for that also where a size is 1, and warns."""
+    model = timm_model(zoo, "mobilenetv3_small_050", num_classes=10)
+    assert fusedtrain.fuse(model).swapped
+    model.to(memory_format=torch.channels_last)
+    model(harness.images((2, 3, 32, 32), "channels_last")).sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad.stride() == p.stride(), name
+
+
 def check_training(model, what):
     fused = copy.deepcopy(model)
     assert fusedtrain.fuse(fused).swapped

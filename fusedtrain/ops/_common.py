@@ -69,6 +69,11 @@ def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     return dy.contiguous(memory_format=torch.channels_last if is_channels_last(x) else torch.contiguous_format)
 
 
+def strided_like(dw: Tensor, w: Tensor) -> Tensor:
+    """``dw``, laid out as ``w``, with its strides where a size of 1 leaves them open: DDP asks for the very same."""
+    return dw if dw.shape != w.shape or dw.stride() == w.stride() else dw.as_strided(w.shape, w.stride())
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """True when the autograd Function must record; under export the raw operator stands in the graph."""
     if not torch.is_grad_enabled() or torch.compiler.is_exporting():

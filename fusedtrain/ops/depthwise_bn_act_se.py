@@ -116,6 +116,7 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         need_conv, (need_dgamma, need_dbeta), need_se = (ctx.needs_input_grad[i:j] for i, j in ((0, 3), (3, 5), (5, 9)))
         inputs = (_common.dense_like(dy, z), z, mean, rstd, norm_weight, norm_bias)
         *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(need_se))
+        dw1, dw2 = _common.strided_like(dw1, w1), _common.strided_like(dw2, w2)
         dbeta, dgamma = sums
         grads = (None, None, None)
         if any(need_conv):

@@ -64,7 +64,9 @@ class _SqueezeExcite(torch.autograd.Function):
     def backward(ctx, dy):
         x, w1, w2, *saved = ctx.saved_tensors
         need_dx, *need = ctx.needs_input_grad[:5]
-        dx, *dw = ctx.impl.backward(_common.dense_like(dy, x), x, w1, w2, *saved, *ctx.codes, need_dx, any(need))
+        dy = _common.dense_like(dy, x)
+        dx, dw1, db1, dw2, db2 = ctx.impl.backward(dy, x, w1, w2, *saved, *ctx.codes, need_dx, any(need))
+        dw = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
         return dx if need_dx else None, *(d if wanted else None for d, wanted in zip(dw, need)), None, None
 
 

@@ -97,11 +97,14 @@ class CheckpointStore:
         if not self.asynchronous:
             self._write(path, step, tree, tensors)
             return path
-        tensors = checkpoint_file.snapshot(tensors)
+        self._start(path, step, tree, checkpoint_file.snapshot(tensors))
+        return path
+
+    def _start(self, *what) -> None:
+        """Lets a thread write."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = self._executor.submit(self._write, path, step, tree, tensors)
-        return path
+        self._writing = self._executor.submit(self._write, *what)
 
     def check(self) -> None:
         """Raises the error of an asynchronous save that has failed; costs next to nothing, for every step."""

@@ -117,9 +117,6 @@ class TrainConfig:
                 require(Path(path).parent.is_dir(), f"the folder for the weights does not exist: {Path(path).parent}")
         budget = self.activation_checkpointing.activation_budget_gib
         require(not budget or self.compile is None, "activation_budget_gib measures blocks, which compile= fuses")
-        if self.distributed.strategy == "fsdp":
-            asynchronous = self.checkpoint.asynchronous
-            require(not asynchronous, "asynchronous: with strategy fsdp checkpoints are written by all ranks together")
         fsdp16 = self.distributed.strategy == "fsdp" and self.precision.precision == "fp16"
         require(not fsdp16, "strategy fsdp does not go with precision fp16; take bf16")
 

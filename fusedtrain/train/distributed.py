@@ -207,10 +207,6 @@ def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from fusedtrain.optim._fused import FusedStep
-
-    if isinstance(optimizer, FusedStep):
-        raise InputError("strategy fsdp needs an optimizer of torch.optim: the fused ones take no sharded parameters")
     if optimizer.state:
         raise InputError("strategy fsdp shards the parameters: the optimizer must not have made a step before")
     mesh = init_device_mesh(world.device.type, (world.size,))

@@ -53,7 +53,7 @@ class Options:
         init_weights: start from this file: of timm, torchvision or an earlier run; a last layer of other classes is
             left out.
         fuse: put fused layers in the place of stock ones.
-        optimizer: fused ones; with strategy fsdp torch's.
+        optimizer: of fusedtrain.optim.
         lr: peak learning rate.
         weight_decay: of weights, not of biases and norms.
         decay_all: biases and norms decay too.
@@ -315,11 +315,7 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
 def _optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     own = groups.parameter_groups(model, options.lr, options.weight_decay, not options.decay_all, options.layer_decay)
     momentum = {"momentum": 0.9} if options.optimizer == "sgd" else {}
-    kind = OPTIMIZERS[options.optimizer]
-    if options.train.distributed.strategy == "fsdp":
-        require(options.optimizer != "lion", "strategy fsdp needs an optimizer of torch.optim, which has no lion")
-        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
-    return kind(own, lr=options.lr, **momentum)
+    return OPTIMIZERS[options.optimizer](own, lr=options.lr, **momentum)
 
 
 def _mix(options: Options, classes: int):

@@ -31,11 +31,10 @@ class Saving:
         # Losses and the gradients of half a group are what they are; what is wrong with them is found elsewhere.
         names = ["history", "group", *(f"model/{name}" for name in nonfinite_names(trainer.model))]
         if self.fsdp:
-            from fusedtrain.train.sharded import ShardedCheckpointStore
-
-            self.store = ShardedCheckpointStore(self.config.directory, self.config.keep, names)
+            from fusedtrain.train.sharded import ShardedCheckpointStore as Store
         else:
-            self.store = CheckpointStore(self.config.directory, self.config.keep, self.config.asynchronous, names)
+            Store = CheckpointStore
+        self.store = Store(self.config.directory, self.config.keep, self.config.asynchronous, names)
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +79,9 @@ class Saving:
             return
         state, world, failure = self.state(), self.trainer.world, None
         if self.fsdp:
-            self.store.save(self.trainer.step_count, state)  # on the disk for all, or an error for all
+            self.store.save(self.trainer.step_count, state)
+            if wait:
+                self.store.wait()  # on the disk for all, or an error for all
             return
         if world.rank == 0:
             try:

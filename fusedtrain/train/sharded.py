@@ -40,12 +40,14 @@ class ShardedCheckpointStore(CheckpointStore):
     on with one; :meth:`load` of the base class reads it too, every tensor whole.
 
     Args:
-        directory, keep, may_be_nonfinite: as :class:`CheckpointStore`; saving is synchronous.
+        directory, keep, may_be_nonfinite: as :class:`CheckpointStore`.
+        asynchronous: likewise; the threads of all ranks talk over a gloo group of their own.
     """
 
-    def __init__(self, directory: Path | str, keep: int | None = 3, may_be_nonfinite=()):
-        super().__init__(directory, keep, may_be_nonfinite=may_be_nonfinite)
+    def __init__(self, directory: Path | str, keep: int | None = 3, asynchronous: bool = False, may_be_nonfinite=()):
+        super().__init__(directory, keep, asynchronous, may_be_nonfinite)
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._writers = dist.new_group(backend="gloo") if asynchronous and self._world > 1 else None
 
     def save(self, step: int, state: dict) -> Path:
         """Saves ``state`` as the newest checkpoint; tensors that are not DTensors must be alike on all ranks, and other
@@ -56,16 +58,30 @@ class ShardedCheckpointStore(CheckpointStore):
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
+        self.wait()
         tree, tensors = flatten(state, KINDS)
         path = self.directory / self._agree(lambda: self._new_name(step))
+        if self.asynchronous:
+            tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+            self._start(path, step, tree, tensors)
+        else:
+            self._write(path, step, tree, tensors)
+        return path
+
+    def check(self) -> None:
+        """As in the base class, with a collective call while something is written: all ranks raise at the same step."""
+        if self._writing is not None and all(self._gather(self._writing.done())):
+            self.wait()
+
+    def _write(self, path: Path, step: int, tree, tensors: dict) -> None:
         writer = _Writer(path, self._rank, step, tree, self.may_be_nonfinite)
+        group = {"no_dist": True} if self._world == 1 else {"process_group": self._writers}
         try:
             with _quiet():
-                dcp.save(tensors, storage_writer=writer, planner=_save_planner(), no_dist=self._world == 1)
+                dcp.save(tensors, storage_writer=writer, planner=_save_planner(), **group)
         except dcp.CheckpointException as error:
             raise _not_written(path, step, _reason(error)) from error
-        self._agree(lambda: self._finish(path, step))
-        return path
+        self._agree(lambda: self._finish(path, step), self._writers)
 
     def load_into(self, state: dict, step: int | None = None) -> tuple[dict, Loaded]:
         """Fills the tensors of ``state`` in place from the newest checkpoint that is whole.
@@ -82,6 +98,7 @@ class ShardedCheckpointStore(CheckpointStore):
         Raises:
             CheckpointError: there is no checkpoint that is whole, or its tensors are not those of ``state``.
         """
+        self.wait()
         passed_over = []
         for path in self._agree(lambda: [one for one in self._newest_first() if step in (None, _step(one))]):
             problems = checkpoint_file.problems(path, self._rank, self._world)
@@ -118,7 +135,7 @@ class ShardedCheckpointStore(CheckpointStore):
         self._point(path, step)
         self._prune()
 
-    def _agree(self, decide):
+    def _agree(self, decide, group: dist.ProcessGroup | None = None):
         """What ``decide`` returns on rank 0, or its error on all ranks."""
         result = [None]
         if self._rank == 0:
@@ -127,7 +144,7 @@ class ShardedCheckpointStore(CheckpointStore):
             except OSError as error:
                 result = [(None, error.strerror)]
         if self._world > 1:
-            dist.broadcast_object_list(result)
+            dist.broadcast_object_list(result, group=group)
         value, reason = result[0]
         if reason is not None:
             raise CheckpointError(f"no checkpoint can be written to {self.directory}: {reason}")
