@@ -2,6 +2,7 @@
 // Activations and their derivatives, one text for g++ (on vectors) and nvcc (on scalars).
 //
 //   Act<A>::value(x) = a(x)        Act<A>::slope(x) = da/dx
+//   Act<A, T>                      the same, good enough for elements of type T, which may be less work
 //
 // V is float, double or cpu::Vec. Vectors bring their own v* functions, found by argument-dependent lookup.
 // Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1;
@@ -29,6 +30,11 @@ FUSEDTRAIN_HD V vdivide(V a, V b) {
 #ifdef __CUDA_ARCH__
 FUSEDTRAIN_HD float vdivide(float a, float b) { return __fdividef(a, b); }  // 2 ulp, 0 for b > 2^126: no slow path
 #endif
+// 1 + e^x, the divisor of the logistic function, for elements of type T.
+template <class T, class V>
+FUSEDTRAIN_HD V one_plus_exp(V x) {
+  return V(1) + vexp(x);
+}
 template <class T>
 FUSEDTRAIN_HD T vselect(bool condition, T yes, T no) {
   return condition ? yes : no;
@@ -70,11 +76,11 @@ FUSEDTRAIN_HD V vnormal_cdf(V x, V bell) {
 }
 FUSEDTRAIN_HD double vnormal_cdf(double x, double /*bell*/) { return 0.5 * ::erfc(x * -0.70710678118654752440); }
 
-template <Activation A>
+template <Activation A, class T = void>
 struct Act;
 
-template <>
-struct Act<Activation::kIdentity> {
+template <class T>
+struct Act<Activation::kIdentity, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return x;
@@ -85,8 +91,8 @@ struct Act<Activation::kIdentity> {
   }
 };
 
-template <>
-struct Act<Activation::kRelu> {
+template <class T>
+struct Act<Activation::kRelu, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return at_least(x, V(0));
@@ -97,11 +103,11 @@ struct Act<Activation::kRelu> {
   }
 };
 
-template <>
-struct Act<Activation::kSigmoid> {
+template <class T>
+struct Act<Activation::kSigmoid, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return vdivide(V(1), V(1) + vexp(-x));
+    return vdivide(V(1), one_plus_exp<T>(-x));
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
@@ -111,21 +117,21 @@ struct Act<Activation::kSigmoid> {
   }
 };
 
-template <>
-struct Act<Activation::kSilu> {
+template <class T>
+struct Act<Activation::kSilu, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return vdivide(x, V(1) + vexp(-x));
+    return vdivide(x, one_plus_exp<T>(-x));
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    const V s = Act<Activation::kSigmoid>::value(x);
+    const V s = Act<Activation::kSigmoid, T>::value(x);
     return s * (V(1) + x * (V(1) - s));
   }
 };
 
-template <>
-struct Act<Activation::kGelu> {
+template <class T>
+struct Act<Activation::kGelu, T> {
   static constexpr double kInvSqrtTwoPi = 0.39894228040143267794;  // 1 / sqrt(2 pi)
   template <class V>
   FUSEDTRAIN_HD static V bell(V x) {
@@ -142,8 +148,8 @@ struct Act<Activation::kGelu> {
   }
 };
 
-template <>
-struct Act<Activation::kHardSigmoid> {
+template <class T>
+struct Act<Activation::kHardSigmoid, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return at_most(at_least(x + V(3), V(0)), V(6)) * V(1.0 / 6.0);
@@ -154,11 +160,11 @@ struct Act<Activation::kHardSigmoid> {
   }
 };
 
-template <>
-struct Act<Activation::kHardSwish> {
+template <class T>
+struct Act<Activation::kHardSwish, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return x * Act<Activation::kHardSigmoid>::value(x);
+    return x * Act<Activation::kHardSigmoid, T>::value(x);
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
@@ -166,27 +172,27 @@ struct Act<Activation::kHardSwish> {
   }
 };
 
-template <>
-struct Act<Activation::kTanh> {
+template <class T>
+struct Act<Activation::kTanh, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return vtanh(x);
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    return V(4) * Act<Activation::kSigmoid>::slope(x + x);  // = 1 - tanh(x)^2
+    return V(4) * Act<Activation::kSigmoid, T>::slope(x + x);  // = 1 - tanh(x)^2
   }
 };
 
-template <>
-struct Act<Activation::kHalfTanh> {
+template <class T>
+struct Act<Activation::kHalfTanh, T> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return Act<Activation::kSigmoid>::value(x + x);
+    return Act<Activation::kSigmoid, T>::value(x + x);
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    return V(2) * Act<Activation::kSigmoid>::slope(x + x);
+    return V(2) * Act<Activation::kSigmoid, T>::slope(x + x);
   }
 };
 

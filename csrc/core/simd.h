@@ -325,7 +325,8 @@ inline Vec<float> at_least(Vec<float> x, Vec<float> low) { return Vec<float>(_mm
 inline Vec<float> at_most(Vec<float> x, Vec<float> high) { return Vec<float>(_mm256_min_ps(high.v, x.v)); }
 #endif
 
-// 2^n p for integers n in [-150, 128] and p near 1; without AVX-512 0 for n <= -126.
+// 2^n p for integers n in [-150, 128] and p near 1; without AVX-512 0 for n <= -126. With it any n will do, rounded
+// down.
 inline Vec<float> times_power_of_two(Vec<float> p, Vec<float> n) {
 #if defined(__AVX512F__)
   return Vec<float>(_mm512_scalef_ps(p.v, n.v));
@@ -356,6 +357,22 @@ inline Vec<float> vexp(Vec<float> x) {
   const V c56 = V(0.00140612409f) * r + V(0.00837901141f);
   return times_power_of_two(((c56 * r2 + c34) * r2 + c12) * r + V(1), n);
 }
+
+#if defined(__AVX512F__)
+// For 16-bit elements e^x is 2^floor(t) times a polynomial of the fraction of t = x log2(e): error 7.5e-5, with that of
+// t 8e-5, far below their rounding.
+template <class T>
+inline Vec<float> one_plus_exp(Vec<float> x) {
+  using V = Vec<float>;
+  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>) {
+    const V t = x * V(1.44269504088896341f), r(_mm512_reduce_ps(t.v, 1));
+    const V p = ((V(0.0780245233f) * r + V(0.226067159f)) * r + V(0.695833537f)) * r + V(0.999925219f);
+    return V(1) + times_power_of_two(p, t);
+  } else {
+    return V(1) + vexp(x);
+  }
+}
+#endif
 
 // tanh: odd polynomial below 0.625 (Cephes tanhf), 1 - 2 / (e^2x + 1) above.
 inline Vec<float> vtanh(Vec<float> x) {

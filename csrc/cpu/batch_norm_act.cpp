@@ -106,7 +106,7 @@ struct Forward {
   void prefetch(int64_t i) const { fetch(x + i); }
   V operator()(int64_t i, const Params& p, auto lanes) const {
     const V z = (load<V>(x + i, lanes) - p.mean) * p.rstd * p.weight + p.bias;
-    return Act<A>::value(z + load_or_zero<V>(before, i, lanes)) + load_or_zero<V>(after, i, lanes);
+    return Act<A, T>::value(z + load_or_zero<V>(before, i, lanes)) + load_or_zero<V>(after, i, lanes);
   }
 };
 

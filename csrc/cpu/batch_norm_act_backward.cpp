@@ -34,7 +34,7 @@ struct Gradient {
       return {da, centred};
     } else {
       const V z = centred * p.rstd * p.weight + p.bias + load_or_zero<V>(before, i, lanes);
-      return {Act<A>::slope(z) * da, centred};
+      return {Act<A, T>::slope(z) * da, centred};
     }
   }
 };

@@ -24,6 +24,10 @@ inline V keep(V x, AllLanes) {
 }
 template <class V>
 inline V keep(V x, FirstLanes lanes) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
+  if constexpr (std::is_same_v<V, Vec<double>>) return V(_mm512_maskz_mov_pd(__mmask8((1u << lanes.count) - 1), x.v));
+#endif
   using Int = typename V::Int;
   RawVec<Int> index;
   for (int i = 0; i < V::kLanes; ++i) index[i] = Int(i);

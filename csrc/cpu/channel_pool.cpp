@@ -108,7 +108,7 @@ void channel_pool_partial<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t beg
     visit_in_act(a.images.in_act, [&]<Activation A>() {
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
-      const auto term = [x](int64_t i, int64_t, auto lanes) { return Act<A>::value(load<V>(x + i, lanes)); };
+      const auto term = [x](int64_t i, int64_t, auto lanes) { return Act<A, T>::value(load<V>(x + i, lanes)); };
       auto* partial = static_cast<Acc<T>*>(a.partial);
       sum_items<V>(a.images, chunks, kPartials * a.images.c, term, partial, begin, end);
       if (a.pool == Pool::kAvgMax) peak_items<V>(a.images, chunks, term, partial, begin, end);

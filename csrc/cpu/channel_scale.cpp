@@ -13,7 +13,7 @@ void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, in
     visit_in_act(a.images.in_act, [&]<Activation A>() {
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
-      const auto scaled = [x](int64_t i, auto lanes, V gate) { return Act<A>::value(load<V>(x + i, lanes)) * gate; };
+      const auto scaled = [x](int64_t i, auto lanes, V gate) { return Act<A, T>::value(load<V>(x + i, lanes)) * gate; };
       map_items<V>(a.images, a.images.n, static_cast<T*>(a.y), scaled, begin, end, static_cast<const Acc<T>*>(a.gate));
     });
   });
@@ -26,7 +26,7 @@ void channel_scale_dot_partial<Isa::FUSEDTRAIN_ISA>(const ChannelScaleDot& a, in
       using V = Vec<Acc<T>>;
       const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
       const auto product = [x, dy](int64_t i, int64_t, auto lanes) {
-        return load<V>(dy + i, lanes) * Act<A>::value(load<V>(x + i, lanes));
+        return load<V>(dy + i, lanes) * Act<A, T>::value(load<V>(x + i, lanes));
       };
       sum_items<V>(a.images, reduce_chunks(a.images), a.images.c, product, static_cast<Acc<T>*>(a.partial), begin, end);
     });
@@ -61,12 +61,12 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
         if constexpr (A == Activation::kIdentity) {
           return da;
         } else {
-          return Act<A>::slope(load<V>(x + i, lanes)) * da;
+          return Act<A, T>::slope(load<V>(x + i, lanes)) * da;
         }
       };
       if (with_peak) {
         const auto all = [&](int64_t i, auto lanes, V g, V dp, V top, V count) {
-          const V at_top = vselect(Act<A>::value(load<V>(x + i, lanes)) == top, V(1), V(0));
+          const V at_top = vselect(Act<A, T>::value(load<V>(x + i, lanes)) == top, V(1), V(0));
           const V dpool = dp * per_pixel + at_top * (share * dp / count);
           return through_act(i, lanes, dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
         };

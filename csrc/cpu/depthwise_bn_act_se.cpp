@@ -9,63 +9,19 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// 1 / (1 + e^-x), for elements of type T. It is what bounds these kernels: with AVX-512 e^-x is a polynomial of the
-// fraction of t = -x log2(e), scaled by 2^floor(t), and the quotient a reciprocal estimate. Fits on [0, 1]: relative
-// errors 7.5e-8 (float), and for 16-bit T 7.5e-5 and 6e-5 of the estimate, far below their rounding. Keeps NaN.
-template <class T, class V>
-inline V sigmoid(V x) {
-#if defined(__AVX512F__)
-  if constexpr (!std::is_same_v<T, double>) {
-    const auto constant = [](float value) { return _mm512_set1_ps(value); };
-    const __m512 t = _mm512_min_ps(constant(120.f), _mm512_mul_ps(x.v, constant(-1.44269504f)));  // NaN: the second
-    const __m512 r = _mm512_reduce_ps(t, 1);                                                      // t - floor(t)
-    const auto poly = [&](auto... coefficients) {
-      __m512 p = _mm512_setzero_ps();
-      ((p = _mm512_fmadd_ps(p, r, constant(coefficients))), ...);
-      return _mm512_add_ps(constant(1.f), _mm512_scalef_ps(p, t));
-    };
-    if constexpr (std::is_same_v<T, float>) {
-      const __m512 d = poly(0.00187757668f, 0.00898934014f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f);
-      const __m512 e = _mm512_rcp14_ps(d);
-      return V(_mm512_mul_ps(e, _mm512_fnmadd_ps(d, e, constant(2.f))));
-    } else {
-      return V(_mm512_rcp14_ps(poly(0.0780245233f, 0.226067159f, 0.695833537f, 0.999925219f)));
-    }
-  }
-#endif
-  return Act<Activation::kSigmoid>::value(x);
-}
-
-// a(u), and with a'(u), for elements of type T.
+// a(u) and a'(u), for elements of type T; what bounds these kernels.
 template <class V>
 struct Activated {
   V value, slope;
 };
 template <class T, Activation A, class V>
-inline V activated(V u) {
-  return A == Activation::kSilu ? u * sigmoid<T>(u) : Act<A>::value(u);
-}
-template <class T, Activation A, class V>
-inline Activated<V> activated_with_slope(V u) {
+inline Activated<V> activated(V u) {
   if constexpr (A == Activation::kSilu) {
-    const V s = sigmoid<T>(u), value = u * s;
+    const V s = Act<Activation::kSigmoid, T>::value(u), value = u * s;
     return {value, s + value * (V(1) - s)};
   } else {
-    return {Act<A>::value(u), Act<A>::slope(u)};
+    return {Act<A, T>::value(u), Act<A, T>::slope(u)};
   }
-}
-
-// x with zeros in the lanes that a load left out.
-template <class V>
-inline V present(V x, AllLanes) {
-  return x;
-}
-template <class V>
-inline V present(V x, FirstLanes lanes) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
-#endif
-  return keep(x, lanes);
 }
 
 // z and what normalises it. A functor F of the walks below takes, for one vector of channels or one repeated channel,
@@ -123,7 +79,7 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
     V terms[kSums];
     std::fill_n(terms, kSums, V(0));
     f.add(terms, i, lanes, at);
-    for (int k = 0; k < kSums; ++k) sums[k] += present(terms[k], lanes);
+    for (int k = 0; k < kSums; ++k) sums[k] += keep(terms[k], lanes);
   };
   const auto plane = [&](int64_t item) {
     constexpr int64_t kStretch = 64 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
@@ -205,7 +161,7 @@ struct PoolTerms : Normalised<T> {
 
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
   void add(auto* sums, int64_t i, auto lanes, const auto& p) const {
-    sums[0] += activated<T, A>(Base::centred(i, lanes, p) * p.scale + p.bias);
+    sums[0] += Act<A, T>::value(Base::centred(i, lanes, p) * p.scale + p.bias);
   }
 };
 
@@ -220,7 +176,7 @@ struct Scale : Normalised<T> {
   };
   At at(int64_t nc, int64_t ch, const auto& get) const { return {Base::at(ch, get), get(gate + nc)}; }
   V operator()(int64_t i, auto lanes, const At& p) const {
-    return activated<T, A>(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+    return Act<A, T>::value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
   }
 };
 
@@ -234,7 +190,7 @@ struct ReduceTerms : Normalised<T> {
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
   void add(V* sums, int64_t i, auto lanes, const auto& p) const {
     const V centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes);
-    const auto [value, slope] = activated_with_slope<T, A>(centred * p.scale + p.bias);
+    const auto [value, slope] = activated<T, A>(centred * p.scale + p.bias);
     const V dslope = d * slope;
     sums[0] += d * value;
     sums[1] += dslope;
@@ -267,7 +223,7 @@ struct Backward : Normalised<T> {
   }
   V operator()(int64_t i, auto lanes, const At& p) const {
     const V centred = Base::centred(i, lanes, p);
-    const V slope = activated_with_slope<T, A>(centred * p.scale + p.bias).slope;
+    const V slope = activated<T, A>(centred * p.scale + p.bias).slope;
     const V du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
     return p.scale * du - p.mean_du - centred * p.slant;
   }
