@@ -80,8 +80,12 @@ ATTENTION = {
     "CecaModule",
 }
 ATTENTION |= {"CbamModule", "LightCbamModule", "GatherExcite", "GlobalContext", "SplitAttn", "SqueezeExcitation"}
-# The blocks whose inner layers of these names are one op, where they are convolution, normalisation and gate.
-MIDDLES = {"DepthwiseSeparableConv": ("conv_dw", "bn1", "se"), "InvertedResidual": ("conv_dw", "bn2", "se")}
+# The blocks whose inner layers of these names are one op, where they are depthwise convolution and normalisation.
+MIDDLES = {
+    "DepthwiseSeparableConv": ("conv_dw", "bn1"),
+    "InvertedResidual": ("conv_dw", "bn2"),
+    "ConvNormAct": ("conv", "bn"),
+}
 NOT_YET = {
     "timm.layers.global_context.GlobalContext",
     "timm.models.hgnet.EseModule",
@@ -123,12 +127,18 @@ def small_model(zoo):
 
 
 def is_candidate(module):
-    if type(module).__name__ in MIDDLES and type(module).__module__ == "timm.models._efficientnet_blocks":
-        conv, norm, se = (getattr(module, name) for name in MIDDLES[type(module).__name__])
-        return is_candidate(conv) and is_candidate(norm) and type(se).__name__ in ("SqueezeExcite", "SEModule")
+    if type(module).__name__ in MIDDLES and type(module).__module__.startswith("timm."):
+        conv, norm = (getattr(module, name, None) for name in MIDDLES[type(module).__name__])
+        return is_middle(conv, norm)
+    if type(module) is nn.Sequential:
+        return any(is_middle(*pair) for pair in zip(module, list(module)[1:]))
     if isinstance(module, nn.Conv2d):
         return module.groups == module.in_channels > 1
     return isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or type(module).__name__ in ATTENTION
+
+
+def is_middle(conv, norm):
+    return isinstance(conv, nn.Conv2d) and is_candidate(conv) and "BatchNorm" in type(norm).__name__
 
 
 def check_sweep(model):

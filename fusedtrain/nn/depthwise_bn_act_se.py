@@ -36,43 +36,60 @@ def _gate_layers(se: nn.Module) -> tuple[nn.Module, ...] | None:
     return None
 
 
-def _act_between(norm: nn.Module, others: Sequence[nn.Module]) -> str | None:
-    """Returns the ops' name of the activation in or behind ``norm``; None where there are several, or it is unknown."""
-    names = [norms.activation_of(norm), *map(op_name, others)]
-    acts = [name for name in names if name != "identity"] or ["identity"]
-    return acts[0] if len(acts) == 1 and acts[0] in INPUT_ACTIVATIONS else None
+def _behind(norm: nn.Module, others: Sequence[nn.Module], se: nn.Module | None) -> tuple:
+    """Returns the op's name of the activation behind the normalisation, the gate or None, and the layers left."""
+    layers = [getattr(norm, "drop", None), getattr(norm, "act", None), *others, se]
+    layers, act = [layer for layer in layers if layer is not None], "identity"
+    while layers and op_name(layers[0]) in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
+        name = op_name(layers.pop(0))
+        act = act if name == "identity" else name
+    gate = _gate(layers[0]) if layers else None
+    return act, gate, layers if gate is None else layers[1:]
 
 
-def middle(x: Tensor, conv: nn.Module, norm: nn.Module, others: Sequence[nn.Module], se: nn.Module) -> Tensor:
-    """Returns ``se(others(norm(conv(x))))``, as one op where that computes the same."""
-    y = _as_one(x, conv, norm, others, se)
-    if y is None:
-        y = norm(conv(x))
-        for layer in (*others, se):
-            y = layer(y)
-    return y
-
-
-def _as_one(x, conv, norm, others, se) -> Tensor | None:
-    if type(conv) not in CONVOLUTIONS or type(norm) not in NORMS or any(map(observed, (conv, norm, se))):
+def _gate(se: nn.Module) -> tuple | None:
+    """Returns the gate's weights, and the names of its two activations, or None where it is not what the op knows."""
+    layers = None if observed(se) else _gate_layers(se)
+    if layers is None:
         return None
-    act, gate = _act_between(norm, others), _gate_layers(se)
-    if act is None or gate is None or current_backend() in ("cuda", "triton"):  # there the single ops have the kernels
+    fc1, act, fc2, gate = layers
+    names = op_name(act), op_name(gate)
+    if None in names or not gates.is_pointwise(fc1) or not gates.is_pointwise(fc2):
         return None
-    fc1, se_act, fc2, gate_act = gate
-    names = op_name(se_act), op_name(gate_act)
-    if None in names or not gates.is_pointwise(fc1) or not gates.is_pointwise(fc2) or conv.padding_mode != "zeros":
-        return None
+    return (fc1.weight, fc1.bias, fc2.weight, fc2.bias), names
+
+
+def middle(
+    x: Tensor, conv: nn.Module, norm: nn.Module, others: Sequence[nn.Module] = (), se: nn.Module | None = None
+) -> Tensor:
+    """Returns ``se(others(norm(conv(x))))``, as one op as far as that computes the same."""
+    if _is_known(conv, norm):
+        act, gate, left = _behind(norm, others, se)
+        x = _as_one(x, conv, norm, act, gate)
+    else:
+        x, left = norm(conv(x)), (*others, *(() if se is None else (se,)))
+    for layer in left:
+        x = layer(x)
+    return x
+
+
+def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
+    if type(conv) not in CONVOLUTIONS or type(norm) not in NORMS or observed(conv) or observed(norm):
+        return False
+    return conv.padding_mode == "zeros" and current_backend() not in ("cuda", "triton")  # they have the single ops only
+
+
+def _as_one(x: Tensor, conv: nn.Module, norm: nn.Module, act: str, gate: tuple | None) -> Tensor:
     running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
+    se, (se_act, gate_act) = (None, ("relu", "sigmoid")) if gate is None else gate
     return depthwise_bn_act_se(
-        *(x, conv.weight, conv.bias, running_mean, running_var, *affine),
-        *((fc1.weight, fc1.bias, fc2.weight, fc2.bias), training, momentum, eps),
+        *(x, conv.weight, conv.bias, running_mean, running_var, *affine, se, training, momentum, eps),
         stride=conv.stride,
         padding=conv.sides(x),
         dilation=conv.dilation,
         act=act,
-        se_act=names[0],
-        gate=names[1],
+        se_act=se_act,
+        gate=gate_act,
         process_group=norms.group_of(norm),
     )
 
@@ -151,7 +168,7 @@ class DepthwiseBnActSe(nn.Module):
 
 
 class DepthwiseSeparableConv(nn.Module):
-    """timm's ``DepthwiseSeparableConv`` with its first four layers as one op."""
+    """timm's ``DepthwiseSeparableConv`` with its layers up to the projection as one op."""
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
@@ -171,6 +188,14 @@ class InvertedResidual(nn.Module):
         return self.drop_path(x) + shortcut if self.has_skip else x
 
 
+class ConvNormAct(nn.Module):
+    """timm's ``ConvNormAct`` with a depthwise convolution as one op: ``dw_start`` and ``dw_mid`` of MobileNetV4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        aa = getattr(self, "aa", None)
+        return middle(x, self.conv, self.bn, () if aa is None else (aa,))
+
+
 def _space_to_depth(block: nn.Module, x: Tensor) -> Tensor:
     return x if getattr(block, "conv_s2d", None) is None else block.bn_s2d(block.conv_s2d(x))
 
@@ -178,7 +203,7 @@ def _space_to_depth(block: nn.Module, x: Tensor) -> Tensor:
 class Sequential(nn.Sequential):
     """A Sequential that calls convolution, normalisation, activation and gate, where they follow each other, as one op.
 
-    The blocks of torchvision are such; the first three may stand in a Sequential of their own.
+    The blocks of torchvision are such; what is before a gate may stand in a Sequential of its own.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -189,10 +214,14 @@ class Sequential(nn.Sequential):
                 input = layers[i](input)
                 i += 1
             else:
-                conv, norm, others, se, count = found
-                input = middle(input, conv, norm, others, se)
+                *parts, count = found
+                input = middle(input, *parts)
                 i += count
         return input
+
+
+class Conv2dNormActivation(Sequential):
+    """torchvision's ``Conv2dNormActivation`` with a depthwise convolution as one op."""
 
 
 def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tuple | None:
@@ -203,14 +232,20 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
         kind: returns the class that a layer has, or will have.
 
     Returns:
-        convolution, normalisation, the layers behind it, gate, and how many of ``layers`` these are; or None.
+        convolution, normalisation, activations, gate or None, and how many of ``layers`` these are; or None.
     """
-    layers = list(layers[:4])
-    if type(layers[0]).forward in (nn.Sequential.forward, Sequential.forward) and not observed(layers[0]):
-        steps, count = [*layers[0], *layers[1:2]], 2
-    else:
-        steps = layers[: next((i + 1 for i, layer in enumerate(layers) if kind(layer) in GATES), 0)]
-        count = len(steps)
-    if len(steps) < 3 or any(kind(step) not in kinds for step, kinds in zip(steps, (CONVOLUTIONS, NORMS))):
+    nested = isinstance(layers[0], nn.Sequential) and type(layers[0]).forward in _PLAIN and not observed(layers[0])
+    steps = list(layers[0]) if nested else layers
+    if len(steps) < 2 or kind(steps[0]) not in CONVOLUTIONS or kind(steps[1]) not in NORMS:
         return None
-    return (steps[0], steps[1], steps[2:-1], steps[-1], count) if kind(steps[-1]) in GATES else None
+    end = 2
+    while end < len(steps) and op_name(steps[end]) in INPUT_ACTIVATIONS:
+        end += 1
+    next_one = layers[1:2] if nested else layers[end : end + 1]
+    gate = next_one[0] if next_one and kind(next_one[0]) in GATES else None
+    if nested and (gate is None or end < len(steps)):
+        return None  # it is a block by itself, or more than one
+    return steps[0], steps[1], steps[2:end], gate, (1 if nested else end) + (gate is not None)
+
+
+_PLAIN = (nn.Sequential.forward, Sequential.forward)

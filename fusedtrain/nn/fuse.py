@@ -41,12 +41,12 @@ def _becomes(module: nn.Module) -> type:
     return rule.fused if rule is not None and _why_not(module, rule, _wrapper(module)) is None else type(module)
 
 
-def _has_middle(*names: str) -> Callable[[nn.Module], bool]:
-    """Whether the inner modules of these names are what one op takes: convolution, normalisation and gate."""
+def _has_middle(conv: str, norm: str) -> Callable[[nn.Module], bool]:
+    """Whether the inner modules of these names are a depthwise convolution and a normalisation."""
 
     def applies(module: nn.Module) -> bool:
-        layers = [getattr(module, name, None) for name in names]
-        kinds = depthwise_bn_act_se.CONVOLUTIONS, depthwise_bn_act_se.NORMS, depthwise_bn_act_se.GATES
+        layers = getattr(module, conv, None), getattr(module, norm, None)
+        kinds = depthwise_bn_act_se.CONVOLUTIONS, depthwise_bn_act_se.NORMS
         return None not in layers and all(_becomes(layer) in kind for layer, kind in zip(layers, kinds))
 
     return applies
@@ -94,15 +94,26 @@ RULES = (
         "timm.models._efficientnet_blocks.DepthwiseSeparableConv",
         depthwise_bn_act_se.DepthwiseSeparableConv,
         ("conv_dw", "bn1", "aa", "se", "conv_pw", "bn2", "drop_path", "has_skip"),
-        applies=_has_middle("conv_dw", "bn1", "se"),
+        applies=_has_middle("conv_dw", "bn1"),
     ),
     Rule(
         "timm.models._efficientnet_blocks.InvertedResidual",
         depthwise_bn_act_se.InvertedResidual,
         ("conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3", "drop_path", "has_skip"),
-        applies=_has_middle("conv_dw", "bn2", "se"),
+        applies=_has_middle("conv_dw", "bn2"),
     ),
-    Rule("torch.nn.modules.container.Sequential", depthwise_bn_act_se.Sequential, applies=_holds_middle),
+    Rule(
+        "timm.layers.conv_bn_act.ConvNormAct",
+        depthwise_bn_act_se.ConvNormAct,
+        ("conv", "bn"),
+        applies=_has_middle("conv", "bn"),
+    ),
+    Rule("torchvision.ops.misc.Conv2dNormActivation", depthwise_bn_act_se.Conv2dNormActivation, applies=_holds_middle),
+    Rule(
+        "torch.nn.modules.container.Sequential",
+        depthwise_bn_act_se.Sequential,
+        applies=lambda module: type(module) is nn.Sequential and _holds_middle(module),
+    ),
     Rule("timm.layers.cbam.CbamModule"),
     Rule("timm.layers.cbam.LightCbamModule"),
     Rule("timm.layers.gather_excite.GatherExcite"),

@@ -135,6 +135,40 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         )
 
 
+class _DepthwiseBnAct(torch.autograd.Function):
+    """The same without a gate: the operators of batch_norm_act on z."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, count, act, geometry, group, ops):
+        ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
+        ctx.count, ctx.act, ctx.geometry, ctx.group, (ctx.impl, ctx.conv_backward) = count, act, geometry, group, ops
+        return ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, *norm = ctx.saved_tensors
+        need_conv, (need_dgamma, need_dbeta) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5]
+        inputs, code = (_common.dense_like(dy, norm[0]), *norm, None), (ctx.act, False)
+        sums, grads = (None, None), (None, None, None)
+        if ctx.count is not None or need_dgamma or need_dbeta:
+            sums = ctx.impl.reduce(*inputs, *code)
+        dbeta, dgamma = sums
+        if any(need_conv):
+            if ctx.count is None:
+                sums = (None, None)
+            elif ctx.group is not None:
+                sums = _all_reduced(*sums, ctx.group)
+            dz, _ = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *code, True, False)
+            grads = ctx.conv_backward(dz, x, weight, *ctx.geometry, *need_conv)
+        return (
+            *(grad if needed else None for grad, needed in zip(grads, need_conv)),
+            dgamma.to(norm[3].dtype) if need_dgamma else None,
+            dbeta.to(norm[4].dtype) if need_dbeta else None,
+            *(None,) * 8,
+        )
+
+
 def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
     _check_conv(x, weight, bias)
     z = x.new_empty(1).expand(
@@ -228,20 +262,27 @@ def depthwise_bn_act_se(
     _check(*conv, *running, *affine, se, training, process_group, output)
     group = process_group if training else None
     impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
-    if impl.backward is None or se is None or 0 in x.shape:
+    if impl.backward is None or 0 in x.shape:
         norm = (*running, *affine, training, momentum, eps)
         return _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
-    dtype = _weight_dtype(x, *se)
-    se = [w if w is None else w.to(dtype).contiguous() for w in se]
+    if se is not None:
+        dtype = _weight_dtype(x, *se)
+        se = [w if w is None else w.to(dtype).contiguous() for w in se]
+    recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
     with torch.no_grad():
-        z = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward(x, weight, bias, *geometry, 0)
-        z = _common.dense_like(z, x)
-        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, NORM_IMPLS["cpu"])
-    if not _common.needs_autograd(x, weight, bias, *affine, *se):
+        forward = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward
+        z = _common.dense_like(forward(x, weight, bias, *geometry, 0), x)
+        norm = NORM_IMPLS["cpu"]
+        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm)
+    if not recording:
+        if se is None:
+            return _in_format_of(norm.forward(z, mean, rstd, *affine, None, names[0], False), x)
         return _in_format_of(impl.forward(z, mean, rstd, *affine, *se, *names)[0], x)
     conv_backward = select("depthwise_conv2d_backward", CONV_BACKWARD_IMPLS, x, weight, bias, *geometry).forward
-    y = _DepthwiseBnActSe.apply(
-        *(x, weight, bias, *affine, *se, z, mean, rstd, count, names, geometry, group, (impl, conv_backward))
-    )
+    batch, tail = (z, mean, rstd, count), (geometry, group)
+    if se is None:
+        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, *batch, names[0], *tail, (norm, conv_backward))
+    else:
+        y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, *batch, names, *tail, (impl, conv_backward))
     return _in_format_of(y, x)
