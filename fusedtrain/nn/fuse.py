@@ -230,9 +230,9 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
     activation behind it, and over processes), depthwise convolutions, and the blocks in which these follow each other:
-    timm's inverted residual and separable blocks and its ConvNormAct, and any Sequential, as torchvision's blocks are. A layer stays,
-    with the reason in the report, when its class is derived from a known one, its forward was replaced, it is
-    parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
+    timm's inverted residual and separable blocks and its ConvNormAct, and any Sequential, as torchvision's blocks are.
+    A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
+    it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
     Args:
         model: any module; before or after loading weights, before it is wrapped (DistributedDataParallel, FSDP) or

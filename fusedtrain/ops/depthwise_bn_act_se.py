@@ -242,8 +242,8 @@ def depthwise_bn_act_se(
 
     Cost: forward reads x and writes z; reads z for the statistics, again to pool, and, from cache where a group of
         samples fits, to write y. Backward reads dy and z twice and writes dz, reads that and x and writes dx. Stock
-        modules take about twice as many passes and keep four images instead of two. On backends without kernels of this op, and
-        where ``fusedtrain.explain`` says so, the three ops run one after another.
+        modules take about twice as many passes and keep four images instead of two. On backends without kernels of this
+        op, and where ``fusedtrain.explain`` says so, the three ops run one after another.
     Numerics: as the three ops; the normalised and activated images are never rounded to the dtype. Deterministic,
         independent of threads.
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
