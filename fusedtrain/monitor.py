@@ -201,6 +201,11 @@ class StageUsage:
             for stage, totals in self._totals.items()
         }
 
+    def take(self) -> dict[str, dict[str, float]]:
+        """Returns the same, and begins anew."""
+        found, self._totals = self.summary(), {}
+        return found
+
     @staticmethod
     def _read() -> dict[str, float]:
         import resource
@@ -214,6 +219,24 @@ class StageUsage:
             "blocks_read": used.ru_inblock,
             "blocks_written": used.ru_oublock,
         }
+
+
+class RunUsage:
+    """What this process uses, for the log of its run.
+
+    Attributes:
+        stages: a :class:`StageUsage` that the loop tells where each stage begins.
+    """
+
+    def __init__(self):
+        self.stages, self._sampler = StageUsage(), Sampler(os.getpid())
+
+    def read(self) -> dict[str, float]:
+        """Returns flat names and numbers since the last call: ``stage/forward/cpu``, and those of :func:`scalars`."""
+        stages = self.stages.take().items()
+        return {f"stage/{stage}/{name}": value for stage, found in stages for name, value in found.items()} | scalars(
+            self._sampler.sample()
+        )
 
 
 def find(target: str) -> int:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import time
@@ -185,6 +186,7 @@ def test_waiting_gets_more_workers_than_cores_and_computing_never(monkeypatch, c
     computing = workers.plan(Busy(1000), 8)
     assert computing.num_workers <= workers.cores() and max(computing.points) <= workers.cores(), computing
     assert len(waiting.points) in (2, 3) and "% of it on a core" in waiting.reason
+    assert waiting.starts.keys() == waiting.points.keys() and 0 < waiting.starts[waiting.num_workers] < 60
     # Remembered per machine and dataset: the same again without measuring, another length measured anew.
     monkeypatch.setattr(workers, "_measure", lambda *args: pytest.fail("measured again"))
     batches = data.loader(Latent(1000), 8)
@@ -207,6 +209,27 @@ def test_waiting_gets_more_workers_than_cores_and_computing_never(monkeypatch, c
 )
 def test_the_candidates_follow_the_model(wall, cpu, cores, expected):
     assert workers._candidates(workers._One(wall, cpu, 0, 1.0), cores) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "samples", "expected"),
+    [
+        (0.05, math.inf, [32, 64]),  # the length is unknown: what delivers most
+        (0.05, 10**7, [32, 64]),  # a long run pays for any start
+        (0.05, 20_000, [20, 40]),  # 80 s of loading, 40 starts of 50 ms
+        (0.5, 2000, [2, 4]),  # 8 s of loading
+        (0.5, 200, [0, 1, 2]),  # loading takes no longer than starting
+    ],
+)
+def test_the_candidates_are_fewer_where_starting_takes_longer_than_loading(start, samples, expected):
+    one = workers._One(0.004, 0.0001, 0, 1.0, start)
+    assert workers._candidates(one, 2, samples) == expected
+
+
+def test_a_short_pass_does_not_pay_for_starting_many_workers():
+    points, starts = {0: 250.0, 4: 900.0, 32: 7000.0}, {0: 0.0, 4: 0.4, 32: 3.2}
+    chosen = [workers._choose(points, starts, samples) for samples in (100, 1000, 10**6, math.inf)]
+    assert chosen == [0, 4, 32, 32]
 
 
 def test_batches_in_flight_fit_into_memory(monkeypatch):

@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
+from fusedtrain._waits import Waits
 from fusedtrain.diagnose import html, lines, measure, remedies, rules, script, verify
+from fusedtrain.diagnose.diagnosis import ranked
 from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
 from fusedtrain.diagnose.instrument import Instrument, Site
 from fusedtrain.diagnose.statistics import Paired, bootstrap
@@ -103,10 +105,10 @@ class Net(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-def run(plan, make_optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), autocast=False, samples=64):
+def run(plan, make_optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), autocast=False, dtype=torch.float32):
     """Trains a small network under a plan and returns (model, optimizer)."""
     torch.manual_seed(0)
-    model = Net()
+    model, samples = Net().to(dtype), 64
     optimizer = make_optimizer(model.parameters())
     data = TensorDataset(torch.rand(samples, 3, 8, 8), torch.randint(10, (samples,)))
     with Instrument() as instrument:
@@ -116,7 +118,7 @@ def run(plan, make_optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), 
             for _ in range(100):
                 for images, targets in DataLoader(data, 16):
                     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss = nn.functional.cross_entropy(model(images), targets)
+                        loss = nn.functional.cross_entropy(model(images.to(dtype)).float(), targets)
                     optimizer.zero_grad(set_to_none=False)
                     loss.backward()
                     optimizer.step()
@@ -132,7 +134,9 @@ SIMPLE = {
     "ours": lambda: remedies.FusedOptimizer(ours=True),
     "zero_grad": remedies.SetToNone,
     "float32": remedies.Float32,
+    "weights": remedies.Float32,
     "bfloat16": remedies.BFloat16,
+    "compile": lambda: remedies.Compile(backend="eager"),
 }
 
 
@@ -147,11 +151,12 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
         return (
             groups,
             "step" in vars(optimizer),
-            [p.stride() for p in model.parameters()],
-            [v.stride() for s in optimizer.state.values() for v in s.values()],
+            [(p.stride(), p.dtype) for p in model.parameters()],
+            [(v.stride(), v.dtype) for s in optimizer.state.values() for v in s.values()],
             len(model._forward_hooks),
             len(model._forward_pre_hooks),
             torch.get_num_threads(),
+            "forward" in vars(model),
         )
 
     def plan(driver):
@@ -164,7 +169,7 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
         yield Run(1)
         assert state(driver) == before
 
-    run(plan, autocast=name == "float32")
+    run(plan, autocast=name == "float32", dtype=torch.bfloat16 if name == "weights" else torch.float32)
     assert seen["check"].holds, seen["check"]
     assert seen["check"].kind in remedies.CLASSES
 
@@ -210,6 +215,22 @@ def test_a_step_is_the_sum_of_its_parts():
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and min(step.parts.values()) >= 0
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_take_it(threads, monkeypatch):
+    clock, steps = iter(range(10**6)), []  # seconds: far more than a step takes
+    monkeypatch.setattr(Waits, "read", lambda self: float(next(clock)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def plan(driver):
+        yield Run(2)
+        steps.extend((yield Run(3)))
+
+    run(plan)
+    for step in steps:
+        assert step.seconds == pytest.approx(0.01 * step.wall if threads == 1 else step.wall)
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+
+
 def test_two_arms_take_turns():
     order = []
 
@@ -222,7 +243,7 @@ def test_two_arms_take_turns():
 
     def plan(driver):
         yield Run(2)
-        yield from measure.trial(measure.Sizes(1.0, 1), Arm(), Arm((Noted(),)), 4)
+        yield from measure.trial(driver, measure.Sizes(1.0, 1), Arm(), Arm((Noted(),)), 4)
 
     run(plan)
     assert order == ["after", "before", "after", "before"], "each switch once: A B, B A, A B, B A"
@@ -248,7 +269,7 @@ def test_a_loop_without_a_loader_is_measured_between_optimizer_steps():
         found.append((yield from measure.observe(driver, Arm(), 5, {})))
         remedy = remedies.FusedOptimizer(ours=False)
         assert remedy.why_not(driver) is None
-        found.append((yield from measure.trial(sizes, Arm(), Arm((remedy,)), 2)))
+        found.append((yield from measure.trial(driver, sizes, Arm(), Arm((remedy,)), 2)))
 
     step = step_of(model, optimizer)
     with Instrument() as instrument, pytest.raises(Finished):
@@ -273,14 +294,23 @@ def test_torch_is_as_before_afterwards():
     assert [dict(vars(owner)) for owner in owners] == before
 
 
+def test_layers_that_also_cure_the_layout_come_after_it():
+    def names(**gains):
+        return [f.rule for f in ranked([rules.Finding(name, "", "", gain) for name, gain in gains.items()])]
+
+    assert names(fuse=0.8, layout=0.4, loader=0.5) == ["loader", "layout", "fuse"]
+    assert names(loader=0.1, layout=0.07, fuse=0.3) == ["fuse", "loader", "layout"]
+
+
 # --- whole diagnoses --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
-def threads_fit_the_cores():
-    """Nobody probes more threads: on a busy machine they wait for each other for seconds."""
+def what_takes_long_is_not_tried():
+    """Nobody probes more threads: on a busy machine they wait for each other for seconds. Nobody compiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "cores", torch.get_num_threads)
+        patch.setattr(remedies.Compile, "why_not", lambda driver: "not in this test")
         patch.setattr(measure, "BLOCK", 0.03)
         yield
 

@@ -9,6 +9,7 @@ import types
 
 import harness
 import pytest
+import torch
 
 from fusedtrain import monitor
 from fusedtrain.cli import main
@@ -180,6 +181,31 @@ def test_stages_get_what_was_used_in_them():
     assert list(found) == ["data", "compute", "memory", "other"]
     assert found["data"]["seconds"] >= 0.1 and found["data"]["cpu"] < 0.5 * found["compute"]["cpu"]
     assert found["memory"]["minor_faults"] > 10 * found["compute"]["minor_faults"]
+
+
+def test_the_log_of_a_run_holds_what_its_stages_use(tmp_path, monkeypatch, no_gpu):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from fusedtrain.train import Batches, InputError, Logging, TrainConfig, Trainer
+
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = Batches(torch.rand(12, 8), torch.randint(4, (12,)), 4, shuffle=False)
+    logging = Logging(tmp_path, loggers=("jsonl", "tensorboard"), log_every=2, log_usage=True)
+    config = TrainConfig(epochs=2, device="cpu", logging=logging)
+    Trainer(model, torch.nn.CrossEntropyLoss(), optimizer, config).fit(batches)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [2, 4, 6]
+    for line in steps:
+        assert {f"stage/{name}/cpu" for name in ("data", "forward", "backward", "optimizer")} <= line.keys()
+        assert line["process/rss"] > 2**20 and line["stage/forward/seconds"] > 0 and "machine/net_sent" in line
+    assert "stage/checkpoint/cpu" in steps[1] and "stage/checkpoint/cpu" not in steps[2], "since the line before"
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in board.Scalars("stage/backward/minor_faults")] == [2, 4, 6]
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(InputError, match="log_usage needs the package psutil: pip install psutil"):
+        Logging(log_usage=True)
 
 
 @pytest.mark.parametrize(

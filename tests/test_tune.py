@@ -288,8 +288,9 @@ def test_a_space_that_makes_no_sense_is_refused_in_one_line(space, tmp_path, cap
 # --- loader -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_loader_is_tuned_from_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fusedtrain.data.workers, "SECONDS", 0.1)
+def test_the_loader_is_tuned_from_the_command_line_and_goes_on_after_a_kill(tmp_path, capsys, monkeypatch):
+    workers = fusedtrain.data.workers
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
     path = write(
         tmp_path / "dataset.py",
         """
@@ -297,9 +298,28 @@ def test_the_loader_is_tuned_from_the_command_line(tmp_path, capsys, monkeypatch
         def digits(): return torch.utils.data.TensorDataset(torch.zeros(100, 3, 8, 8))
         """,
     )
-    assert main(["tune", "loader", "--data", f"{path}:digits", "--batch-size", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    command = ["tune", "loader", "--data", f"{path}:digits", "--batch-size", "8", "--json"]
+    rate, measured = workers._rate, []
+
+    def killed(*args):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(args[4])
+        return rate(*args)
+
+    monkeypatch.setattr(workers, "_rate", killed)
+    assert main(command) == 130 and "the same command goes on from here" in capsys.readouterr().err
+    monkeypatch.setattr(workers, "_rate", lambda *args: measured.append(args[4]) or rate(*args))
+    monkeypatch.setattr(workers, "_one_worker", lambda *args: pytest.fail("measured again"))
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
     assert found["sample_bytes"] == 768 and "0" in found["points"] and found["num_workers"] <= found["cores"]
+    assert len(measured) == len(set(measured)) == len(found["points"]) and err.count("samples per second") == len(
+        measured
+    )
+    monkeypatch.setattr(workers, "_rate", lambda *args: pytest.fail("measured again"))
+    assert main(command) == 0 and json.loads(capsys.readouterr().out) == found
     assert main(["tune", "loader", "--data", str(tmp_path / "none")]) == 2
     assert "no Parquet or Arrow file is found at" in capsys.readouterr().err
 
@@ -382,6 +402,15 @@ def test_what_cannot_be_tuned_is_said_in_one_line(capsys, arguments, message):
     assert main(["tune", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("fusedtrain tune: ") and message in err and err.count("\n") == 1
+
+
+def test_a_network_of_timm_is_tuned_by_its_name(zoo, capsys):
+    network = ["--model", "test_efficientnet", "--image", "1x32x32", "--classes", "10", "--device", "cpu"]
+    assert main(["tune", "lr", *network, "--steps", "10", "--batch-size", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 1e-6 <= found["suggested"] <= 1 and found["lowest_loss_at"] >= found["suggested"]
+    with pytest.raises(tune.TuneError, match="timm has no model 'no_such_network'"):
+        tune.Target("no_such_network", (1, 32, 32), device="cpu").build()
 
 
 def test_a_function_is_named_by_its_file(models):

@@ -156,20 +156,28 @@ def loader(
     """
     _check(dataset, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped)
     found = None
+    # A dataset that is told of the epoch has to reach its workers anew, unless they share what it is told.
+    stay = getattr(dataset, "epoch_is_shared", False) or not hasattr(dataset, "set_epoch")
     if num_workers == "auto":
         size = batch_size if batch_sampler is None else getattr(batch_sampler, "batch_size", 32)
         context = options.get("multiprocessing_context")
         if context is not None and not isinstance(context, str):
             context = context.get_start_method()
-        found = workers.plan(dataset, size, options.get("collate_fn"), context, remember=remember)
+        found = workers.plan(
+            dataset,
+            size,
+            options.get("collate_fn"),
+            context,
+            persistent=stay if persistent_workers == "auto" else persistent_workers,
+            remember=remember,
+        )
         num_workers = found.num_workers
     if num_workers == 0:
         prefetch_factor, persistent_workers = None, False
     elif prefetch_factor == "auto":
         prefetch_factor = found.prefetch_factor if found is not None else 2
     if persistent_workers == "auto":
-        shares_epoch = getattr(dataset, "epoch_is_shared", False) or not hasattr(dataset, "set_epoch")
-        persistent_workers = shares_epoch
+        persistent_workers = stay
     if pin_memory == "auto":
         pin_memory = torch.cuda.is_available()
     if num_workers == 0:

@@ -3,7 +3,8 @@
 One worker alone tells how long a sample takes on the clock (``wall``) and of the CPU (``cpu``). From these follows
 what ``w`` workers on ``cores`` cores can deliver, ``min(w / wall, cores / cpu)``: a loader that waits for a disk or a
 network gains from many more workers than cores, one that decodes never does. Two or three counts are then measured,
-and the smallest that comes within a tenth of the best is taken.
+with the time that starting them takes, and the smallest whose pass over the data comes within a tenth of the fastest is
+taken: a short pass does not pay for starting many workers. Workers that stay from pass to pass are started once.
 """
 
 import hashlib
@@ -14,7 +15,9 @@ import platform
 import re
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -24,10 +27,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from fusedtrain import _files
+from fusedtrain._waits import Waits
 from fusedtrain.data import faults
 
 MOST = 64  # workers; beyond, starting them costs more than they bring
 SECONDS = 1.0  # of measuring one worker, and about that per confirmed point
+PASSES = 10  # that workers which stay from pass to pass are taken to serve
 CHUNK_SECONDS = 0.05  # batches are measured in pieces of this length, so that slow samples are seen soon
 
 
@@ -42,6 +47,7 @@ class Plan:
         sample_bytes: of the tensors of one sample.
         cores: that this process may use.
         points: samples per second, as measured, by number of workers.
+        starts: seconds until so many workers gave their first batch.
     """
 
     num_workers: int
@@ -52,15 +58,17 @@ class Plan:
     sample_bytes: int = 0
     cores: int = 0
     points: dict[int, float] = field(default_factory=dict)
+    starts: dict[int, float] = field(default_factory=dict)
 
 
 class _One(NamedTuple):
-    """One worker, measured: per sample, and how uneven its batches are (90th percentile over median)."""
+    """One worker, measured: per sample, how uneven its batches are (90th percentile over median), and its start."""
 
     wall: float
     cpu: float
     sample_bytes: int
     uneven: float
+    start: float = 0.0
 
 
 def cores() -> int:
@@ -77,7 +85,14 @@ def cores() -> int:
 
 
 def plan(
-    dataset, batch_size: int | None, collate_fn=None, context: str | None = None, *, remember: bool = True
+    dataset,
+    batch_size: int | None,
+    collate_fn=None,
+    context: str | None = None,
+    *,
+    persistent: bool = True,
+    remember: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Returns how many workers and batches ahead suit a dataset on this machine.
 
@@ -85,24 +100,57 @@ def plan(
         dataset: map-style or iterable.
         batch_size: samples per batch; None where the dataset gives batches.
         collate_fn, context: as the DataLoader will have them.
-        remember: take what was found earlier for the same key; False measures anew. The result is kept either way, in
-            the cache folder (FUSEDTRAIN_CACHE, or ~/.cache/fusedtrain) under ``loader/``.
+        persistent: whether the workers stay from pass to pass; otherwise each pass pays for their start.
+        remember: take what was found earlier for the same key, by a call that was killed as far as it came; False
+            measures anew. The result is kept either way, in the cache folder (FUSEDTRAIN_CACHE, or
+            ~/.cache/fusedtrain) under ``loader/``.
+        progress: is called with a line per measurement.
 
-    The key is: host name, cores, torch version, start method, batch size, collate function, and the dataset: its class,
-    its length and its repr; the file holds the key in plain text.
+    The key is: host name, cores, torch version, start method, batch size, collate function, whether workers stay, and
+    the dataset: its class, its length and its repr; the file holds the key in plain text.
 
     Cost: 2 to 5 s once; processes that ask for the same key wait for the first.
     """
-    key = describe(dataset, batch_size, collate_fn, context)
+    key = describe(dataset, batch_size, collate_fn, context) | {"persistent": persistent}
     path = _files.cache_folder("loader") / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
     with _files.locked(path.with_suffix(".lock")):
         known = _files.read_json(path) if remember else None
-        if known is not None and known.get("key") == key:
-            found = known["plan"]
-            return Plan(**{**found, "points": {int(w): rate for w, rate in found["points"].items()}})
-        found = _measure(dataset, batch_size, collate_fn, context)
-        _files.write_json(path, {"key": key, "plan": asdict(found)})
-    return found
+        if known is None or known.get("key") != key:
+            known = {"key": key, "one": None, "points": {}}
+        if "plan" not in known:
+            known["plan"] = asdict(
+                _measure(dataset, batch_size, collate_fn, context, persistent, _Measured(path, known, progress))
+            )
+            _files.write_json(path, known)
+    found = known["plan"]
+    return Plan(**found | {name: {int(w): value for w, value in found[name].items()} for name in ("points", "starts")})
+
+
+@dataclass
+class _Measured:
+    """What was measured so far, kept in the plan's file: after a kill the same call goes on from there."""
+
+    path: Path
+    known: dict
+    progress: Callable[[str], None]
+
+    def one(self, measure: Callable[[], _One]) -> _One:
+        if self.known["one"] is None:
+            self.known["one"] = list(measure())
+            _files.write_json(self.path, self.known)
+        one = _One(*self.known["one"])
+        self.progress(f"one worker: {1e3 * one.wall:.3g} ms per sample, {1e3 * one.cpu:.3g} ms of it on a core")
+        return one
+
+    def point(self, workers: int, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """Returns samples per second and the seconds to start."""
+        points = self.known["points"]
+        if str(workers) not in points:
+            points[str(workers)] = list(measure())
+            _files.write_json(self.path, self.known)
+        rate, start = points[str(workers)]
+        self.progress(f"{workers:>6} workers: {rate:.4g} samples per second, {start:.2g} s to start")
+        return rate, start
 
 
 def describe(dataset, batch_size, collate_fn, context) -> dict:
@@ -124,34 +172,64 @@ def describe(dataset, batch_size, collate_fn, context) -> dict:
     }
 
 
-def _measure(dataset, batch_size, collate_fn, context) -> Plan:
-    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
+def _measure(dataset, batch_size, collate_fn, context, persistent: bool, measured: _Measured) -> Plan:
+    samples = _length(dataset)
+    if samples == 0:
         return Plan(0, None, "the dataset is empty", cores=cores())
-    one = _one_worker(dataset, batch_size, collate_fn, context)
+    one = measured.one(lambda: _one_worker(dataset, batch_size, collate_fn, context))
+    passes = PASSES if persistent else 1
     chunk = batch_size and max(1, min(batch_size, int(CHUNK_SECONDS / one.wall)))
-    candidates = _candidates(one, cores())
-    points = {w: _rate(dataset, chunk, collate_fn, context, w, one) for w in candidates}
-    best = max(points.values())
-    chosen = next(w for w in sorted(points) if points[w] >= 0.9 * best)
+    candidates = _candidates(one, cores(), samples * passes)
+    points, starts = {}, {}
+    for w in candidates:
+        points[w], starts[w] = measured.point(w, lambda w=w: _rate(dataset, chunk, collate_fn, context, w, one))
+    chosen = _choose(points, starts, samples * passes)
     prefetch = 4 if one.uneven > 2 else 2
     workers, prefetch, note = _fit_memory(chosen, prefetch, one.sample_bytes * (batch_size or 1))
     share = min(1.0, one.cpu / one.wall)
     reason = (
         f"one worker takes {1e3 * one.wall:.3g} ms per sample, {share:.0%} of it on a core; samples per second: "
         + ", ".join(f"{rate:.4g} with {w}" for w, rate in points.items())
+        + "; seconds to start: "
+        + ", ".join(f"{seconds:.2g}" for seconds in starts.values())
         + note
     )
-    return Plan(workers, prefetch if workers else None, reason, one.wall, one.cpu, one.sample_bytes, cores(), points)
+    prefetch = prefetch if workers else None
+    return Plan(workers, prefetch, reason, one.wall, one.cpu, one.sample_bytes, cores(), points, starts)
 
 
-def _candidates(one: _One, cores: int) -> list[int]:
-    """Two or three worker counts around where ``min(w / wall, cores / cpu)`` stops growing."""
+def _length(dataset) -> float:
+    """Returns the samples of a pass; infinity where the dataset does not tell."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return math.inf
+
+
+def _candidates(one: _One, cores: int, samples: float = math.inf) -> list[int]:
+    """Two or three worker counts around where ``min(w / wall, cores / cpu)`` stops growing.
+
+    ``w`` workers that start one after the other need about ``w start + samples wall / w`` for so many samples: more
+    than ``sqrt(samples wall / start)`` of them cost more time than they save.
+    """
     saturated = math.ceil(cores * one.wall / max(one.cpu, 1e-9) - 0.25)
     saturated = cores if one.cpu > 0.8 * one.wall else min(MOST, max(1, saturated))
+    work = samples * one.wall
+    if one.start > 0 and work < math.inf:
+        saturated = min(saturated, max(1, math.ceil(math.sqrt(work / one.start))))
     found = {saturated, max(1, saturated // 2)}
-    if one.wall < 2e-4:  # sending a batch to another process may cost more than making it
+    if one.wall < 2e-4 or work < 2 * one.start:  # sending a batch, or starting a worker, may cost more than making it
         found.add(0)
     return sorted(found)
+
+
+def _choose(points: dict[int, float], starts: dict[int, float], samples: float) -> int:
+    """Returns the smallest count that gives so many samples within a tenth of the shortest time, starting included."""
+    if samples == math.inf:
+        seconds = {w: 1 / rate for w, rate in points.items()}
+    else:
+        seconds = {w: starts[w] + samples / rate for w, rate in points.items()}
+    return next(w for w in sorted(seconds) if 0.9 * seconds[w] <= min(seconds.values()))
 
 
 def _fit_memory(workers: int, prefetch: int, batch_bytes: int) -> tuple[int, int, str]:
@@ -183,9 +261,12 @@ def _one_worker(dataset, batch_size, collate_fn, context) -> _One:
     processes = multiprocessing.get_context(context)
     here, there = processes.Pipe(duplex=False)
     worker = processes.Process(target=_work, args=(dataset, batch_size, collate_fn, there), daemon=True)
+    begin = time.perf_counter()
     worker.start()
     there.close()
     try:
+        here.recv()
+        start = time.perf_counter() - begin
         result = here.recv()
     except EOFError:
         worker.join()
@@ -195,12 +276,13 @@ def _one_worker(dataset, batch_size, collate_fn, context) -> _One:
     worker.join()
     if isinstance(result, str):
         raise faults.SampleError(result)
-    return result
+    return result._replace(start=start)
 
 
 def _work(dataset, batch_size, collate_fn, results) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    results.send("ready")
     try:
         results.send(_timed(dataset, batch_size, collate_fn))
     except Exception as error:
@@ -209,15 +291,15 @@ def _work(dataset, batch_size, collate_fn, results) -> None:
 
 def _timed(dataset, batch_size, collate_fn) -> _One:
     samples = _samples(dataset, batch_size, collate_fn)
-    walls, cpus, counts, size = [], [], [], 0
+    walls, cpus, counts, size, waits = [], [], [], 0, Waits()
     start = time.perf_counter()
     while time.perf_counter() - start < SECONDS or len(walls) < 3:
-        wall, cpu, waited = time.perf_counter(), time.process_time(), _waited()
+        wall, cpu, waited = time.perf_counter(), time.process_time(), waits.read()
         item = next(samples, None)
         if item is None:
             break
         count, batch = item
-        walls.append(max(time.perf_counter() - wall - (_waited() - waited), 1e-7))
+        walls.append(max(time.perf_counter() - wall - (waits.read() - waited), 1e-7))
         cpus.append(time.process_time() - cpu)
         counts.append(count)
         size = max(size, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor)) // count)
@@ -252,15 +334,6 @@ def _samples(dataset, batch_size, collate_fn):
             return
 
 
-def _waited() -> float:
-    """Returns the seconds for which this thread was ready to run and had no core; 0 where the system does not tell."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
-
-
 class _Endless:
     """A batch sampler of random chunks, without end."""
 
@@ -284,8 +357,9 @@ def _stream(dataset, chunk, collate_fn, context, workers: int) -> DataLoader:
     return DataLoader(faults.Guarded(dataset, workers), batch_sampler=sampler, collate_fn=collate, **options)
 
 
-def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One) -> float:
-    """Measures the samples per second of so many workers, after all have begun."""
+def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One) -> tuple[float, float]:
+    """Measures the samples per second of so many workers after all have begun, and the seconds their start took."""
+    begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "This DataLoader will create"
@@ -293,8 +367,10 @@ def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One) -> float
         iterator = iter(_stream(dataset, chunk, collate_fn, context, workers))
     seconds = min(10.0, max(0.7 * SECONDS, 6 * one.wall * (chunk or 1)))
     warm_up = max(2, 2 * workers)  # batches that may have been made before the clock started
-    count, start, first = 0, time.perf_counter(), time.perf_counter()
+    count, start, first, begun = 0, time.perf_counter(), time.perf_counter(), 0.0
     for i, batch in enumerate(iterator):
+        if i == 0 and workers:
+            begun = max(0.0, time.perf_counter() - begin - one.wall * (chunk or 1))
         if i < warm_up:
             start = time.perf_counter()
             if start - first > 4 * seconds:
@@ -304,4 +380,4 @@ def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One) -> float
         if time.perf_counter() - start > seconds:
             break
     elapsed = time.perf_counter() - (start if count else first)
-    return (count or (i + 1) * (chunk or 1)) / elapsed
+    return (count or (i + 1) * (chunk or 1)) / elapsed, begun

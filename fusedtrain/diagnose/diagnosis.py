@@ -13,6 +13,7 @@ from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.rules import RULES, Finding
 from fusedtrain.diagnose.statistics import Interval, Paired
 
+SHARED = 4
 NOISY = 0.1  # with A/A runs further apart than this, small gains cannot be told from noise
 
 
@@ -70,7 +71,7 @@ class Diagnosis:
         self.stage("warming up")
         sizes = yield from measure.warm_up(driver)
         self.stage("A/A: the same run twice, how noisy is the machine?")
-        self.noise = (yield from measure.trial(sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
+        self.noise = (yield from measure.trial(driver, sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
         steps = self.wanted or min(max(round(10 / sizes.step), 50), 200)
         self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), steps)
         self.checkpoint(self)
@@ -93,7 +94,7 @@ class Diagnosis:
         self.stage(f"watching {steps} steps")
         spans = driver.instrument.spans
         facts = yield from measure.observe(driver, arm, steps, self.remedies)
-        facts.noise = (self.noise.high - self.noise.low) / 2
+        facts.noise, facts.thorough = (self.noise.high - self.noise.low) / 2, self.verifies
         if first:
             cost = (driver.instrument.spans - spans) / (steps + 1) * span_cost()
             self.overhead = cost / facts.step.value
@@ -130,7 +131,7 @@ class Diagnosis:
                         continue
                 self.stage(f"probing {remedy.name}")
                 after = Arm((*arm.remedies, remedy), cached.source)
-                facts.probes[remedy.name] = yield from measure.trial(sizes, cached, after, measure.PAIRS)
+                facts.probes[remedy.name] = yield from measure.trial(driver, sizes, cached, after, measure.PAIRS)
 
     def _look(self, facts: Facts, driver: Driver) -> tuple[list[Finding], dict[str, str]]:
         findings, checked = [], {}
@@ -140,14 +141,14 @@ class Diagnosis:
                 checked[rule.name] = found
             else:
                 findings.append(found)
-        return sorted(findings, key=lambda finding: -finding.gain), checked
+        return ranked(findings), checked
 
     def _timeline(self, driver: Driver, arm: Arm):
         for _ in range(12):
             driver.instrument.timeline = spans = []
             (step,) = yield Run(1, arm)
             begin = step.start
-            self.timeline.append([(p, s - begin, e - begin) for p, s, e in spans] + [("end", 0.0, step.seconds)])
+            self.timeline.append([(p, s - begin, e - begin) for p, s, e in spans] + [("end", 0.0, step.wall)])
         driver.instrument.timeline = None
 
     def _verify(self, driver: Driver, sizes: Sizes):
@@ -170,8 +171,23 @@ class Diagnosis:
                 _, findings, _ = yield from self._examine(driver, sizes, arm, max(10, sizes.block(arm)[0]))
         if arm.remedies:
             self.stage("all together")
-            self.combined = yield from measure.trial(sizes, Arm(), arm, verify.PAIRS)
+            self.combined = yield from measure.trial(driver, sizes, Arm(), arm, verify.PAIRS)
         self.arm = arm
+
+
+def ranked(findings: list[Finding]) -> list[Finding]:
+    """Returns the findings by predicted gain.
+
+    Other layers may also cure what a layout or a precision does to the stock ones. The cause in the script's own lines
+    then comes first, and the layers after it, unless they bring more than SHARED times as much.
+    """
+    own = max((f.gain for f in findings if f.rule in ("layout", "slow_16_bit")), default=0.0)
+
+    def rank(finding: Finding) -> tuple[float, bool]:
+        behind = finding.rule == "fuse" and own < finding.gain <= SHARED * own
+        return -(own if behind else finding.gain), behind
+
+    return sorted(findings, key=rank)
 
 
 def span_cost() -> float:

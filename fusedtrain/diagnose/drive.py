@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fusedtrain._waits import Waits
 from fusedtrain.diagnose.instrument import Instrument, Step
 
 _clock = time.perf_counter
@@ -188,6 +189,7 @@ class Driver:
         self._active: tuple = ()
         self._open: Step | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._waits = Waits()
 
     def install(self) -> None:
         def iterate(original):
@@ -261,9 +263,20 @@ class Driver:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    def alone(self, arm: Arm) -> bool:
+        """Whether all work of an arm is done by this thread: where it waits for a core, another process has it.
+
+        Threads and workers of the run also take cores from each other. That is for the diagnosis to find.
+        """
+        sources = (arm.source, self.source)
+        workers = any(source is not None and source.in_flight for source in sources)
+        return torch.get_num_threads() == 1 and not workers and not torch.cuda.is_initialized()
+
     def _begin(self) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._open = Step(_clock(), faults=-usage.ru_minflt, cpu=-usage.ru_utime - usage.ru_stime)
+        cpu = usage.ru_utime + usage.ru_stime
+        self._open = Step(0.0, faults=-usage.ru_minflt, cpu=-cpu, waited=-self._waits.read())
+        self._open.start = _clock()
         self.instrument.step = self._open
 
     def _end(self) -> None:
@@ -275,12 +288,16 @@ class Driver:
         if torch.cuda.is_initialized() and (last or self._discard == 1):
             torch.cuda.synchronize()  # a run pays for all its work and for none of another's
         step.end = _clock()
+        # A whole switch of threads may lie between the two clocks.
+        step.waited = min(step.waited + self._waits.read(), 0.99 * step.wall) if self.alone(self._run.arm) else 0.0
         if self.losses is not None and self.instrument.loss is not None:
             self.losses.append(float(self.instrument.loss))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         step.faults += usage.ru_minflt
         step.cpu += usage.ru_utime + usage.ru_stime
-        step.parts["rest"] = step.seconds - sum(step.parts.values())
+        step.parts["rest"] = step.wall - sum(step.parts.values())
+        if step.waited:
+            step.parts = {part: seconds * step.seconds / step.wall for part, seconds in step.parts.items()}
         if self._discard > 0:
             self._discard -= 1
         else:

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from fusedtrain.diagnose.report import headline, losses_text
+from fusedtrain.diagnose.report import headline, losses_text, waited_text
 
 COLOURS = {
     "loader": "#e4572e",
@@ -45,6 +45,7 @@ def page(report: dict) -> str:
         f" {report['steps']} steps)"
         f" on {escape(machine['device'])}, {machine['threads']} threads, {machine['cores']} cores, torch"
         f" {escape(machine['torch'])}. Measuring costs {report['overhead']:.2%} of a step.</p>",
+        f'<p class="soft">{waited_text(report)}</p>' if report["waited"] >= 0.01 else "",
         _noise(report),
         "<h2>Where a step goes</h2>",
         _parts(report),

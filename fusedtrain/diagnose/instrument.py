@@ -51,9 +51,15 @@ class Step:
     faults: int = 0
     cpu: float = 0.0  # seconds of CPU time of this process, all threads
     restart: bool = False  # the loader began a new epoch in this step
+    waited: float = 0.0  # seconds that other processes had the core, where that can be told
 
     @property
     def seconds(self) -> float:
+        """Without what other processes took."""
+        return self.wall - self.waited
+
+    @property
+    def wall(self) -> float:
         return self.end - self.start
 
 

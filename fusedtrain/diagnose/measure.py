@@ -17,9 +17,10 @@ from statistics import fmean, median
 
 import torch
 
+from fusedtrain._waits import Waits
 from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
-from fusedtrain.diagnose.remedies import Remedy, clone_loader, why_not_clone
+from fusedtrain.diagnose.remedies import Remedy, Threads, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -61,6 +62,8 @@ class Facts:
     fault_cost: float | None = None  # seconds per page fault
     larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
     noise: float = 0.0  # share of the step that two equal runs may differ by
+    thorough: bool = False  # whether changes that take long to try are tried
+    fusible: dict[str, int] = field(default_factory=dict)  # what fuse() makes of layers, with their number
 
     def keep(self, remedy: Remedy) -> Remedy:
         """Returns the remedy of that name which is known already, or this one."""
@@ -96,21 +99,23 @@ class Sizes:
         return math.ceil(steps / self.period) * self.period, math.ceil(discard / self.period) * self.period
 
 
-def block(sizes: Sizes, arm: Arm):
+def block(sizes: Sizes, arm: Arm, wall: bool):
     """One block of an arm; returns seconds per step."""
     steps, discard = sizes.block(arm)
     records = yield Run(steps, arm, discard)
     # With cached batches all steps are alike; waits for a loader come in bursts and have to be added up.
-    seconds = [step.seconds for step in records]
+    seconds = [step.wall if wall else step.seconds for step in records]
     return median(seconds) if isinstance(arm.source, CachedSource) else fmean(seconds)
 
 
-def trial(sizes: Sizes, before: Arm, after: Arm, pairs: int):
+def trial(driver: Driver, sizes: Sizes, before: Arm, after: Arm, pairs: int):
     """Two arms take turns, in alternating order; returns :class:`Paired`."""
+    threads = any(isinstance(remedy, Threads) for remedy in (*before.remedies, *after.remedies))
+    wall = threads or not (driver.alone(before) and driver.alone(after))  # both are to be measured alike
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(pairs):
         for second in (False, True) if i % 2 == 0 else (True, False):
-            times[second].append((yield from block(sizes, after if second else before)))
+            times[second].append((yield from block(sizes, after if second else before, wall)))
     return Paired(tuple(times[False]), tuple(times[True]))
 
 
@@ -136,7 +141,7 @@ def observe(driver: Driver, arm: Arm, steps: int, remedies: dict[str, Remedy]):
 def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     """Measures the step with cached batches beside the step as it is."""
     cached = Arm(arm.remedies, CachedSource(driver.batches))
-    pairs = yield from trial(sizes, arm, cached, PAIRS)
+    pairs = yield from trial(driver, sizes, arm, cached, PAIRS)
     facts.cached = median(pairs.after)
     facts.waiting = pairs.gain()
     records = yield Run(sizes.block(cached)[0], cached)
@@ -151,13 +156,15 @@ def loader_rate(driver: Driver, workers: int, budget: float = 1.5) -> LoaderRate
         source = LoaderSource(clone_loader(driver.loader, **arguments))
         for _ in range(max(1, source.in_flight)):
             source.fetch()
-        count, cpu, start = 0, time.process_time(), time.perf_counter()
+        waits = Waits()
+        count, cpu, start, waited = 0, time.process_time(), time.perf_counter(), waits.read()
         while count < max(2, 2 * workers) or (time.perf_counter() - start < budget and count < 256):
             source.fetch()
             count += 1
             if time.perf_counter() - start > 4 * budget:
                 break
-        seconds = (time.perf_counter() - start) / count
+        waited = waits.read() - waited if workers == 0 else 0.0
+        seconds = (time.perf_counter() - start - waited) / count
         return LoaderRate(workers, seconds, (time.process_time() - cpu) / count if workers == 0 else None)
 
 

@@ -10,6 +10,7 @@ Batch sizes are never changed, only reported on.
 """
 
 import sys
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -171,14 +172,19 @@ class ChannelsLast(Remedy):
     def _convert(self, driver: Driver, formats: list[tuple[Tensor, bool]]) -> None:
         for p, last in formats:
             memory_format = torch.channels_last if last else torch.contiguous_format
-            p.data = p.data.contiguous(memory_format=memory_format)
-            if p.grad is not None:
-                p.grad = p.grad.contiguous(memory_format=memory_format)
-            for optimizer in driver.instrument.optimizers:
-                state = optimizer.state.get(p, {})
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == p.shape:
-                        state[name] = value.contiguous(memory_format=memory_format)
+            _change(driver, p, lambda tensor, to=memory_format: tensor.contiguous(memory_format=to))
+
+
+def _change(driver: Driver, p: Tensor, convert) -> None:
+    """Gives a parameter, its gradient and what optimizers keep for it another layout or dtype."""
+    grad, p.grad = p.grad, None
+    p.data = convert(p.data)
+    p.grad = None if grad is None else convert(grad)
+    for optimizer in driver.instrument.optimizers:
+        state = optimizer.state.get(p, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape and value.dim() > 0:
+                state[name] = convert(value)
 
 
 def _to_channels_last(module: nn.Module, args: tuple) -> tuple:
@@ -204,6 +210,12 @@ class Fuse(Remedy):
             except ValueError as error:
                 return str(error)
         return "the model has no layer that fusedtrain.fuse takes"
+
+    @staticmethod
+    def layers(driver: Driver) -> Counter[str]:
+        """Returns what the layers become, with their number."""
+        swapped = [candidate for model in models(driver) for candidate in fuse(model, dry_run=True).swapped]
+        return Counter(candidate.after.rpartition(".")[2] for candidate in swapped)
 
     def apply(self, driver: Driver) -> None:
         for model in models(driver):
@@ -315,20 +327,43 @@ class SetToNone(Remedy):
 
 
 class Float32(Remedy):
-    """No autocast."""
+    """No autocast; weights that are kept in 16 bits become float32, and so do the inputs."""
 
-    name, kind = "precision(fp32)", "tolerance"
-    how = "leave autocast out: on this machine 16 bits are slower for this model"
+    name, kind, rehearsed = "precision(fp32)", "tolerance", True
+    how = "leave autocast and .bfloat16() out: on this machine 16 bits are slower for this model"
 
     def apply(self, driver: Driver) -> None:
         driver.instrument.no_autocast = True
+        self._tensors, self._hooks = [], []
+        for model in models(driver):
+            found = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALVES]
+            self._tensors += [(t, t.dtype) for t in found]
+            if found:
+                dtype = found[0].dtype
+                self._hooks.append(model.register_forward_pre_hook(lambda m, args: _cast(args, HALVES, torch.float32)))
+                self._hooks.append(
+                    model.register_forward_hook(lambda m, args, y, to=dtype: _cast(y, (torch.float32,), to))
+                )
+        for tensor, _ in self._tensors:
+            _change(driver, tensor, Tensor.float)
 
     def undo(self, driver: Driver) -> None:
         driver.instrument.no_autocast = False
+        for hook in self._hooks:
+            hook.remove()
+        for tensor, dtype in self._tensors:
+            _change(driver, tensor, lambda value, to=dtype: value.to(to))
 
     def changes(self, driver: Driver) -> list[Change]:
         change = edit_call(driver.instrument.sites.get("autocast"), ("autocast",), enabled=False)
         return [change] if change else []
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _cast(values, dtypes: tuple[torch.dtype, ...], to: torch.dtype):
+    return tree_map(lambda x: x.to(to) if isinstance(x, Tensor) and x.dtype in dtypes else x, values)
 
 
 class BFloat16(Remedy):
@@ -355,7 +390,38 @@ class BFloat16(Remedy):
 
     def _leave(self, module: nn.Module, args, output):
         self._open.pop().__exit__(None, None, None)
-        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x, output)
+        return _cast(output, (torch.bfloat16,), torch.float32)
+
+
+class Compile(Remedy):
+    """The models under torch.compile."""
+
+    name, kind, rehearsed = "torch.compile", "last bit", True
+    how = "model = torch.compile(model), once; every start of the training then takes seconds to minutes longer"
+
+    def __init__(self, backend: str = "inductor"):
+        self.backend = backend
+        self._compiled: dict[int, object] = {}  # by id of the model: compiled once
+
+    @staticmethod
+    def why_not(driver: Driver) -> str | None:
+        found = models(driver)
+        if any("forward" in vars(m) for m in found):
+            return "the model's forward has been replaced"
+        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in found):
+            return "the model is compiled already"
+        return None if found else "no module was called"
+
+    def apply(self, driver: Driver) -> None:
+        # Not model.compile(): it would compile the hooks of the instrument with it.
+        for model in models(driver):
+            if id(model) not in self._compiled:
+                self._compiled[id(model)] = torch.compile(model.forward, backend=self.backend)
+            model.forward = self._compiled[id(model)]
+
+    def undo(self, driver: Driver) -> None:
+        for model in models(driver):
+            del model.forward
 
 
 class CudnnBenchmark(Remedy):

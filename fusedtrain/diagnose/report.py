@@ -21,6 +21,7 @@ def to_json(diagnosis, script: str) -> dict:
         "steps": len(facts.steps),
         "step_ms": _ms_interval(facts.step),
         "overhead": diagnosis.overhead,
+        "waited": sum(step.waited for step in facts.steps) / sum(step.wall for step in facts.steps),
         "noise": _interval(diagnosis.noise),
         "noisy": diagnosis.noisy,
         "ceilings": {
@@ -102,6 +103,11 @@ def losses_text(verified: dict) -> str:
     return f"{verified['class']}: " + ("holds" if losses["hold"] else losses["note"] or "does not hold")
 
 
+def waited_text(report: dict) -> str:
+    """Returns what was left out of the times, where other processes took the core."""
+    return f"Other processes had the core for {report['waited']:.0%} of the time; that is left out of all times."
+
+
 def headline(report: dict) -> str:
     """Returns the answer in one sentence."""
     named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
@@ -131,6 +137,8 @@ def show(report: dict) -> None:
         f" measuring costs {report['overhead']:.2%}",
         markup=False,
     )
+    if report["waited"] >= 0.01:
+        console.print(f"  {waited_text(report)}", markup=False, style="dim")
     if report["noisy"]:
         console.print(
             f"[yellow]This machine is noisy: two equal runs differ by {noise['low']:+.1%} to {noise['high']:+.1%}."

@@ -13,6 +13,7 @@ from fusedtrain.diagnose.remedies import (
     Allocator,
     BFloat16,
     ChannelsLast,
+    Compile,
     CudnnBenchmark,
     Float32,
     Fuse,
@@ -143,7 +144,9 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     if driver.loader is None:
         return "no loader was seen"
     lost = facts.waiting.value
-    if facts.waiting.low <= 0 or lost < LEAST:
+    if serial(facts):  # what the loop spends in its loader is known exactly: a busy machine cannot blow it up
+        lost = min(lost, facts.parts["loader"] / facts.step.value)
+    if facts.waiting.low <= 0 or lost < max(LEAST, facts.noise):
         return f"cached batches save {max(lost, 0):.1%} of the step"
     evidence = (
         f"a step takes {1e3 * facts.step.value:.3g} ms, with cached batches {1e3 * facts.cached:.3g} ms:"
@@ -266,7 +269,10 @@ def _layout(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 
 def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
-    return Fuse.why_not(driver) or [facts.keep(Fuse())]
+    reason = Fuse.why_not(driver)
+    if reason is None:
+        facts.fusible = Fuse.layers(driver)
+    return reason or [facts.keep(Fuse())]
 
 
 def _optimizer(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -283,8 +289,9 @@ def _zero_grad(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 
 def _slow_16_bit(facts: Facts, driver: Driver) -> list[Remedy] | str:
-    used = driver.instrument.autocast
-    return [facts.keep(Float32())] if used else "no autocast"
+    weights = {p.dtype for model in models(driver) for p in model.parameters()}
+    used = driver.instrument.autocast or weights & {torch.bfloat16, torch.float16}
+    return [facts.keep(Float32())] if used else "no autocast, and no weights of 16 bits"
 
 
 def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -293,6 +300,12 @@ def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
     if not all(p.dtype is torch.float32 for model in models(driver) for p in model.parameters()):
         return "the weights are not float32"
     return [facts.keep(BFloat16())] if models(driver) else "no module was called"
+
+
+def _compile(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    if not facts.thorough:
+        return "compiling takes seconds to minutes: --verify tries it"
+    return Compile.why_not(driver) or [facts.keep(Compile())]
 
 
 def _cudnn(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -347,7 +360,14 @@ RULES = (
         evidence=lambda facts, driver: f"{torch.get_num_threads()} threads, {cores()} cores",
     ),
     probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout),
-    probed("fuse", "layers run unfused", _fuse),
+    probed(
+        "fuse",
+        "layers run unfused",
+        _fuse,
+        evidence=lambda facts, driver: (
+            "fusedtrain.fuse takes " + ", ".join(f"{count} {name}" for name, count in facts.fusible.items())
+        ),
+    ),
     probed(
         "optimizer",
         "the optimizer goes over memory many times",
@@ -357,6 +377,7 @@ RULES = (
     probed("zero_grad", "gradients are filled with zeros and added to", _zero_grad),
     probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),
     probed("half_precision", "float32 arithmetic where bfloat16 is faster", _half, option=True),
+    probed("compile", "operations run one by one where torch.compile joins them", _compile, option=True),
     probed("cudnn", "cuDNN takes its first guess of an algorithm", _cudnn),
     Rule("batch_size", _batch_size),
 )

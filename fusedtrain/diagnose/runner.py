@@ -50,7 +50,9 @@ class Task:
         arm = Arm(remedies, sources[-1] if sources else None)
         steps = min(max(round(3 / sizes.step), 20), 100)
         records = yield Run(steps, arm, max(3, sizes.block(arm)[1]))
-        self.tell(seconds=sum(step.seconds for step in records) / steps, losses=losses[:4])
+        alone = driver.alone(arm)
+        own = sum(step.seconds for step in records) / steps if alone else None
+        self.tell(seconds=sum(step.wall for step in records) / steps, own=own, losses=losses[:4])
 
     def run(self) -> None:
         script, arguments = self.task["script"], self.task["arguments"]

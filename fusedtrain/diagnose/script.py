@@ -112,7 +112,7 @@ def _outside_verdict(finding: dict, pairs: Paired, losses: list[list[float]]) ->
 
 def _fresh(task: dict, before: list[dict], after: list[dict]) -> tuple[Paired | None, list[list[float]]]:
     """Times the script with two sets of remedies, in new processes that take turns."""
-    times: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, list[dict]] = {False: [], True: []}
     losses = []
     for i in range(PAIRS):
         for second in (False, True) if i % 2 == 0 else (True, False):
@@ -123,9 +123,11 @@ def _fresh(task: dict, before: list[dict], after: list[dict]) -> tuple[Paired | 
             done = next((m for m in messages if "seconds" in m), None)
             if done is None:
                 return None, []
-            times[second].append(done["seconds"])
+            found[second].append(done)
             losses.append(done["losses"])
-    return Paired(tuple(times[False]), tuple(times[True])), losses
+    # Both are measured alike: without what other processes took, where that is known of both.
+    name = "seconds" if any(done["own"] is None for done in found[False] + found[True]) else "own"
+    return Paired(*(tuple(done[name] for done in found[second]) for second in (False, True))), losses
 
 
 def _run(task: dict, variables: dict[str, str], stage=lambda text: None) -> tuple[list[dict], str]:

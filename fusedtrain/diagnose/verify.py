@@ -43,7 +43,7 @@ class Snapshot:
         for tensor, value in self.tensors:
             tensor.copy_(value)
         for tensor, grad in self.grads:
-            tensor.grad = None if grad is None else grad.clone()
+            tensor.grad = None if grad is None else grad.to(tensor.dtype, copy=True)  # a remedy may change the dtype
         for optimizer, p, name, value in self.states:
             if isinstance(value, Tensor):
                 optimizer.state[p][name].copy_(value)
@@ -212,7 +212,7 @@ def judge(driver: Driver, sizes: measure.Sizes, remedy: Remedy, predicted: float
     """
     with_it = with_remedy(arm, remedy)
     for attempt in itertools.count(1):
-        pairs = yield from measure.trial(sizes, arm, with_it, PAIRS)
+        pairs = yield from measure.trial(driver, sizes, arm, with_it, PAIRS)
         gain = pairs.gain(LEVEL)
         if gain.low <= 0:
             return Verdict(remedy, predicted, gain, pairs.seconds(), False, "no gain that excludes chance")

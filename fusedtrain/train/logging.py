@@ -18,23 +18,26 @@ class Logging:
         log_dir: folder of metrics.jsonl and of TensorBoard's files; None logs nothing.
         loggers: of jsonl, tensorboard, wandb and mlflow.
         log_every: updates between two lines; an epoch's end always makes one.
+        log_usage: log what the run uses, too: GPU, CPU, memory, page faults, disks and network, and per stage of the
+            step since the line before; about 2 us per stage and a millisecond per line.
     """
 
     log_dir: Path | None = None
     loggers: tuple[str, ...] = ("jsonl",)
     log_every: int = 10
+    log_usage: bool = False
 
     def __post_init__(self):
         unknown = [name for name in self.loggers if name not in PACKAGES]
         require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
         require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
-        for name in self.loggers if self.log_dir is not None else ():
+        needed = {f"the logger {name}": PACKAGES[name] or "json" for name in self.loggers if self.log_dir is not None}
+        needed |= {"log_usage": "psutil"} if self.log_usage else {}
+        for what, package in needed.items():
             try:
-                importlib.import_module(PACKAGES[name] or "json")
+                importlib.import_module(package)
             except ModuleNotFoundError as error:
-                raise InputError(
-                    f"the logger {name} needs the package {error.name}: pip install {error.name}"
-                ) from None
+                raise InputError(f"{what} needs the package {error.name}: pip install {error.name}") from None
 
     def open(self, config: dict, step: int) -> list:
         """Returns the loggers of a run that begins, or goes on, after ``step`` updates."""

@@ -128,6 +128,8 @@ class Numbers:
         if t.scaler is not None:
             scale = self._scale if self.late else t.scaler.get_scale()
             now |= {} if scale is None else {"loss_scale": scale}
+        if t.usage is not None:
+            now |= t.usage.read()
         self.log(now)
 
     def log(self, values: dict[str, float]) -> None:

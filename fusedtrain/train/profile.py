@@ -40,6 +40,7 @@ class Spans:
     def __init__(self):
         self.seconds = dict.fromkeys(SPANS, 0.0)
         self.tracing = False
+        self.usage = None  # a fusedtrain.monitor.StageUsage, where what the stages use is wanted
         self._name, self._start, self._range = None, 0.0, None
 
     def enter(self, name: str | None) -> None:
@@ -48,6 +49,8 @@ class Spans:
         if self._name is not None:
             self.seconds[self._name] += now - self._start
         self._name, self._start = name, now
+        if self.usage is not None:
+            self.usage.enter(name)
         if self.tracing or self._range is not None:
             self._mark(name)
 

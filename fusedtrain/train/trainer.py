@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fusedtrain.monitor import RunUsage
 from fusedtrain.train import activation, budget, check, schedule
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.callbacks import Callback, Callbacks
@@ -289,6 +290,8 @@ class Trainer:
         if resumed:
             self.progress.line(f"{self.title}  continues with {resumed}")
         self.loggers = self._own_loggers + (config.logging.open(asdict(config), self.step_count) if shown else [])
+        self.usage = RunUsage() if config.logging.log_usage and self.loggers else None
+        self.spans.usage = self.usage and self.usage.stages
         self._tracer = Tracer(config.profile, self.spans) if config.profile.profile_dir is not None and shown else None
 
     def _epoch(self, valid: Iterable | None) -> None:

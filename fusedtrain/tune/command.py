@@ -68,6 +68,10 @@ def _add_target(command, model: str = "small") -> None:
     command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
     command.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default: fp32)")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
+    _add_fresh(command)
+
+
+def _add_fresh(command) -> None:
     command.add_argument("--fresh", action="store_true", help="measure again instead of going on")
 
 
@@ -108,6 +112,7 @@ def _loader(command) -> None:
     command.add_argument("--data", required=True, help="image folder, Parquet files, or FILE.py:FUNCTION of a dataset")
     command.add_argument("--size", type=int, default=224, help="of images from a folder (default: 224)")
     command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+    _add_fresh(command)
 
     def run(args) -> dict:
         from dataclasses import asdict
@@ -116,7 +121,8 @@ def _loader(command) -> None:
 
         if args.batch_size < 1:
             raise TuneError(f"--batch-size must be at least 1, got {args.batch_size}")
-        return asdict(workers.plan(_dataset(args.data, args.size), args.batch_size, remember=False))
+        dataset = _dataset(args.data, args.size)
+        return asdict(workers.plan(dataset, args.batch_size, remember=not args.fresh, progress=_progress))
 
     def show(result: dict) -> str:
         ahead = f", prefetch_factor={result['prefetch_factor']}" if result["num_workers"] else ""
