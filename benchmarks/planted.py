@@ -8,7 +8,8 @@ remedy that was kept made it slower in fresh processes, and at least 90 % of wha
     python benchmarks/planted.py                 all scripts, about an hour; those whose row is up to date are left out
     python benchmarks/planted.py slow_disk       some, in any case
     python benchmarks/planted.py --no-verify     only what is named; writes nothing
-    python benchmarks/planted.py --aa 50         false wins in 50 A/A runs beside a process that loads the machine
+    python benchmarks/planted.py --aa 25         false wins in A/A runs beside a process that loads the machine, added
+                                                 to those of earlier calls: results/planted_aa.csv
 """
 
 import argparse
@@ -30,6 +31,7 @@ from fusedtrain.diagnose import script as scripts
 HERE = Path(__file__).parent
 FOLDER = HERE / "planted"
 TABLE = HERE / "results" / "planted.csv"
+AA = HERE / "results" / "planted_aa.csv"
 KNOWN = ("CAUSES", "CORES", "NEEDS", "FIXED_ENVIRONMENT")
 PACKAGE = Path(scripts.__file__).parent
 COLUMNS = (
@@ -141,6 +143,7 @@ def false_wins(runs: int) -> dict:
     from fusedtrain.diagnose.remedies import Remedy
 
     restrict(1)
+    os.environ["PLANTED_EPOCHS"] = str(10**6)  # the plan ends it
     load = subprocess.Popen([sys.executable, "-c", LOAD])
     verdicts = []
 
@@ -165,25 +168,35 @@ def false_wins(runs: int) -> dict:
         "runs": len(verdicts),
         "false_wins": sum(v.accepted for v in verdicts),
         "largest_gain_seen": round(max(v.measured.value for v in verdicts), 4),
+        "code": code(FOLDER / "healthy.py"),
     }
+
+
+def read(path: Path) -> list[dict]:
+    """Returns the rows of a table."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def save(path: Path, columns: tuple[str, ...], table: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
 
 
 def rows() -> dict[str, dict]:
     """Returns the table by script."""
-    if not TABLE.exists():
-        return {}
-    with TABLE.open() as file:
-        return {row["script"]: row for row in csv.DictReader(file)}
+    return {row["script"]: row for row in read(TABLE)}
 
 
-def write(row: dict) -> None:
-    """Puts a row into the table, and writes it as Markdown too."""
-    known = rows() | {row["script"]: {name: str(row[name]) for name in COLUMNS if name in row}}
+def write(*new: dict) -> None:
+    """Puts rows into the table, and writes it as Markdown too."""
+    known = rows() | {row["script"]: {name: str(row[name]) for name in COLUMNS if name in row} for row in new}
     table = [known[name] for name in sorted(known) if (FOLDER / f"{name}.py").exists()]
-    with TABLE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+    save(TABLE, COLUMNS, table)
     ran = [row for row in table if row["correct"]]
     right = sum(row["correct"] == "True" for row in ran)
     verified = [row for row in ran if row.get("ms_fresh_after")]
@@ -193,6 +206,13 @@ def write(row: dict) -> None:
     text += (
         f" processes in {len(verified)} scripts, and made {slower} of them slower. An empty cell was not measured.\n\n"
     )
+    aa = read(AA)
+    if aa:
+        total, won = (sum(int(row[name]) for row in aa) for name in ("runs", "false_wins"))
+        text += (
+            f"A remedy that does nothing was judged {total} times beside a process that loads the core: it won {won}"
+        )
+        text += f" times; the largest gain seen was {max(float(row['largest_gain_seen']) for row in aa):.1%}.\n\n"
     text += f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
     text += "".join(f"| {' | '.join(str(row.get(name) or '') for name in COLUMNS)} |\n" for row in table)
     (HERE / "PLANTED.md").write_text(text)
@@ -208,7 +228,10 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(args.one, not args.no_verify)))
     elif args.aa:
-        print(json.dumps(false_wins(args.aa)))
+        found = false_wins(args.aa)
+        print(json.dumps(found))
+        save(AA, tuple(found), [*read(AA), found])
+        write()
     else:
         known = {} if args.no_verify else rows()
         names = args.scripts or [

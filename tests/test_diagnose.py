@@ -8,6 +8,8 @@ import ast
 import copy
 import json
 import math
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -56,6 +58,12 @@ def test_bad_values_for_an_interval_are_refused(values, level):
 def test_a_run_that_takes_half_the_time_gains_half():
     gain = Paired((2.0, 4.0, 3.0), (1.0, 2.0, 1.5)).gain()
     assert gain.low == gain.high == pytest.approx(0.5)
+
+
+def test_one_disturbed_pair_of_eight_does_not_hide_a_gain():
+    four = Paired((2.0, 2.0, 2.0, 2.0), (1.0, 3.0, 1.0, 1.0))
+    assert not four.faster() and (four + Paired((2.0,) * 4, (1.0,) * 4)).faster()
+    assert not (four + four).faster() and four.share() == 0.5
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
@@ -311,7 +319,8 @@ def what_takes_long_is_not_tried():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "cores", torch.get_num_threads)
         patch.setattr(remedies.Compile, "why_not", lambda driver: "not in this test")
-        patch.setattr(measure, "BLOCK", 0.03)
+        for name, seconds in (("BLOCK", 0.03), ("SAMPLING", 0.2), ("LOADING", 0.3)):
+            patch.setattr(measure, name, seconds)
         yield
 
 
@@ -400,6 +409,35 @@ def test_the_page_is_whole_and_fetches_nothing(slow_reader):
     assert all(text.count(f"<{tag}") for tag in ("rect", "table", "details"))
 
 
+def colour(text):
+    return tuple(int(text[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_a_browser_draws_the_page(slow_reader, tmp_path):
+    report, _, _ = slow_reader
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("there is no Chromium or Chrome")
+    Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    (tmp_path / "page.html").write_text(html.page(report))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1000,2400")
+    folders = (f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'page.png'}")
+    command = [browser, *options, *folders, (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (tmp_path / "page.png").exists(), done.stderr[-2000:]
+    image = Image.open(tmp_path / "page.png").convert("RGB")
+    colours = {part: colour(html.COLOURS[part]) for part in html.COLOURS}
+
+    def drawn(y):  # pixels of each part in one row
+        row = [image.getpixel((x, y)) for x in range(image.width)]
+        return {part: row.count(rgb) for part, rgb in colours.items()}
+
+    bar = next(found for found in map(drawn, range(image.height)) if sum(found.values()) > 0.6 * image.width)
+    width, total = sum(bar.values()), report["step_ms"]["value"]
+    for part, ms in report["parts_ms"].items():
+        assert abs(bar[part] / width - ms / total) < 0.02, (part, bar, report["parts_ms"])
+
+
 def test_the_report_is_plain_json(slow_reader, capsys):
     report, _, _ = slow_reader
     assert json.loads(json.dumps(report)) == report
@@ -422,6 +460,57 @@ def test_a_trainer_is_diagnosed_through_its_fit(monkeypatch):
     data = Batches(images, targets, 4, shuffle=True)
     report = fusedtrain.diagnose(trainer, data, Batches(images, targets, 16, shuffle=False), steps=10)
     assert report["steps"] == 10 and report["parts_ms"]["backward"] > 0 and report["parts_ms"]["optimizer"] > 0
+
+
+TWO_RANKS = """
+import json, sys, time, torch
+from torch import distributed as dist, nn
+import fusedtrain
+from fusedtrain.diagnose import measure, remedies, verify
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+def slow(state, bucket):
+    time.sleep(0.02)  # the network
+    return allreduce_hook(state, bucket)
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+measure.BLOCK, measure.SAMPLING, measure.LOADING, verify.PAIRS = 0.03, 0.1, 0.1, 4
+remedies.Compile.why_not = lambda driver: "not in this test"
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(64, 4), find_unused_parameters=True)
+model.register_comm_hook(None, slow)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def step(batch):
+    rows, targets = batch
+    time.sleep(0.002 + 0.004 * rank)  # nothing that they measure is the same
+    loss = nn.functional.cross_entropy(model(rows), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+rows = torch.rand(32, 64, generator=torch.Generator().manual_seed(rank))
+data = torch.utils.data.TensorDataset(rows, torch.randint(4, (32,)))
+report = fusedtrain.diagnose(step, torch.utils.data.DataLoader(data, 8), steps=10, verify=True)
+weights = [p.tolist() for p in model.parameters()]
+print(json.dumps([report["findings"], report["verified"], weights]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_processes_that_wait_for_each_others_gradients_are_told_the_same(tmp_path):
+    arguments = [("-c", TWO_RANKS, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [harness.start_python(*a, pipes=pipes, OMP_NUM_THREADS="1") for a in arguments]
+    outputs = [child.communicate(timeout=300) for child in children]
+    assert all(child.returncode == 0 for child in children), outputs
+    (findings, verified, weights), other = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert [findings, verified, weights] == other
+    (found,) = (finding for finding in findings if finding["rule"] == "communication")
+    assert found["predicted_gain"] > 0.5 and "between 2 processes" in found["evidence"]
+    (remedy,) = found["remedies"]
+    assert "gradient_as_bucket_view=True, find_unused_parameters=False" in remedy["name"]
 
 
 STALLS = """

@@ -14,8 +14,8 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(script: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
-    """Accuracy and norm of the weights of every process."""
+def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  weights NUMBER") -> list[tuple]:
+    """What every process printed: accuracy and norm of the weights."""
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -23,9 +23,9 @@ def run(script: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
     env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = re.findall(r"accuracy ([\d.]+)  weights ([\d.]+)", done.stdout)
+    found = re.findall(printed.replace("NUMBER", r"([\d.]+)"), done.stdout)
     assert len(found) == ranks, done.stdout[-2000:]
-    return [(float(accuracy), float(weights)) for accuracy, weights in found]
+    return [tuple(map(float, numbers)) for numbers in found]
 
 
 @pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
@@ -41,3 +41,11 @@ def test_a_network_learns_in_the_trainer_of_another_package(package, ranks, tmp_
 def test_a_network_learns_in_timms_script(tmp_path, zoo):
     ((accuracy, _),) = run("timm_script.py", 1, tmp_path)
     assert accuracy > 0.5  # chance: 0.1
+
+
+def test_a_trained_network_infers_in_int8(tmp_path):
+    pytest.importorskip("torchao", reason="torchao is not installed, and no requirement of the tests")
+    printed = "accuracy NUMBER  int8 NUMBER  quantized NUMBER"
+    ((accuracy, int8, layers),) = run("int8_inference.py", 1, tmp_path, printed)
+    assert accuracy > 0.9 and int8 > accuracy - 0.02 and layers >= 10
+    assert (tmp_path / "int8.pt2").stat().st_size > 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from fusedtrain.diagnose.script import ScriptError, diagnose_script
 DESCRIPTION = """Runs a training script, unchanged, for some steps; names what makes it slow and ranks remedies by the
 gain they promise. The script's loop itself carries out the measurements and ends when they are done; what it writes by
 then is written."""
+
+FIRST = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, the one that reports
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +45,7 @@ def main(arguments: list[str]) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    if args.html is not None:
+    if args.html is not None and FIRST:
         from fusedtrain.diagnose.html import page
 
         args.html.write_text(page(report))
@@ -50,9 +53,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _diagnose(args: argparse.Namespace) -> dict:
-    if args.json:
+    if args.json or not FIRST:
         report = diagnose_script(args.script, args.arguments, steps=args.steps, verify=args.verify)
-        print(json.dumps(report, indent=1))
+        if FIRST:
+            print(json.dumps(report, indent=1))
         return report
     from rich.console import Console
 

@@ -19,12 +19,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from fusedtrain._waits import Waits
 from fusedtrain.diagnose.instrument import Instrument, Step
 
 _clock = time.perf_counter
+
+
+def ranks() -> int:
+    """Returns how many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agree(value):
+    """Returns the value of rank 0: what was measured decides on what is done next, which must be the same on all."""
+    if ranks() == 1:
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 class Finished(BaseException):
@@ -313,8 +328,10 @@ class Driver:
 
     def _advance(self, records: list[Step] | None) -> None:
         try:
-            run = next(self.plan) if records is None else self.plan.send(records)
+            run = next(self.plan) if records is None else self.plan.send(agree(records))
         except StopIteration:
+            if ranks() > 1:
+                dist.barrier()  # nobody leaves before all have heard the last word
             self.finish()
             raise Finished from None
         before, self._run, self._records, self._discard = self._run, run, [], run.discard

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
@@ -329,7 +330,7 @@ class Instrument:
 
             return wrapper
 
-        for owner in (DataLoader, torch.optim.Optimizer):
+        for owner in (DataLoader, torch.optim.Optimizer, DistributedDataParallel):
             self.patch(owner, "__init__", noted)
 
         def threads(original):

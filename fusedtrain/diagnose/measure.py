@@ -18,13 +18,15 @@ from statistics import fmean, median
 import torch
 
 from fusedtrain._waits import Waits
-from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, copy_batch
+from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, agree, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
-from fusedtrain.diagnose.remedies import Remedy, Threads, clone_loader, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, Threads, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
 BLOCK = 0.15  # seconds that a block of steps takes at least
+SAMPLING = 1.0  # seconds of looking for the user's lines that take the time
+LOADING = 1.5  # seconds of a loader alone, per number of workers
 PAIRS = 4  # of a probe; verification takes more
 
 
@@ -60,6 +62,7 @@ class Facts:
     probes: dict[str, Paired] = field(default_factory=dict)  # by name of the remedy, with cached batches
     refused: dict[str, str] = field(default_factory=dict)  # remedies that could not be tried, with the error
     fault_cost: float | None = None  # seconds per page fault
+    exchange: Paired | None = None  # with and without exchanging gradients between processes
     larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
     noise: float = 0.0  # share of the step that two equal runs may differ by
     thorough: bool = False  # whether changes that take long to try are tried
@@ -149,7 +152,13 @@ def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     return cached
 
 
-def loader_rate(driver: Driver, workers: int, budget: float = 1.5) -> LoaderRate:
+def exchange(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, snapshot):
+    """Measures the step without exchanging gradients: what of the exchange is not hidden behind the backward pass."""
+    facts.exchange = yield from trial(driver, sizes, arm, Arm((*arm.remedies, NoExchange()), arm.source), PAIRS)
+    snapshot.restore()  # the processes went their own ways
+
+
+def loader_rate(driver: Driver, workers: int) -> LoaderRate:
     """Iterates over the loader with so many workers, without computing."""
     with driver.aside():
         arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
@@ -158,14 +167,14 @@ def loader_rate(driver: Driver, workers: int, budget: float = 1.5) -> LoaderRate
             source.fetch()
         waits = Waits()
         count, cpu, start, waited = 0, time.process_time(), time.perf_counter(), waits.read()
-        while count < max(2, 2 * workers) or (time.perf_counter() - start < budget and count < 256):
+        while count < max(2, 2 * workers) or (time.perf_counter() - start < LOADING and count < 256):
             source.fetch()
             count += 1
-            if time.perf_counter() - start > 4 * budget:
+            if time.perf_counter() - start > 4 * LOADING:
                 break
         waited = waits.read() - waited if workers == 0 else 0.0
         seconds = (time.perf_counter() - start - waited) / count
-        return LoaderRate(workers, seconds, (time.process_time() - cpu) / count if workers == 0 else None)
+        return agree(LoaderRate(workers, seconds, (time.process_time() - cpu) / count if workers == 0 else None))
 
 
 def loader_rates(driver: Driver, facts: Facts) -> None:
@@ -225,7 +234,7 @@ class Sampler:
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     """Finds the user's lines that the time outside of the model goes to."""
     with Sampler(driver) as sampler:
-        yield Run(min(max(math.ceil(1.0 / sizes.step), 3), 500), arm)
+        yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 500), arm)
     facts.lines = sampler.lines()
 
 
@@ -259,7 +268,7 @@ def fault_cost() -> float:
         start = time.perf_counter()
         tensor.fill_(1.0)
         times.append(time.perf_counter() - start)
-    return max(0.0, times[0] - min(times[1:])) / (size / mmap.PAGESIZE)
+    return agree(max(0.0, times[0] - min(times[1:])) / (size / mmap.PAGESIZE))
 
 
 def repeat_batch(batch, times: int):

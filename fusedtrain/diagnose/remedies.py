@@ -14,6 +14,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -410,6 +411,8 @@ class Compile(Remedy):
             return "the model's forward has been replaced"
         if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in found):
             return "the model is compiled already"
+        if replicas(driver):
+            return "the model is wrapped for several processes: compile it before"
         return None if found else "no module was called"
 
     def apply(self, driver: Driver) -> None:
@@ -422,6 +425,41 @@ class Compile(Remedy):
     def undo(self, driver: Driver) -> None:
         for model in models(driver):
             del model.forward
+
+
+def replicas(driver: Driver) -> list[DistributedDataParallel]:
+    """Returns the models that exchange gradients between processes."""
+    return [model for model in models(driver) if isinstance(model, DistributedDataParallel)]
+
+
+class NoExchange(Remedy):
+    """Every process keeps its own gradients: what would training cost if communication were free?"""
+
+    def apply(self, driver: Driver) -> None:
+        for model in replicas(driver):
+            model.require_backward_grad_sync = False
+
+    def undo(self, driver: Driver) -> None:
+        for model in replicas(driver):
+            model.require_backward_grad_sync = True
+
+
+class Overlap(Remedy):
+    """What lets DistributedDataParallel exchange gradients earlier and with fewer copies."""
+
+    kind, outside = "bitwise", True
+
+    def __init__(self, model: DistributedDataParallel):
+        self.arguments = {} if model.gradient_as_bucket_view else {"gradient_as_bucket_view": True}
+        if model.find_unused_parameters:
+            self.arguments["find_unused_parameters"] = False
+        self.name = f"DistributedDataParallel({', '.join(f'{k}={v}' for k, v in self.arguments.items())})"
+        self.how = f"make it {self.name}; all parameters have to get gradients in every step"
+
+    def changes(self, driver: Driver) -> list[Change]:
+        names = ("DistributedDataParallel", "DDP")
+        found = [edit_call(driver.instrument.sites.get(id(m)), names, **self.arguments) for m in replicas(driver)]
+        return [change for change in found if change]
 
 
 class CudnnBenchmark(Remedy):

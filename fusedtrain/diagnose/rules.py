@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fusedtrain.diagnose.drive import Driver
+from fusedtrain.diagnose.drive import Driver, ranks
 from fusedtrain.diagnose.instrument import Site
 from fusedtrain.diagnose.measure import Facts, cores, fault_cost
 from fusedtrain.diagnose.remedies import (
@@ -19,11 +19,13 @@ from fusedtrain.diagnose.remedies import (
     Fuse,
     FusedOptimizer,
     Loader,
+    Overlap,
     PinnedCopies,
     Remedy,
     SetToNone,
     Threads,
     models,
+    replicas,
     why_not_clone,
 )
 
@@ -100,13 +102,13 @@ def gain_of_loading(facts: Facts, driver: Driver, workers: int) -> float:
 
 
 def best_probe(facts: Facts, remedies: list[Remedy]) -> tuple[Remedy, float] | None:
-    """Returns the remedy that saved most, with the seconds per step, if every pair of its probe was faster.
+    """Returns the remedy that saved most, with the seconds per step, if its probe was faster pair by pair.
 
     A share that is no larger than what two equal runs differ by counts for nothing. Shares and not seconds carry over
     from the probe: the machine may have been slower then.
     """
     found = [(remedy, facts.probes[remedy.name]) for remedy in remedies if remedy.name in facts.probes]
-    shares = [(r, p.share()) for r, p in found if all(b < a for a, b in zip(p.before, p.after))]
+    shares = [(r, p.share()) for r, p in found if p.faster()]
     sure = [(r, share) for r, share in shares if share > facts.noise]
     best = max(sure, key=lambda pair: pair[1], default=None)
     computing = min(facts.cached or facts.step.value, facts.step.value)
@@ -232,6 +234,35 @@ def _syncs(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _communication(facts: Facts, driver: Driver) -> Finding | str:
+    if ranks() == 1:
+        return "n/a: one process trains"
+    if facts.exchange is None:
+        return "not measured: no DistributedDataParallel model was called"
+    gain, (now, without) = facts.exchange.gain(), facts.exchange.seconds()
+    size = sum(p.nbytes for model in replicas(driver) for p in model.parameters() if p.requires_grad)
+    evidence = (
+        f"without exchanging {size / 2**20:.3g} MiB of gradients between {ranks()} processes {1e3 * now:.3g} ms per"
+        f" step become {1e3 * without:.3g} ms"
+    )
+    if gain.low <= 0 or gain.value < max(LEAST, facts.noise):
+        return f"{evidence}: the exchange is hidden behind the backward pass"
+    advice = (
+        "exchange less often: larger batches, or several backward passes per optimizer step, all but the last under"
+        " model.no_sync(); exchange half the bytes: model.register_comm_hook(None, bf16_compress_hook) of"
+        " torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    )
+    remedies = [facts.keep(Overlap(model)) for model in replicas(driver)]
+    return Finding(
+        "communication",
+        "the processes wait for each other's gradients",
+        evidence,
+        gain_of_computing(facts, driver, gain.value * min(facts.cached or facts.step.value, facts.step.value)),
+        tuple(remedy for remedy in remedies if remedy.arguments),
+        advice,
+    )
+
+
 # --- computing --------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +382,7 @@ RULES = (
     Rule("loader_restart", _restarts),
     Rule("copies", _copies),
     Rule("syncs", _syncs),
+    Rule("communication", _communication),
     Rule("own_code", _own_code),
     Rule("allocator", _allocator),
     probed(

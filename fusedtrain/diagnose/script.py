@@ -37,7 +37,8 @@ def diagnose_script(
         arguments: its command line.
         steps: how many to watch; None: 50 to 200.
         verify: whether to try the remedies.
-        fresh: whether to time, after that, the script as it is and with all remedies in new processes that take turns.
+        fresh: whether to time, after that, the script as it is and with all remedies in new processes that take turns;
+            not where several processes train.
         stage: is told what is being done.
 
     Raises:
@@ -63,7 +64,7 @@ def diagnose_script(
         )
     elif any("ended" in m for m in messages):
         report["failure"] = "the script ended before all was measured"
-    if verify and fresh:
+    if verify and fresh and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         stage("in fresh processes")
         _verify_outside(task, report)
     return report

@@ -59,3 +59,11 @@ class Paired:
     def share(self) -> float:
         """The median share of the time that the second arm saves, pair by pair."""
         return median(1 - b / a for a, b in zip(self.before, self.after))
+
+    def faster(self) -> bool:
+        """Whether the second arm was faster in every pair, or in all but one of eight."""
+        slower = sum(b >= a for a, b in zip(self.before, self.after))
+        return slower <= len(self.before) // 8
+
+    def __add__(self, more: "Paired") -> "Paired":
+        return Paired(self.before + more.before, self.after + more.after)

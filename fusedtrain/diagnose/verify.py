@@ -1,13 +1,25 @@
 """Applies remedies for certain: paired trials with intervals, a second trial to confirm, and a check of the losses."""
 
+import contextlib
 import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from fusedtrain.diagnose import measure
-from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, random_state, set_random_state
+from fusedtrain.diagnose.drive import (
+    Arm,
+    CachedSource,
+    Driver,
+    LoaderSource,
+    Run,
+    agree,
+    random_state,
+    ranks,
+    set_random_state,
+)
 from fusedtrain.diagnose.remedies import Loader, Remedy, clone_loader, models
 from fusedtrain.diagnose.statistics import Interval
 
@@ -62,7 +74,19 @@ class Snapshot:
 
 
 def rehearse(driver: Driver, remedy: Remedy, inputs: dict[int, tuple]) -> str | None:
-    """Runs the models once forward and backward with a remedy, outside the loop; returns the error, or None."""
+    """Runs the models once forward and backward with a remedy, outside the loop; returns the error, or None.
+
+    Of several processes the first that fails tells all.
+    """
+    error = _rehearse(driver, remedy, inputs)
+    if ranks() > 1:
+        errors = [None] * ranks()
+        dist.all_gather_object(errors, error)
+        error = next((e for e in errors if e is not None), None)
+    return error
+
+
+def _rehearse(driver: Driver, remedy: Remedy, inputs: dict[int, tuple]) -> str | None:
     snapshot, step = Snapshot(driver), driver.instrument.step
     driver.instrument.step = None
     try:
@@ -83,7 +107,8 @@ def rehearse(driver: Driver, remedy: Remedy, inputs: dict[int, tuple]) -> str | 
 
 
 def _forward_backward(model: torch.nn.Module, args: tuple) -> None:
-    with torch.enable_grad():
+    alone = model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+    with torch.enable_grad(), alone:
         output = model(*args)
         tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if tensors:
@@ -115,7 +140,7 @@ def losses(driver: Driver, arm: Arm, snapshot: Snapshot, eps: float = 0.0, seed:
     driver.losses = []
     yield Run(STEPS, arm)
     values, driver.losses = driver.losses, None
-    return values
+    return agree(values)
 
 
 def check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
