@@ -187,9 +187,9 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
         facts.rates[workers] = loader_rate(driver, workers)
     if facts.waiting is None or facts.waiting.high < 0.02:
         return
-    single, target = facts.rates[0], 0.8 * facts.cached
+    single = facts.rates[0]
     # Workers that wait for storage do not need a core each; those that compute do.
-    most = 32 if single.cpu < 0.5 * single.seconds else cores()
+    most, target = (32, 0.4 * facts.cached) if single.cpu < 0.5 * single.seconds else (cores(), 0.8 * facts.cached)
     workers, best = 1, math.inf
     while workers <= most:
         if workers not in facts.rates:

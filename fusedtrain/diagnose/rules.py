@@ -30,6 +30,7 @@ from fusedtrain.diagnose.remedies import (
 )
 
 LEAST = 0.03  # of the step: less is not worth naming
+SPARE = 0.5  # of the computing time that loading a batch may take, where more workers cost nothing
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
 
 
@@ -170,7 +171,10 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     )
     gains = {workers: gain_of_loading(facts, driver, workers) for workers in facts.rates if workers != now}
     best = max(gains.values())
-    workers = min(w for w, gain in gains.items() if gain > best - 0.03)
+    near = [w for w, gain in gains.items() if gain > best - 0.03]
+    # Workers that only wait cost little: with some to spare the loader keeps up when computing gets faster.
+    spare = [w for w in near if busy < 0.5 and facts.rates[w].seconds < SPARE * facts.cached]
+    workers = min(spare or near)
     cause = "the step waits for the data loader: " + (
         f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
     )
