@@ -90,6 +90,15 @@ def test_a_call_is_shown_with_its_new_arguments(tmp_path, code, line, keywords, 
     assert {k.arg: k.value.value for call in calls for k in call.keywords} == keywords
 
 
+def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text("with x:\n    optimizer = torch.optim.SGD(self.net.parameters(),\n        lr=0.1)\nAdam(groups)\n")
+    change = lines.before_optimizer(Site(str(path), 2), "SGD", "fusedtrain.fuse({model})")
+    first = "optimizer = torch.optim.SGD(self.net.parameters(),"
+    assert (change.line, change.before, change.after) == (2, first, f"fusedtrain.fuse(self.net)\n{first}")
+    assert lines.before_optimizer(Site(str(path), 4), "Adam", "") is None
+
+
 @pytest.mark.parametrize("code", ["DataLoader(data, **options)", "make(data)", "DataLoader(", ""])
 def test_a_call_that_cannot_be_edited_is_left_alone(tmp_path, code):
     path = tmp_path / "code.py"

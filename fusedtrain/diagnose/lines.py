@@ -60,6 +60,26 @@ def edit_call(site: Site | None, names: tuple[str, ...], **keywords: object) -> 
     return Change(site.file, call.lineno, raw[begin:].decode(), new[begin:].decode())
 
 
+def before_optimizer(site: Site | None, name: str, line: str) -> Change | None:
+    """Returns the line that makes an optimizer with another line in front of it.
+
+    Args:
+        site: where the optimizer was made.
+        name: of its class.
+        line: to insert; ``{model}`` stands for what the optimizer takes the parameters of.
+
+    Returns:
+        None where the optimizer does not take ``something.parameters()``.
+    """
+    call = _find(site, (name,))
+    given = call.args[0] if call is not None and call.args else None
+    if not isinstance(given, ast.Call) or getattr(given.func, "attr", None) != "parameters":
+        return None
+    before = linecache.getline(site.file, call.lineno).strip()
+    added = line.format(model=ast.unparse(given.func.value))
+    return Change(site.file, call.lineno, before, f"{added}\n{before}")
+
+
 def edit_argument(site: Site | None, names: tuple[str, ...], value: object) -> Change | None:
     """Returns the call at a place with another first positional argument."""
     call = _find(site, names)

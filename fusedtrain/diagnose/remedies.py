@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import Driver, LoaderSource
-from fusedtrain.diagnose.lines import Change, edit_argument, edit_call
+from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
 from fusedtrain.nn.fuse import fuse, unfuse
 
 CLASSES = ("bitwise", "last bit", "tolerance")
@@ -146,6 +146,13 @@ def models(driver: Driver) -> list[nn.Module]:
     return [root for root in driver.instrument.roots if any(True for _ in root.parameters())]
 
 
+def _new_line(driver: Driver, line: str) -> list[Change]:
+    """The user's lines that make the optimizers, with a change of the model in front."""
+    sites = driver.instrument.sites
+    found = [before_optimizer(sites.get(id(o)), type(o).__name__, line) for o in driver.instrument.optimizers]
+    return [change for change in found if change]
+
+
 class ChannelsLast(Remedy):
     """Convolutions on channels_last weights and images."""
 
@@ -169,6 +176,9 @@ class ChannelsLast(Remedy):
         for hook in self._hooks:
             hook.remove()
         self._convert(driver, self._formats)
+
+    def changes(self, driver: Driver) -> list[Change]:
+        return _new_line(driver, "{model} = {model}.to(memory_format=torch.channels_last)")
 
     def _convert(self, driver: Driver, formats: list[tuple[Tensor, bool]]) -> None:
         for p, last in formats:
@@ -225,6 +235,9 @@ class Fuse(Remedy):
     def undo(self, driver: Driver) -> None:
         for model in models(driver):
             unfuse(model)
+
+    def changes(self, driver: Driver) -> list[Change]:
+        return _new_line(driver, "fusedtrain.fuse({model})")
 
 
 class FusedOptimizer(Remedy):
@@ -425,6 +438,9 @@ class Compile(Remedy):
     def undo(self, driver: Driver) -> None:
         for model in models(driver):
             del model.forward
+
+    def changes(self, driver: Driver) -> list[Change]:
+        return _new_line(driver, "{model} = torch.compile({model})")
 
 
 def replicas(driver: Driver) -> list[DistributedDataParallel]:
