@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
-import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_path(*parts: str) -> Path:
@@ -22,23 +24,39 @@ def cache_folder(*parts: str) -> Path:
     return folder
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all, whoever is killed meanwhile."""
+def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Lets ``write`` fill a file beside ``path``, brings it to the disk, then gives it its name in one step.
+
+    A reader, and whoever starts after a crash, sees the old file or the new one, never a part.
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # In the same folder: only within one file system is the renaming atomic.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in ``folder`` to the disk; only POSIX has and needs this."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_json(path: Path, content) -> None:
     """Writes JSON as :func:`write_atomic` does."""
-    write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_atomic(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
 
 def read_json(path: Path):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from fusedtrain._files import write_atomic
 from fusedtrain.train import Batches, InputError, Schedule, SmallNet, TrainConfig, Trainer, load_digits
-from fusedtrain.train.checkpoint import write_atomic
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS
 
@@ -304,7 +304,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
     program = """
 import os, signal, sys
 from pathlib import Path
-from fusedtrain.train.checkpoint import write_atomic
+from fusedtrain._files import write_atomic
 
 def write(file):
     file.write(b"half")

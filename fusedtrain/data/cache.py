@@ -131,7 +131,8 @@ class SampleCache(Dataset):
                 raise ValueError(
                     "sample 0 differs from call to call: cache what does not vary and pass the random part as then="
                 )
-        _files.write_atomic(self.path, HEADER.pack(MAGIC, self.length, self._data) + bytes(self._data - HEADER.size))
+        head = HEADER.pack(MAGIC, self.length, self._data)
+        _files.write_atomic(self.path, lambda file: file.write(head + bytes(self._data - HEADER.size)))
 
     def _open(self) -> None:
         """Opens the file in this process: a fork must share neither the lock nor the position."""

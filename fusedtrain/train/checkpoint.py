@@ -8,12 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusedtrain._files import sync_folder, write_atomic
 from fusedtrain.train import checkpoint_file
-from fusedtrain.train.checkpoint_file import CheckpointError, write_atomic
+from fusedtrain.train.checkpoint_file import CheckpointError
 from fusedtrain.train.state_tree import flatten
 from fusedtrain.train.weights import save_weights
 
-__all__ = ["CheckpointError", "CheckpointStore", "Loaded", "save_weights", "verify", "write_atomic"]
+__all__ = ["CheckpointError", "CheckpointStore", "Loaded", "save_weights", "verify"]
 
 POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)\.safetensors")
@@ -135,7 +136,7 @@ class CheckpointStore:
     def _make_folder(self) -> None:
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
-            checkpoint_file.sync_folder(self.directory.parent)
+            sync_folder(self.directory.parent)
         if not self._cleaned:  # what a killed run has left half-written
             for temporary in self.directory.glob(".*.tmp"):
                 temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One training state in one file that verifies itself, and files that are either complete or not there.
+"""One training state in one file that verifies itself.
 
 The file is a safetensors file, so no reader of it ever executes code and every safetensors tool opens it::
 
@@ -20,7 +20,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -46,39 +46,6 @@ class Contents:
 
     step: int
     state: dict
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Lets ``write`` fill a file beside ``path``, brings it to the disk, then gives it its name in one step.
-
-    A reader, and whoever starts after a crash, sees the old file or the new one, never a part.
-    """
-    path = Path(path)
-    # In the same folder: only within one file system is the renaming atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Brings the names in ``folder`` to the disk; only POSIX has and needs this."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

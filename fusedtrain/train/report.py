@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusedtrain.train.checkpoint import write_atomic
+from fusedtrain._files import write_atomic
 from fusedtrain.train.records import History
 
 RESULTS = "results.json"

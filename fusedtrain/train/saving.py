@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights, write_atomic
+from fusedtrain._files import write_atomic
+from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES

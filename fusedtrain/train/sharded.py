@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from fusedtrain._files import write_atomic
 from fusedtrain.train import checkpoint_file
 from fusedtrain.train.checkpoint import CheckpointStore, Loaded, _not_written
-from fusedtrain.train.checkpoint_file import CheckpointError, write_atomic
+from fusedtrain.train.checkpoint_file import CheckpointError
 from fusedtrain.train.state_tree import DTYPES, NAMES, flatten, unflatten
 
 KINDS = (Tensor, nn.Parameter, DTensor)

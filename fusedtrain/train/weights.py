@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fusedtrain._files import write_atomic
 from fusedtrain.train import checkpoint_file
-from fusedtrain.train.checkpoint_file import CheckpointError, write_atomic
+from fusedtrain.train.checkpoint_file import CheckpointError
 
 # What torch.compile, activation checkpointing and FSDP1 put into names; nobody calls a layer of their own like this.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
