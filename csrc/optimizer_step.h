@@ -12,6 +12,9 @@
 //
 // Parameters and states may be stored in fewer bits than they are computed in, csrc/core/narrow.h.
 //
+// Of a parameter that is spread over processes the first pass sums its parts, a caller adds those of the others, and
+// the second pass is given the sums.
+//
 // Where found_inf is set, or the norm is not finite and skip_nonfinite is set, only the last line is done.
 #include "core/isa.h"
 #include "core/narrow.h"
@@ -51,7 +54,11 @@ struct OptimizerStep {
   const double* norm;       // [1] or null: no clipping
   const float* grad_scale;  // [1] or null: 1
   const float* found_inf;   // [1] or null: 0
+  const float* lr;          // [1] or null: that of hyper
   double* partial;          // [chunks, 2]: the sums of the first pass, or null
+  double* sums;             // [count, 2]: those of whole parameters, or null
+  bool sums_given;          // there is no first pass
+  bool sums_only;           // there is nothing but the first pass
   double* ratio;            // [count]: what the rule makes of them, or null
   Rounding rounding;        // of the parameters in 16 bits
   bool random;              // states in 16 and 8 bits are rounded stochastically
@@ -63,6 +70,12 @@ FUSEDTRAIN_HD bool is_plain(const OptimizerStep& a, const StepTensor& t) {
   if (t.dtype == DType::kFloat64) return true;
   if (is_coded(t) || t.exact != nullptr || t.state_dtype != t.dtype) return false;
   return t.dtype == DType::kFloat32 || (a.rounding == Rounding::kNearest && !a.random);
+}
+
+FUSEDTRAIN_HD Hyper hyper_of(const OptimizerStep& a) {
+  Hyper h = a.hyper;
+  if (a.lr != nullptr) h.lr = *a.lr;
+  return h;
 }
 
 // The factor f on the gradients, +-1 / grad_scale where there is no norm.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedtrain.kernels import _images, _lists
 from fusedtrain.ops import _codes, _common
-from fusedtrain.ops.optimizer_step import RULES
+from fusedtrain.ops.optimizer_step import RULES, SUMMED, Options
 
 ADAM = tl.constexpr(_codes.RULES.index("adam"))
 AMSGRAD = tl.constexpr(_codes.RULES.index("amsgrad"))
@@ -29,7 +29,6 @@ ADAN = tl.constexpr(_codes.RULES.index("adan"))
 LAMB = tl.constexpr(_codes.RULES.index("lamb"))
 NOVOGRAD = tl.constexpr(_codes.RULES.index("novograd"))
 NOVOGRAD_AMSGRAD = tl.constexpr(_codes.RULES.index("novograd_amsgrad"))
-WITH_NORMS = ("lamb", "novograd", "novograd_amsgrad")
 
 # Columns of the table. COUNTED holds the step where it is to be counted: neighbours may share one.
 PARAM, GRAD, STATE, EMA, SCALAR, STEP, COUNTED = (tl.constexpr(i) for i in (2, 3, 4, 8, 9, 11, 12))
@@ -352,22 +351,7 @@ def optimizer_step_norms_kernel(
 
 
 @triton.jit
-def optimizer_step_ratio_kernel(
-    table_ptr,
-    partial_ptr,  # [2, programs]
-    ratio_ptr,  # [count]
-    norm_ptr,  # [1] or None
-    found_inf_ptr,  # [1] or None
-    count,
-    programs,
-    c,
-    RULE: tl.constexpr,
-    SKIP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+def _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     begin = _lists.entry(table_ptr, count, row, _lists.FIRST)
     end = begin + tl.cdiv(_lists.entry(table_ptr, count, row, _lists.NUMEL), CHUNK)
     first = tl.zeros([BLOCK], tl.float64)
@@ -376,7 +360,36 @@ def optimizer_step_ratio_kernel(
         at = start + tl.arange(0, BLOCK)
         first += tl.load(partial_ptr + at, mask=at < end, other=0.0)
         second += tl.load(partial_ptr + programs + at, mask=at < end, other=0.0)
-    first, second = tl.sum(first), tl.sum(second)
+    return tl.sum(first), tl.sum(second)
+
+
+@triton.jit
+def optimizer_step_ratio_kernel(
+    table_ptr,
+    partial_ptr,  # [2, programs]
+    ratio_ptr,  # [count]
+    sums_ptr,  # [count, 2] or None
+    norm_ptr,  # [1] or None
+    found_inf_ptr,  # [1] or None
+    count,
+    programs,
+    c,
+    RULE: tl.constexpr,
+    SKIP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+    if GIVEN:
+        first, second = tl.load(sums_ptr + 2 * row), tl.load(sums_ptr + 2 * row + 1)
+    else:
+        first, second = _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK, BLOCK)
+        if sums_ptr is not None:  # what follows is left to another call
+            tl.store(sums_ptr + 2 * row, first, mask=runs)
+            tl.store(sums_ptr + 2 * row + 1, second, mask=runs)
+            return
     if RULE == LAMB:
         usable = (c[10] != 0.0) & (first > 0.0) & (second > 0.0)
         ratio = tl.where(usable, tl.sqrt(first) / tl.sqrt(tl.where(usable, second, 1.0)), 1.0)
@@ -476,27 +489,9 @@ def _same_strides(t: Tensor, p: Tensor) -> bool:
     )
 
 
-def optimizer_step_(
-    params,
-    grads,
-    states,
-    steps,
-    ema,
-    rule,
-    lr,
-    weight_decay,
-    decoupled,
-    coefficients,
-    maximize,
-    ema_decay,
-    zero_grads,
-    norm,
-    max_norm,
-    skip_nonfinite,
-    grad_scale,
-    found_inf,
-) -> None:
-    name, count = _codes.RULES[rule], len(params)
+def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
+    o = Options(*options)
+    name, count = _codes.RULES[o.rule], len(params)
     elementwise = len(RULES[name].states)
     _check(params, grads, states, ema, elementwise)
     columns = [states[k * count : (k + 1) * count] for k in range(MAX_STATES + MAX_SCALARS)]  # some are empty
@@ -505,23 +500,25 @@ def optimizer_step_(
     numbers = (*columns[elementwise : elementwise + MAX_SCALARS], steps, counted)
     order = _lists.sort(params)
     table = _lists.table(*([[c[i] if c else None for i in order] for c in group] for group in (tensors, numbers)))
-    c = _numbers(name, lr, weight_decay, decoupled, coefficients)
-    clip = {"max_norm": max_norm, "clip_eps": 0.0 if name == "lamb" else 1e-6, "MAXIMIZE": maximize}
-    flags = {"c": c, "RULE": rule, "SKIP": skip_nonfinite}
+    lr = o.lr if o.device_lr is None else float(o.device_lr)
+    c = _numbers(name, lr, o.weight_decay, o.decoupled, o.coefficients)
+    clip = {"max_norm": o.max_norm, "clip_eps": 0.0 if name == "lamb" else 1e-6, "MAXIMIZE": o.maximize}
+    flags = {"c": c, "RULE": o.rule, "SKIP": o.skip_nonfinite}
     own = {"STATES": elementwise, "COUNTS": bool(steps)}
-    extras = {"ema_rate": 1.0 - ema_decay, "WITH_EMA": bool(ema), "ZERO_GRADS": zero_grads}
-    ratio = None
+    extras = {"ema_rate": 1.0 - o.ema_decay, "WITH_EMA": bool(ema), "ZERO_GRADS": o.zero_grads}
+    ratio, sums_given = None, o.sums is not None and not o.sums_only
     with _images.on_device(params[0]):
-        if name in WITH_NORMS:
+        if name in SUMMED:
+            sums = None if o.sums is None else o.sums[order]
             partial, ratio = (params[0].new_empty(s, dtype=torch.float64) for s in ((2, table.programs), count))
-            for launch in table.launches:
+            for launch in [] if sums_given else table.launches:
                 optimizer_step_norms_kernel[(launch.programs,)](
                     launch.like,
                     table.tensor,
                     partial,
-                    norm,
-                    grad_scale,
-                    found_inf,
+                    o.norm,
+                    o.grad_scale,
+                    o.found_inf,
                     count,
                     table.programs,
                     **clip,
@@ -533,23 +530,28 @@ def optimizer_step_(
                 table.tensor,
                 partial,
                 ratio,
-                norm,
-                found_inf,
+                sums,
+                o.norm,
+                o.found_inf,
                 count,
                 table.programs,
                 **flags,
+                GIVEN=sums_given,
                 CHUNK=_lists.CHUNK,
                 BLOCK=RATIO_BLOCK,
                 **_lists.OPTIONS,
             )
+            if o.sums_only:
+                o.sums[order] = sums
+                return
         for launch in table.launches:
             optimizer_step_kernel[(launch.programs,)](
                 launch.like,
                 table.tensor,
                 ratio,
-                norm,
-                grad_scale,
-                found_inf,
+                o.norm,
+                o.grad_scale,
+                o.found_inf,
                 count,
                 **clip,
                 **flags,
@@ -559,5 +561,5 @@ def optimizer_step_(
             )
         if steps:
             optimizer_step_count_kernel[(triton.cdiv(count, COUNT_BLOCK),)](
-                table.tensor, norm, found_inf, count, SKIP=skip_nonfinite, BLOCK=COUNT_BLOCK, **_lists.OPTIONS
+                table.tensor, o.norm, o.found_inf, count, SKIP=o.skip_nonfinite, BLOCK=COUNT_BLOCK, **_lists.OPTIONS
             )

@@ -22,7 +22,7 @@ from fusedtrain.backend import Impl
 from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.batch_norm_act import _BatchNormImpl
 from fusedtrain.ops.depthwise_conv2d import output_size
-from fusedtrain.ops.optimizer_step import RULES
+from fusedtrain.ops.optimizer_step import RULES, Options
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -241,11 +241,9 @@ def grad_norm(grads):
     return norm.view(())
 
 
-def optimizer_step_(
-    params, grads, states, steps, ema, rule, lr, weight_decay, decoupled, coefficients, maximize, *rest
-):
-    ema_decay, zero_grads, norm, max_norm, skip_nonfinite, grad_scale, found_inf = rest
-    count, elementwise = len(params), len(RULES[_codes.RULES[rule]].states)
+def optimizer_step_(params, grads, states, steps, ema, *options):
+    o = Options(*options)
+    count, elementwise = len(params), len(RULES[_codes.RULES[o.rule]].states)
     rows = []
     for i, p in enumerate(params):
         own = [t.data_ptr() for t in states[i::count]]
@@ -254,12 +252,12 @@ def optimizer_step_(
         others = (lists[i].data_ptr() if lists else None for lists in (ema, steps))
         rows.append((p.numel(), _DTYPES[p.dtype], p.data_ptr(), grads[i].data_ptr(), *states_and_scalars, *others))
     fields = _list("StepTensor", rows)
-    hyper = structs()["Hyper"](lr, weight_decay, decoupled, tuple(coefficients))
-    flags = {"maximize": maximize, "zero_grads": zero_grads, "skip_nonfinite": skip_nonfinite}
-    numbers = {"ema_decay": ema_decay, "max_norm": max_norm}
-    pointers = {"norm": norm, "grad_scale": grad_scale, "found_inf": found_inf}
+    hyper = structs()["Hyper"](o.lr, o.weight_decay, o.decoupled, tuple(o.coefficients))
+    same = ("maximize", "zero_grads", "skip_nonfinite", "ema_decay", "max_norm", "norm", "grad_scale", "found_inf")
+    same = {name: getattr(o, name) for name in (*same, "rule", "sums", "sums_only")}
+    given = {"lr": o.device_lr, "sums_given": o.sums is not None and not o.sums_only}
     work = {"partial": _doubles(2 * fields["first_chunk"][count]), "ratio": _doubles(count)}
-    call("optimizer_step", "OptimizerStep", **fields, rule=rule, hyper=hyper, **flags, **numbers, **pointers, **work)
+    call("optimizer_step", "OptimizerStep", **fields, hyper=hyper, **same, **given, **work)
 
 
 def _row_arrays() -> list[type[ctypes.Array]]:

@@ -211,6 +211,9 @@ def test_optimizer_of_every_rule_and_dtype(rule, monkeypatch):
             test_optimizer_step.test_as_good_as_plain_torch("cpu", "cuda", rule, options, dtype)
     for change in ({"found_inf": 1.0}, {"norm": float("nan"), "skip_nonfinite": True}):
         test_optimizer_step.test_skipped_steps_only_zero_the_gradients("cpu", "cuda", rule, change)
+    test_optimizer_step.test_the_learning_rate_may_stand_on_the_device("cpu", "cuda", rule)
+    if rule in test_optimizer_step.SUMMED:
+        test_optimizer_step.test_parts_of_parameters_step_as_the_whole("cpu", "cuda", rule)
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "novograd_amsgrad"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusedtrain.backend import use_backend
 from fusedtrain.ops import _codes, _narrow, optimizer_step_
-from fusedtrain.ops.optimizer_step import IMPLS, NARROW_IMPLS, RULES, is_signed, reference
+from fusedtrain.ops.optimizer_step import IMPLS, NARROW_IMPLS, RULES, SUMMED, Options, is_signed, reference
 
 COEFFICIENTS = {
     "adam": (0.9, 0.999, 1e-8),
@@ -97,38 +97,8 @@ def by_name(lists) -> dict:
     return {f"{name}[{i}]": torch.atleast_1d(t) for name, tensors in lists.items() for i, t in enumerate(tensors)}
 
 
-def truth(
-    *lists,
-    rule,
-    coefficients,
-    lr,
-    weight_decay=0.0,
-    decoupled=False,
-    maximize=False,
-    ema_decay=0.0,
-    zero_grads=False,
-    norm=None,
-    max_norm=float("inf"),
-    skip_nonfinite=False,
-    grad_scale=None,
-    found_inf=None,
-):
-    reference(
-        *lists,
-        _codes.RULES.index(rule),
-        lr,
-        weight_decay,
-        decoupled,
-        coefficients,
-        maximize,
-        ema_decay,
-        zero_grads,
-        norm,
-        max_norm,
-        skip_nonfinite,
-        grad_scale,
-        found_inf,
-    )
+def truth(*lists, **options):
+    reference(*lists, *Options.of(**options))
 
 
 def assert_as_good_as_reference(rule, lists, options) -> None:
@@ -216,13 +186,57 @@ def test_nonfinite_norm_reaches_the_parameters_as_in_torch(device, backend, rule
 
 
 @pytest.mark.parametrize("rule", _codes.RULES)
+def test_the_learning_rate_may_stand_on_the_device(device, backend, rule):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    interpreter_runs(backend, device, rule == "adam")
+    lists, rate = make(rule, device), 2.0**-5
+    options = {"weight_decay": 0.5, "decoupled": True}
+    there = options | {"lr": float("nan"), "device_lr": torch.tensor(rate, device=device)}
+    runs = (run(optimizer_step_, rule, lists, one) for one in (options | {"lr": rate}, there))
+    harness.assert_bitwise_equal(*runs, rule)
+
+
+def step_parts(params, grads, states, steps, ema, **options) -> None:
+    """Both halves of every parameter by themselves, as two processes would, with the sums over both."""
+    parts, sums = [], 0.0
+    for half in (0, 1):
+        lists = (params, grads, states, steps, ema)
+        parts.append([[t.chunk(2)[half] if t.dim() > 0 else t.clone() for t in tensors] for tensors in lists])
+        own = params[0].new_zeros((len(params), 2), dtype=torch.float64)
+        optimizer_step_(*parts[-1], **options, sums=own, sums_only=True)
+        sums = sums + own
+    for part in parts:
+        optimizer_step_(*part, **options, sums=sums)
+    for step, counted in zip(steps, part[3]):
+        step.copy_(counted)
+    for state, own in zip(states, part[2]):
+        if state.dim() == 0:
+            state.copy_(own)
+
+
+@pytest.mark.parametrize("rule", SUMMED)
+def test_parts_of_parameters_step_as_the_whole(device, backend, rule):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    interpreter_runs(backend, device, rule != "novograd")
+    lists = make(rule, device, [(4, 30), (2, 8200)], with_ema=True)
+    exact = {name: [t.double() for t in tensors] if name != "steps" else tensors for name, tensors in lists.items()}
+    ours, stock = run(step_parts, rule, lists, EVERYTHING), run(truth, rule, lists, EVERYTHING)
+    exact = run(truth, rule, exact, EVERYTHING)
+    for name, value in ours.items():
+        if name.startswith("steps"):
+            assert torch.equal(value, exact[name])
+        else:
+            harness.assert_as_good_as_torch(value, stock[name], exact[name], f"{rule} {name}")
+
+
+@pytest.mark.parametrize("rule", _codes.RULES)
 def test_operators_agree_with_schema_and_fake(device, kernels, rule):
     harness.skip_unless_runs(kernels, device, "optimizer_step")
     interpreter_runs(kernels, device, rule in ("adam", "novograd_amsgrad"))
     lists = make(rule, device, with_ema=True)
     scalars = [torch.tensor(EVERYTHING[name], dtype=SCALARS[name], device=device) for name in SCALARS]
     arguments = (_codes.RULES.index(rule), 0.1, 0.1, True, list(COEFFICIENTS[rule]), False, 0.9, True)
-    arguments = (*lists.values(), *arguments, scalars[0], 1.0, False, *scalars[1:])
+    arguments = (*lists.values(), *arguments, scalars[0], 1.0, False, *scalars[1:], None, None, False)
     tests = ("test_schema", "test_faketensor")
     results = torch.library.opcheck(IMPLS[kernels].forward, arguments, test_utils=tests)
     assert set(results.values()) == {"SUCCESS"}, results
@@ -269,6 +283,8 @@ def test_dense_tensors_of_any_order_are_taken_and_others_refused(device, kernels
         ({"rounding": "stochastic"}, "rounding='stochastic' needs a seed"),
         ({"exact": [torch.ones(3)] * 2}, "exact must hold none or 1 tensors, got 2"),
         ({"scales": [torch.ones(1)]}, "scales must hold none or 2 tensors, got 1"),
+        ({"sums": torch.zeros(1, 2)}, "rule 'adam' has no sums"),
+        ({"sums_only": True}, "sums_only needs sums"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
@@ -447,7 +463,8 @@ def test_narrow_operators_agree_with_schema_and_fake(device, kernels, rule):
     lists, options = make_narrow(rule, device, "8-bit states")
     scalars = [torch.tensor(EVERYTHING[name], dtype=SCALARS[name], device=device) for name in SCALARS]
     arguments = (_codes.RULES.index(rule), 0.1, 0.1, True, list(COEFFICIENTS[rule]), False, 0.9, True)
-    arguments = (*lists.values(), *arguments, scalars[0], 1.0, False, *scalars[1:], [], options["scales"], 0, 5)
+    arguments = (*lists.values(), *arguments, scalars[0], 1.0, False, *scalars[1:])
+    arguments = (*arguments, None, None, False, [], options["scales"], 0, 5)
     tests = ("test_schema", "test_faketensor")
     results = torch.library.opcheck(NARROW_IMPLS[kernels].forward, arguments, test_utils=tests)
     assert set(results.values()) == {"SUCCESS"}, results

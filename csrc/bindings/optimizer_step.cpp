@@ -125,7 +125,8 @@ struct Options {
   std::optional<Tensor> norm;
   double max_norm;
   bool skip_nonfinite;
-  std::optional<Tensor> grad_scale, found_inf;
+  std::optional<Tensor> grad_scale, found_inf, device_lr, sums;
+  bool sums_only;
 };
 
 Rule rule_of(int64_t code) {
@@ -137,20 +138,27 @@ Rule rule_of(int64_t code) {
 constexpr int64_t kBatchChunks = 64;
 
 void step_with_norms(OptimizerStep a) {
-  std::vector<double> partial(2 * a.first_chunk[a.count]), ratio(a.count);
+  std::vector<double> partial(2 * a.first_chunk[a.count]), own(2 * a.count), ratio(a.count);
   a.partial = partial.data();
   a.ratio = ratio.data();
+  if (a.sums == nullptr) a.sums = own.data();
   for (int64_t i = 0, next = 0; i < a.count; i = next) {
     while (next < a.count && (next == i || a.first_chunk[next + 1] - a.first_chunk[i] <= kBatchChunks)) ++next;
     const int64_t begin = a.first_chunk[i], end = a.first_chunk[next];
-    parallel_items(begin, end, kListChunk, [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step_norms<I>(a, b, e); });
-    for (int64_t k = i; k < next; ++k) {
-      double sums[2] = {0, 0};
-      for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) {
-        for (int j = 0; j < 2; ++j) sums[j] += partial[2 * c + j];
+    if (!a.sums_given) {
+      parallel_items(begin, end, kListChunk,
+                     [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step_norms<I>(a, b, e); });
+      for (int64_t k = i; k < next; ++k) {
+        for (int j = 0; j < 2; ++j) {
+          a.sums[2 * k + j] = 0;
+          for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) a.sums[2 * k + j] += partial[2 * c + j];
+        }
       }
+    }
+    if (a.sums_only) continue;
+    for (int64_t k = i; k < next; ++k) {
       visit_rule<float>(a.rule, [&]<class R>() {
-        if constexpr (R::kNorms) ratio[k] = R::ratio(a.hyper, sums, a.tensors[k].scalars);
+        if constexpr (R::kNorms) ratio[k] = R::ratio(hyper_of(a), a.sums + 2 * k, a.tensors[k].scalars);
       });
     }
     parallel_items(begin, end, kListChunk, [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step<I>(a, b, e); });
@@ -160,13 +168,28 @@ void step_with_norms(OptimizerStep a) {
 void step_on_cuda(OptimizerStep a, const Tensor& like) {
   const bool norms = info_of(a.rule).norms;
   const auto doubles = [&](int64_t size) { return torch::stable::new_empty(like, {size}, ScalarType::Double); };
-  const Tensor partial = doubles(norms ? 2 * a.first_chunk[a.count] : 0), ratio = doubles(norms ? a.count : 0);
+  const Tensor partial = doubles(norms && !a.sums_given ? 2 * a.first_chunk[a.count] : 0),
+               ratio = doubles(norms ? a.count : 0);
   a.partial = static_cast<double*>(data_or_null(partial));
   a.ratio = static_cast<double*>(data_or_null(ratio));
   if constexpr (kWithCuda) {
     const CudaLaunch launch("optimizer_step_", like);
     launch(cuda::optimizer_step(a, launch.stream));
   }
+}
+
+// What the first pass writes or the second one reads, [count, 2].
+double* sums_of(const Options& o, int64_t count, const Tensor& like) {
+  if (!o.sums.has_value()) {
+    STD_TORCH_CHECK(!o.sums_only, "fusedtrain: sums_only needs sums");
+    return nullptr;
+  }
+  STD_TORCH_CHECK(info_of(rule_of(o.rule)).norms, "fusedtrain: the rule has no sums");
+  check_device("sums", *o.sums, like);
+  STD_TORCH_CHECK(
+      o.sums->scalar_type() == ScalarType::Double && o.sums->is_contiguous() && o.sums->numel() == 2 * count,
+      "fusedtrain: sums must be float64 of shape [", count, ", 2]");
+  return static_cast<double*>(o.sums->mutable_data_ptr());
 }
 
 // `like` tells the device.
@@ -188,7 +211,11 @@ void step(const StepTensor* tensors, int64_t count, const Tensor& like, const Op
                         .norm = scalar<double>("norm", o.norm, like, ScalarType::Double),
                         .grad_scale = scalar<float>("grad_scale", o.grad_scale, like, ScalarType::Float),
                         .found_inf = scalar<float>("found_inf", o.found_inf, like, ScalarType::Float),
+                        .lr = scalar<float>("device_lr", o.device_lr, like, ScalarType::Float),
                         .partial = nullptr,
+                        .sums = sums_of(o, count, like),
+                        .sums_given = o.sums.has_value() && !o.sums_only,
+                        .sums_only = o.sums_only,
                         .ratio = nullptr,
                         .rounding = static_cast<Rounding>(narrow.rounding),
                         .random = narrow.seed.has_value(),
@@ -196,11 +223,11 @@ void step(const StepTensor* tensors, int64_t count, const Tensor& like, const Op
   if (like.is_cuda()) return step_on_cuda(a, like);
   if (info_of(a.rule).norms && !is_skipped(a)) {
     step_with_norms(a);
-  } else {
+  } else if (!a.sums_only) {
     parallel_items(0, first.back(), kListChunk,
                    [&]<Isa I>(int64_t begin, int64_t end) { cpu::optimizer_step<I>(a, begin, end); });
   }
-  if (is_skipped(a)) return;
+  if (is_skipped(a) || a.sums_only) return;
   for (int64_t i = 0; i < count; ++i) {
     float* step = tensors[i].step;
     if (step != nullptr && (i == 0 || step != tensors[i - 1].step)) *step += 1;
@@ -210,12 +237,13 @@ void step(const StepTensor* tensors, int64_t count, const Tensor& like, const Op
 void optimizer_step_(Tensors params, Tensors grads, Tensors states, Tensors steps, Tensors ema, int64_t rule, double lr,
                      double weight_decay, bool decoupled, std::vector<double> coefficients, bool maximize,
                      double ema_decay, bool zero_grads, std::optional<Tensor> norm, double max_norm,
-                     bool skip_nonfinite, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+                     bool skip_nonfinite, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                     std::optional<Tensor> device_lr, std::optional<Tensor> sums, bool sums_only) {
   const std::vector<StepTensor> tensors = step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), {});
   if (tensors.empty()) return;
   step(tensors.data(), int64_t(tensors.size()), params[0],
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
-        skip_nonfinite, grad_scale, found_inf},
+        skip_nonfinite, grad_scale, found_inf, device_lr, sums, sums_only},
        {});
 }
 
@@ -223,7 +251,8 @@ void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tenso
                             double lr, double weight_decay, bool decoupled, std::vector<double> coefficients,
                             bool maximize, double ema_decay, bool zero_grads, std::optional<Tensor> norm,
                             double max_norm, bool skip_nonfinite, std::optional<Tensor> grad_scale,
-                            std::optional<Tensor> found_inf, Tensors exact, Tensors scales, int64_t rounding,
+                            std::optional<Tensor> found_inf, std::optional<Tensor> device_lr,
+                            std::optional<Tensor> sums, bool sums_only, Tensors exact, Tensors scales, int64_t rounding,
                             std::optional<int64_t> seed) {
   const Narrow narrow{exact, scales, rounding, seed, true};
   const std::vector<StepTensor> tensors =
@@ -232,15 +261,16 @@ void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tenso
   STD_TORCH_CHECK(!params[0].is_cuda(), "fusedtrain: optimizer_step_narrow_ has kernels for the CPU only");
   step(tensors.data(), int64_t(tensors.size()), params[0],
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
-        skip_nonfinite, grad_scale, found_inf},
+        skip_nonfinite, grad_scale, found_inf, device_lr, sums, sums_only},
        narrow);
 }
 
 void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_decay, bool decoupled,
                            std::vector<double> coefficients, bool maximize, double ema_decay, bool zero_grads,
                            std::optional<Tensor> norm, double max_norm, bool skip_nonfinite,
-                           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, int64_t rounding,
-                           std::optional<int64_t> seed) {
+                           std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                           std::optional<Tensor> device_lr, std::optional<Tensor> sums, bool sums_only,
+                           int64_t rounding, std::optional<int64_t> seed) {
   const StepTensor* tensors = static_cast<const StepTensor*>(table.const_data_ptr());
   const RuleInfo info = info_of(rule_of(rule));
   for (int64_t i = 0; i < rows_of(table); ++i) {
@@ -251,7 +281,7 @@ void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_
   }
   step(tensors, rows_of(table), table,
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
-        skip_nonfinite, grad_scale, found_inf},
+        skip_nonfinite, grad_scale, found_inf, device_lr, sums, sums_only},
        {{}, {}, rounding, seed});
 }
 

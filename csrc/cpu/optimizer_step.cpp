@@ -11,7 +11,7 @@ namespace {
 template <class R>
 R rule_of(const OptimizerStep& a, const StepTensor& t) {
   const double ratio = R::kNorms && a.ratio != nullptr ? a.ratio[&t - a.tensors] : 1.0;
-  return R(a.hyper, t.step != nullptr ? *t.step + 1.0 : 1.0, ratio);
+  return R(hyper_of(a), t.step != nullptr ? *t.step + 1.0 : 1.0, ratio);
 }
 
 // Elements [first, last) of one parameter: the two sums of the rule's first pass, added to `result`.

@@ -27,7 +27,7 @@ template <class R, class A>
 __device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const StepTensor& t, double ratio) {
   auto* shared = shared_memory<Plan<R, A>>();
   if (threadIdx.x == 0) {
-    *shared = {R(a.hyper, t.step != nullptr ? *t.step + 1.0 : 1.0, ratio), static_cast<A>(grad_factor(a))};
+    *shared = {R(hyper_of(a), t.step != nullptr ? *t.step + 1.0 : 1.0, ratio), static_cast<A>(grad_factor(a))};
   }
   __syncthreads();
   return *shared;
@@ -156,14 +156,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) optimizer_step_norms_ker
   }
 }
 
-// A block to each tensor: from the sums of its chunks to its ratio.
+// A block to each tensor: from the sums of its chunks to those of the whole and its ratio.
 template <class R>
 __global__ void __launch_bounds__(kThreads) optimizer_step_ratio_kernel(const __grid_constant__ Steps s) {
   const OptimizerStep& a = s.list;
   if (is_skipped(a)) return;
   const int row = static_cast<int>(blockIdx.x);
+  double* const given = a.sums != nullptr ? a.sums + 2 * (s.begin + row) : nullptr;
   double sums[2];
   for (int k = 0; k < 2; ++k) {
+    if (a.sums_given) {
+      sums[k] = given[k];
+      continue;
+    }
     double sum = 0;
     for (int i = s.first[row] + threadIdx.x; i < s.first[row + 1]; i += kThreads) {
       sum += a.partial[2 * (s.chunks_before + i) + k];
@@ -171,7 +176,12 @@ __global__ void __launch_bounds__(kThreads) optimizer_step_ratio_kernel(const __
     __syncthreads();
     sums[k] = block_sum(sum, shared_memory<double>());
   }
-  if (threadIdx.x == 0) a.ratio[s.begin + row] = R::ratio(a.hyper, sums, s.rows[row].scalars);
+  if (threadIdx.x > 0) return;
+  if (!a.sums_only) {
+    a.ratio[s.begin + row] = R::ratio(hyper_of(a), sums, s.rows[row].scalars);
+  } else {
+    for (int k = 0; k < 2; ++k) given[k] = sums[k];
+  }
 }
 
 // Counts of steps, each once.
@@ -209,10 +219,11 @@ int launch_segment(const Steps& s, void* stream) {
   constexpr size_t kShared = std::max(sizeof(Plan<typename RuleOf<R, double>::Type, double>), kBlockSumBytes);
   const int chunks = s.first[s.count];
   if constexpr (R::kNorms) {
-    int error = launch(optimizer_step_norms_kernel<R>, chunks, kThreads, kShared, stream, s);
+    int error = cudaSuccess;
+    if (!s.list.sums_given) error = launch(optimizer_step_norms_kernel<R>, chunks, kThreads, kShared, stream, s);
     if (error != cudaSuccess) return error;
     error = launch(optimizer_step_ratio_kernel<R>, s.count, kThreads, kBlockSumBytes, stream, s);
-    if (error != cudaSuccess) return error;
+    if (error != cudaSuccess || s.list.sums_only) return error;
   }
   return launch(optimizer_step_kernel<R>, chunks, kThreads, kShared, stream, s);
 }
@@ -225,7 +236,7 @@ int optimizer_step(const OptimizerStep& a, void* stream) {
     visit_rule<float>(a.rule, [&]<class R>() { code = launch_segment<R>(s, stream); });
     return code;
   });
-  return error != cudaSuccess ? error : launch_counts(a, stream);
+  return error != cudaSuccess || a.sums_only ? error : launch_counts(a, stream);
 }
 
 }  // namespace fusedtrain::cuda

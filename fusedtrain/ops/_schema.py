@@ -15,7 +15,8 @@ import torch
 
 _STEP = (
     "int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize, float ema_decay,"
-    " bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale, Tensor? found_inf"
+    " bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale, Tensor? found_inf,"
+    " Tensor? device_lr, Tensor(h!)? sums, bool sums_only"
 )
 _NARROW = "int rounding, int? seed"
 

@@ -15,7 +15,7 @@ from fusedtrain.backend import select
 from fusedtrain.ops import _codes
 from fusedtrain.ops.grad_norm import IMPLS as NORMS
 from fusedtrain.ops.optimizer_step import IMPLS as STEPS
-from fusedtrain.ops.optimizer_step import RULES
+from fusedtrain.ops.optimizer_step import RULES, Options
 
 
 def _gatherer():
@@ -73,42 +73,8 @@ def grad_norm(tables: list[Table]) -> Tensor:
     return torch.ops.fusedtrain.grad_norm_table([table.rows for table in tables])
 
 
-def optimizer_step_(
-    table: Table,
-    *,
-    rule,
-    lr,
-    coefficients=(),
-    weight_decay=0.0,
-    decoupled=False,
-    maximize=False,
-    ema_decay=0.0,
-    zero_grads=False,
-    norm=None,
-    max_norm=float("inf"),
-    skip_nonfinite=False,
-    grad_scale=None,
-    found_inf=None,
-    rounding="nearest",
-    seed=None,
-) -> None:
+def optimizer_step_(table: Table, *, rounding: str = "nearest", seed: int | None = None, **options) -> None:
     """:func:`fusedtrain.ops.optimizer_step_` on a table."""
-    torch.ops.fusedtrain.optimizer_step_table_(
-        table.rows,
-        _codes.RULES.index(rule),
-        lr,
-        weight_decay,
-        decoupled,
-        coefficients,
-        maximize,
-        ema_decay,
-        zero_grads,
-        norm,
-        max_norm,
-        skip_nonfinite,
-        grad_scale,
-        found_inf,
-        _codes.ROUNDINGS.index(rounding),
-        seed,
-    )
-    torch.autograd.graph.increment_version([*table.params, *table.grads] if zero_grads else table.params)
+    o = Options.of(**options)
+    torch.ops.fusedtrain.optimizer_step_table_(table.rows, *o, _codes.ROUNDINGS.index(rounding), seed)
+    torch.autograd.graph.increment_version([*table.params, *table.grads] if o.zero_grads else table.params)

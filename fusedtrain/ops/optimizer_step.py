@@ -53,8 +53,39 @@ def is_signed(state: str) -> bool:
     return not state.endswith(("exp_avg_sq", "square_avg"))
 
 
-class _Hyper(NamedTuple):
+class Options(NamedTuple):
+    """What a step takes beside its tensors, in the order of the operators' schemas; see :func:`optimizer_step_`."""
+
+    rule: int
     lr: float
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    coefficients: Sequence[float] = ()
+    maximize: bool = False
+    ema_decay: float = 0.0
+    zero_grads: bool = False
+    norm: Tensor | None = None
+    max_norm: float = float("inf")
+    skip_nonfinite: bool = False
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    device_lr: Tensor | None = None
+    sums: Tensor | None = None
+    sums_only: bool = False
+
+    @classmethod
+    def of(cls, rule: str, lr: float | Tensor, **others) -> "Options":
+        code = _codes.code("rule", rule, _codes.RULES)
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":  # nobody waits for it
+            return cls(code, float("nan"), device_lr=lr.detach().to(torch.float32), **others)
+        return cls(code, float(lr), **others)
+
+
+_PLAIN = ((), (), 0, None)  # exact, scales, rounding, seed
+
+
+class _Hyper(NamedTuple):
+    lr: float | Tensor
     weight_decay: float
     decoupled: bool
     coefficients: Sequence[float]
@@ -126,21 +157,35 @@ def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Ten
     return p * (1 - decay) - u if h.decoupled else (p - u) / (1 + decay)
 
 
-def _lamb(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
-    beta1, beta2, eps, rate, bias_correction, trust_ratio, trust_clip = h.coefficients
+def _lamb_direction(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> tuple[Tensor, Tensor]:
+    beta1, beta2, eps, rate, bias_correction = h.coefficients[:5]
     s[0] = beta1 * s[0] + rate * g
     s[1] = beta2 * s[1] + (1 - beta2) * g * g
     correction, scale = (1 - beta1**step).to(p.dtype), (1 - beta2**step).sqrt().to(p.dtype)
     u = s[0] / correction / (s[1].sqrt() / scale + eps) if bias_correction else s[0] / (s[1].sqrt() + eps)
-    p, u = h.decay(p, u)
-    ratio = p.norm() / u.norm()
-    ratio = torch.where((p.norm() > 0) & (u.norm() > 0), ratio.clamp(max=1.0) if trust_clip else ratio, 1.0)
+    return h.decay(p, u)
+
+
+def _lamb_sums(*arguments) -> Tensor:
+    return torch.stack([t.square().sum().double() for t in _lamb_direction(*arguments)])
+
+
+def _lamb(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, sums: Tensor) -> Tensor:
+    trust_ratio, trust_clip = h.coefficients[5:]
+    p, u = _lamb_direction(p, g, s, h, step)
+    ratio = (sums[0].sqrt() / sums[1].sqrt()).to(p.dtype)
+    ratio = torch.where((sums > 0).all(), ratio.clamp(max=1.0) if trust_clip else ratio, 1.0)
     return p - h.lr * (ratio if trust_ratio else 1.0) * u
 
 
-def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+def _novograd_sums(p: Tensor, g: Tensor, *_) -> Tensor:
+    square = g.square().sum().double()
+    return torch.stack([square, torch.zeros_like(square)])
+
+
+def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, sums: Tensor) -> Tensor:
     beta1, beta2, eps, rate = h.coefficients
-    norm = g.square().sum().to(s[1].dtype)
+    norm = sums[0].to(s[1].dtype)
     s[1] = torch.where(s[1] == 0, norm, beta2 * s[1] + (1 - beta2) * norm)
     if len(s) == 3:
         s[2] = torch.maximum(s[2], s[1])
@@ -149,6 +194,8 @@ def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) ->
     return p - h.lr * s[0]
 
 
+# Of the rules that need sums over the whole parameter first.
+SUMMED = {"lamb": _lamb_sums, "novograd": _novograd_sums, "novograd_amsgrad": _novograd_sums}
 _FUNCTIONS = {
     "adam": _adam,
     "amsgrad": _adam,
@@ -166,45 +213,25 @@ _FUNCTIONS = {
 }
 
 
-def _factor_and_skip(norm, max_norm, clip_eps, skip_nonfinite, grad_scale, found_inf) -> tuple[Tensor, bool]:
-    scale = torch.ones((), dtype=torch.float64) if grad_scale is None else grad_scale.double()
-    factor, skip = 1.0 / scale, found_inf is not None and bool(found_inf)
-    if norm is not None:
-        factor = factor * (max_norm / (norm / scale + clip_eps)).clamp(max=1.0)
-        skip = skip or (skip_nonfinite and not bool(norm.isfinite()))
+def _factor_and_skip(o: Options, clip_eps: float) -> tuple[Tensor, bool]:
+    scale = torch.ones((), dtype=torch.float64) if o.grad_scale is None else o.grad_scale.double()
+    factor, skip = 1.0 / scale, o.found_inf is not None and bool(o.found_inf)
+    if o.norm is not None:
+        factor = factor * (o.max_norm / (o.norm / scale + clip_eps)).clamp(max=1.0)
+        skip = skip or (o.skip_nonfinite and not bool(o.norm.isfinite()))
     return factor, skip
 
 
-def reference(
-    params,
-    grads,
-    states,
-    steps,
-    ema,
-    rule,
-    lr,
-    weight_decay,
-    decoupled,
-    coefficients,
-    maximize,
-    ema_decay,
-    zero_grads,
-    norm,
-    max_norm,
-    skip_nonfinite,
-    grad_scale,
-    found_inf,
-    exact=(),
-    scales=(),
-    rounding=0,
-    seed=None,
-) -> None:
-    name, count = _codes.RULES[rule], len(params)
+def reference(params, grads, states, steps, ema, *options) -> None:
+    *options, exact, scales, rounding, seed = options if len(options) > len(Options._fields) else (*options, *_PLAIN)
+    o = Options(*options)
+    name, count = _codes.RULES[o.rule], len(params)
     names, columns = RULES[name].states, len(RULES[name].states + RULES[name].scalars)
     kahan, stochastic = (_codes.ROUNDINGS[rounding] == mode for mode in ("kahan", "stochastic"))
     clip_eps = 0.0 if name == "lamb" else 1e-6  # clip_grad_norm_ has it, timm's LAMB has not
-    factor, skip = _factor_and_skip(norm, max_norm, clip_eps, skip_nonfinite, grad_scale, found_inf)
-    hyper = _Hyper(lr, weight_decay, decoupled, coefficients)
+    factor, skip = _factor_and_skip(o, clip_eps)
+    lr = o.lr if o.device_lr is None else o.device_lr.double()
+    hyper = _Hyper(lr, o.weight_decay, o.decoupled, o.coefficients)
     for i, p in enumerate(params):
         if not skip:
             acc = _common.acc_dtype(p)
@@ -212,15 +239,24 @@ def reference(
             rest = exact[i] if exact and exact[i].numel() else None
             if rest is not None:  # a parameter that was set by hand since counts, not what it was before
                 x = x + rest.to(acc) if kahan else torch.where(rest.to(p.dtype) == p, rest, x)
-            g = grads[i].to(acc) * factor.to(acc) * (-1 if maximize else 1)
-            if steps and (i == 0 or steps[i] is not steps[i - 1]):
+            g = grads[i].to(acc) * factor.to(acc) * (-1 if o.maximize else 1)
+            if steps and not o.sums_only and (i == 0 or steps[i] is not steps[i - 1]):
                 steps[i] += 1
+            step = steps[i].double() + o.sums_only if steps else None
             coded = [scales[k * count + i] if own[k].dtype == torch.uint8 else None for k in range(columns)]
             s = [
                 decode(state, scale, is_signed(names[k])) if scale is not None else state.to(acc)
                 for k, (state, scale) in enumerate(zip(own[: len(names)], coded))
             ] + own[len(names) :]
-            x = _FUNCTIONS[name](x, g, s, hyper, steps[i].double() if steps else None)
+            if name in SUMMED:
+                given = o.sums is not None and not o.sums_only
+                sums = o.sums[i] if given else SUMMED[name](x, g, list(s), hyper, step)
+                if o.sums_only:
+                    o.sums[i] = sums
+                    continue
+                x = _FUNCTIONS[name](x, g, s, hyper, step, sums)
+            else:
+                x = _FUNCTIONS[name](x, g, s, hyper, step)
             draw = partial(random_bits, p.numel(), seed, i, device=p.device)
             round_(p, x, draw(use=0) if stochastic and p.dtype in ROUNDED else None)
             for k, (state, scale, value) in enumerate(zip(own, coded, s)):
@@ -232,8 +268,8 @@ def reference(
             if rest is not None:
                 rest.copy_(x - p.to(acc) if kahan else x)
             if ema:
-                ema[i].lerp_(x if rest is not None and not kahan else p.to(acc), 1 - ema_decay)
-        if zero_grads:
+                ema[i].lerp_(x if rest is not None and not kahan else p.to(acc), 1 - o.ema_decay)
+        if o.zero_grads and not o.sums_only:
             grads[i].zero_()
 
 
@@ -283,22 +319,12 @@ def optimizer_step_(
     ema: Sequence[Tensor] = (),
     *,
     rule: str,
-    lr: float,
-    coefficients: Sequence[float] = (),
-    weight_decay: float = 0.0,
-    decoupled: bool = False,
-    maximize: bool = False,
-    ema_decay: float = 0.0,
-    zero_grads: bool = False,
-    norm: Tensor | None = None,
-    max_norm: float = float("inf"),
-    skip_nonfinite: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    lr: float | Tensor,
     exact: Sequence[Tensor] = (),
     scales: Sequence[Tensor] = (),
     rounding: str = "nearest",
     seed: int | None = None,
+    **options,
 ) -> None:
     r"""Takes one step of an optimizer for a list of parameters, in place.
 
@@ -316,7 +342,9 @@ def optimizer_step_(
             share one.
         ema: running averages like ``params``, in float32 (float64 for float64), or none.
         rule: a key of ``RULES``.
-        lr: learning rate.
+        lr: learning rate; a number on another device than the CPU is read there, and nobody waits for it but Triton's
+            launcher.
+        **options: what follows, in any order.
         coefficients: the numbers that ``RULES[rule].coefficients`` names; flags are 0 or 1.
         weight_decay: times the parameter it is added to the gradient; with ``decoupled`` the parameter shrinks by
             ``1 - lr * weight_decay`` instead. Without it "adan" divides by ``1 + lr * weight_decay``.
@@ -337,6 +365,9 @@ def optimizer_step_(
             its own dtype, if that is not float64.
         scales: none, or for each of ``states`` (but numbers) what belongs to its codes, a float32 number per 256
             elements; empty tensors for states that are not in 8 bits.
+        sums: float64 ``[len(params), 2]``, for "lamb" and "novograd": sums over whole parameters of which ``params``
+            are parts, as the calls with ``sums_only`` for all parts have given them, added up.
+        sums_only: fills ``sums`` and leaves it at that; "lamb" may renew its states, once.
 
     Raises:
         ValueError: an unknown rule, or a wrong number of coefficients or tensors, or stochastic rounding without seed.
@@ -347,11 +378,14 @@ def optimizer_step_(
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
     threads. Random bits are a function of the seed, the place in the list and the place in memory alone.
     """
-    code = _codes.code("rule", rule, _codes.RULES)
-    info, count = RULES[rule], len(params)
+    o, info, count = Options.of(rule, lr, **options), RULES[rule], len(params)
     wanted = len(info.coefficients)
-    if len(coefficients) != wanted:
-        raise ValueError(f"optimizer_step_: rule {rule!r} has {wanted} coefficients, got {len(coefficients)}")
+    if len(o.coefficients) != wanted:
+        raise ValueError(f"optimizer_step_: rule {rule!r} has {wanted} coefficients, got {len(o.coefficients)}")
+    if o.sums is not None and rule not in SUMMED:
+        raise ValueError(f"optimizer_step_: rule {rule!r} has no sums")
+    if o.sums_only and o.sums is None:
+        raise ValueError("optimizer_step_: sums_only needs sums to fill")
     counts = (count, len(info.states + info.scalars) * count, count if info.counts else 0)
     mode = _codes.code("rounding", rounding, _codes.ROUNDINGS)
     if rounding == "stochastic" and seed is None:
@@ -371,26 +405,6 @@ def optimizer_step_(
     else:
         impl, own = select("optimizer_step", IMPLS, *params), ()
     with torch.no_grad():
-        impl.forward(
-            params,
-            grads,
-            states,
-            steps,
-            ema,
-            code,
-            lr,
-            weight_decay,
-            decoupled,
-            coefficients,
-            maximize,
-            ema_decay,
-            zero_grads,
-            norm,
-            max_norm,
-            skip_nonfinite,
-            grad_scale,
-            found_inf,
-            *own,
-        )
+        impl.forward(params, grads, states, steps, ema, *o, *own)
     # The operators write behind autograd's back.
-    torch.autograd.graph.increment_version([*params, *grads] if zero_grads else params)
+    torch.autograd.graph.increment_version([*params, *grads] if o.zero_grads else params)

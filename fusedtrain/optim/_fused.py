@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from fusedtrain.ops import _codes, _common, _narrow, _tables, grad_norm, optimizer_step_
-from fusedtrain.ops.optimizer_step import RULES, is_signed
+from fusedtrain.ops.optimizer_step import RULES, SUMMED, is_signed
 
 NONFINITE = ("propagate", "skip", "error")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
@@ -25,7 +26,6 @@ class FusedStep(torch.optim.Optimizer):
 
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
-    _norms = False  # of single parameters or gradients are a part of the rule
     _step_is_int = False  # they are saved as int, as the counterpart has them
 
     # GradScaler then hands over its scale and what it found instead of a pass of its own.
@@ -41,6 +41,7 @@ class FusedStep(torch.optim.Optimizer):
         rounding: str = "nearest",
         master_weights: bool = False,
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
@@ -57,6 +58,10 @@ class FusedStep(torch.optim.Optimizer):
         _codes.code("rounding", rounding, _codes.ROUNDINGS)
         if master_weights and rounding != "nearest":
             raise ValueError(f"master_weights=True leaves nothing to rounding={rounding!r}: use one of them")
+        if capturable and nonfinite == "error":
+            raise ValueError("capturable=True goes with nonfinite='propagate' or 'skip': 'error' waits for the device")
+        if capturable and (state_dtype is not None or rounding != "nearest" or master_weights):
+            raise ValueError("capturable=True does not go with state_dtype, rounding or master_weights: the host seeds")
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
         self._options = {
@@ -76,7 +81,7 @@ class FusedStep(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, group: dict) -> dict:
-        return {"lr": float(group["lr"]), "maximize": group.get("maximize", False), **self._rule(group)}
+        return {"lr": group["lr"], "maximize": group.get("maximize", False), **self._rule(group)}
 
     def _refuse(self, **arguments: bool) -> None:
         for argument, value in arguments.items():
@@ -129,8 +134,8 @@ class FusedStep(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse or not on its parameter's device, or with ``nonfinite="error"`` the norm
                 is not finite. Nothing was changed then.
             TypeError: a parameter is complex or its gradient has another dtype. Nothing was changed then.
-            NotImplementedError: the rule takes norms of single parameters ("lamb", "novograd") and one is a DTensor, or
-                a gradient is spread in another way than its DTensor. Nothing was changed then.
+            NotImplementedError: a gradient is spread in another way than its DTensor. Nothing was changed then.
+            AssertionError: with ``capturable`` parameters are on a device without graphs, as in torch.
         """
         loss = None
         if closure is not None:
@@ -164,6 +169,8 @@ class FusedStep(torch.optim.Optimizer):
         tables, exact = [], self._exact
         beside = self._options["ema_decay"] is not None, exact, exact == "compensation"
         for index, group in enumerate(self.param_groups):
+            if group.get("capturable"):
+                return None  # tables are for CPUs
             options = self._update(group)
             step = group.get("step") if self._step_of_group else "step"
             if step is None:
@@ -179,12 +186,9 @@ class FusedStep(torch.optim.Optimizer):
         name, kinds = type(self).__name__, set()
         for p in chain.from_iterable(lists):
             g = p.grad
-            if _is_sharded(p):
-                if self._norms:
-                    raise NotImplementedError(f"{name} needs whole parameters: it does not support DTensor (FSDP2)")
-                if not _is_sharded(g) or g.placements != p.placements:
-                    places = g.placements if _is_sharded(g) else "no mesh"
-                    raise NotImplementedError(f"{name}: a gradient on {places} belongs to a DTensor on {p.placements}")
+            if _is_sharded(p) and (not _is_sharded(g) or g.placements != p.placements):
+                places = g.placements if _is_sharded(g) else "no mesh"
+                raise NotImplementedError(f"{name}: a gradient on {places} belongs to a DTensor on {p.placements}")
             kinds.add((p.dtype, g.dtype, g.layout, p.device, g.device))
         for dtype, grad_dtype, layout, _, _ in kinds:
             if layout != torch.strided:
@@ -198,6 +202,12 @@ class FusedStep(torch.optim.Optimizer):
         devices = sorted({str(device) for kind in kinds for device in kind[3:]})
         if len(devices) > 1:
             raise RuntimeError(f"{name}: parameters and gradients must be on one device, got {', '.join(devices)}")
+        capturable = [group["capturable"] for group in self.param_groups if "capturable" in group]
+        able = _get_capturable_supported_devices()
+        if any(capturable) and devices[0].split(":")[0] not in able:
+            raise AssertionError(f"If capturable=True, params and state_steps must be on supported devices: {able}.")
+        if not all(capturable) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: to capture step() in a CUDA graph construct it with capturable=True")
 
     def _shared(self, device: torch.device, norm: Callable[[], Tensor]) -> dict:
         """The arguments of the op that all groups share; computes the norm where it is wanted."""
@@ -227,7 +237,13 @@ class FusedStep(torch.optim.Optimizer):
             options = self._update(group) | stored[index]
             lists = self._states(params, options["rule"], group)
             lists = {name: [_local(t) for t in tensors] for name, tensors in lists.items()}
-            optimizer_step_([copies.param(p) for p in params], own, **lists, **options, **shared)
+            whole, params = params, [copies.param(p) for p in params]
+            if options["rule"] in SUMMED and any(map(_is_sharded, whole)):
+                shared["sums"] = params[0].new_zeros((len(params), 2), dtype=torch.float64)
+                optimizer_step_(params, own, **lists, **options, **shared, sums_only=True)
+                _add_up(whole, shared["sums"])
+            optimizer_step_(params, own, **lists, **options, **shared)
+            shared.pop("sums", None)
         copies.write_back(self._options["zero_grads"])
 
     def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
@@ -405,6 +421,10 @@ def _is_sharded(t: Tensor) -> bool:
     return hasattr(t, "device_mesh")
 
 
+def _spread_over(p: Tensor) -> tuple | None:
+    return (p.device_mesh, p.placements) if _is_sharded(p) else None
+
+
 def _local(t: Tensor) -> Tensor:
     """What this rank has of a DTensor; other tensors themselves."""
     return t.to_local() if _is_sharded(t) else t
@@ -423,20 +443,31 @@ def _total_norm(params: Iterable[Tensor], grads: list[Tensor]) -> Tensor:
     """The norm of all gradients, of which ``grads`` are this rank's parts; what is replicated counts once."""
     spread: dict = {}
     for p, g in zip(params, grads):
-        spread.setdefault((p.device_mesh, p.placements) if _is_sharded(p) else None, []).append(g)
+        spread.setdefault(_spread_over(p), []).append(g)
     if spread.keys() == {None}:
         return grad_norm(grads)
+    squares = [_over_ranks(grad_norm(own).square(), where) for where, own in spread.items()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _over_ranks(sums: Tensor, where: tuple | None) -> Tensor:
+    """Adds up what the ranks have, of parameters on a mesh with placements; None: each has the same."""
+    if where is None:
+        return sums
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    squares = []
-    for where, own in spread.items():
-        square = grad_norm(own).square()
-        if where is not None:
-            mesh, placements = where
-            summed = [Replicate() if place.is_replicate() else Partial() for place in placements]
-            square = DTensor.from_local(square, mesh, summed, run_check=False).full_tensor()
-        squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    mesh, placements = where
+    partial = [Replicate() if place.is_replicate() else Partial() for place in placements]
+    return DTensor.from_local(sums, mesh, partial, run_check=False).full_tensor()
+
+
+def _add_up(params: list[Tensor], sums: Tensor) -> None:
+    """Replaces the sums over this rank's parts, a row for each parameter, by those over all parts."""
+    rows: dict = {}
+    for row, where in enumerate(map(_spread_over, params)):
+        rows.setdefault(where, []).append(row)
+    for where, own in rows.items():
+        sums[own] = _over_ranks(sums[own], where)
 
 
 class _Copies:

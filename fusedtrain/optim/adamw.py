@@ -21,7 +21,8 @@ class Adam(FusedStep, torch.optim.Adam):
         amsgrad: divides by the largest :math:`v` so far.
         foreach: chooses among torch's implementations; without effect here.
         maximize: ascends.
-        capturable: not supported.
+        capturable: as in torch: the step may be captured in a CUDA graph. Nothing in it waits for the device, where the
+            counts of steps stand and the learning rate may stand. Parameters must be on such a device.
         differentiable: not supported.
         fused: as ``foreach``.
         decoupled_weight_decay: the parameter shrinks by ``1 - lr * weight_decay`` instead.
@@ -44,7 +45,8 @@ class Adam(FusedStep, torch.optim.Adam):
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``capturable`` or ``differentiable`` is set.
+        NotImplementedError: ``differentiable`` is set.
+        ValueError, AssertionError: ``capturable`` does not go with an option, or with the device of the parameters.
         TypeError: at the first step, if a parameter is float64 and ``state_dtype`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
@@ -75,8 +77,8 @@ class Adam(FusedStep, torch.optim.Adam):
         decoupled_weight_decay=False,
         **extras,
     ):
-        self._refuse(capturable=capturable, differentiable=differentiable)
-        self._set_options(**extras)
+        self._refuse(differentiable=differentiable)
+        self._set_options(capturable=capturable, **extras)
         torch.optim.Adam.__init__(
             self,
             params,
@@ -87,6 +89,7 @@ class Adam(FusedStep, torch.optim.Adam):
             amsgrad,
             foreach=foreach,
             maximize=maximize,
+            capturable=capturable,
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )

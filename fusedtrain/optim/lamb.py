@@ -40,7 +40,7 @@ class Lamb(FusedStep):
     Source: You et al., https://arxiv.org/abs/1904.00962
     """
 
-    _step_of_group = _norms = True
+    _step_of_group = True
 
     def __init__(
         self,

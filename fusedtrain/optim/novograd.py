@@ -34,7 +34,7 @@ class NovoGrad(FusedStep):
     Source: Ginsburg et al., https://arxiv.org/abs/1905.11286
     """
 
-    _step_is_int = _norms = True
+    _step_is_int = True
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ class RMSprop(FusedStep, torch.optim.RMSprop):
         weight_decay: times the parameter it is added to the gradient.
         momentum: :math:`\mu`; 0 keeps no buffer.
         centered: subtracts the square of the mean gradient from :math:`v`.
-        capturable: not supported.
+        capturable: as in torch: the step may be captured in a CUDA graph. Nothing in it waits for the device, where the
+            counts of steps stand and the learning rate may stand. Parameters must be on such a device.
         foreach: chooses among torch's implementations; without effect here.
         maximize: ascends.
         differentiable: not supported.
@@ -37,7 +38,8 @@ class RMSprop(FusedStep, torch.optim.RMSprop):
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``capturable`` or ``differentiable`` is set.
+        NotImplementedError: ``differentiable`` is set.
+        ValueError, AssertionError: ``capturable`` does not go with an option, or with the device of the parameters.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
@@ -60,10 +62,10 @@ class RMSprop(FusedStep, torch.optim.RMSprop):
         differentiable=False,
         **extras,
     ):
-        self._refuse(capturable=capturable, differentiable=differentiable)
-        self._set_options(**extras)
+        self._refuse(differentiable=differentiable)
+        self._set_options(capturable=capturable, **extras)
         torch.optim.RMSprop.__init__(
-            self, params, lr, alpha, eps, weight_decay, momentum, centered, foreach=foreach, maximize=maximize
+            self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize
         )
 
     def _rule(self, group: dict) -> dict:
