@@ -1,4 +1,4 @@
-"""depthwise_bn_act_se in training, on the blocks of real networks with squeeze-and-excitation, as timm names them."""
+"""depthwise_bn_act_se in training, on the blocks of real networks, with and without a gate, as timm names them."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from harness import Benchmark, Case
 from fusedtrain import ops
 
 N = 16
-ACT = {"relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
+ACT = {"identity": lambda x: x, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
 GATE = {"sigmoid": torch.sigmoid, "hard_sigmoid": F.hardsigmoid}
 
 
 @dataclass(frozen=True)
 class Block:
-    """``c`` channels of ``h`` x ``h`` pixels, kernel ``k`` x ``k``, stride ``s``, squeezed to ``r``."""
+    """``c`` channels of ``h`` x ``h`` pixels, kernel ``k`` x ``k``, stride ``s``, squeezed to ``r``, 0 for no gate."""
 
     label: str
     c: int
@@ -54,12 +54,30 @@ BLOCKS = [
     ),
     *_blocks(
         *("mobilenetv3_large_100", "relu", "hard_sigmoid"),
+        ("blocks.0.0", 16, 112, 3, 1, 0, "relu"),
+        ("blocks.1.0", 64, 112, 3, 2, 0, "relu"),
+        ("blocks.1.1", 72, 56, 3, 1, 0, "relu"),
         ("blocks.2.0", 72, 56, 5, 2, 24, "relu"),
         ("blocks.2.1", 120, 28, 5, 1, 32, "relu"),
+        ("blocks.3.0", 240, 28, 3, 2, 0, "hard_swish"),
+        ("blocks.3.1", 200, 14, 3, 1, 0, "hard_swish"),
         ("blocks.4.0", 480, 14, 3, 1, 120, "hard_swish"),
         ("blocks.4.1", 672, 14, 3, 1, 168, "hard_swish"),
         ("blocks.5.0", 672, 14, 5, 2, 168, "hard_swish"),
         ("blocks.5.1", 960, 7, 5, 1, 240, "hard_swish"),
+    ),
+    *_blocks(
+        *("mobilenetv4_conv_medium", "relu", "sigmoid"),
+        ("blocks.1.0.dw_mid", 192, 56, 5, 2, 0, "relu"),
+        ("blocks.1.1.dw_start", 80, 28, 3, 1, 0, "identity"),
+        ("blocks.1.1.dw_mid", 160, 28, 3, 1, 0, "relu"),
+        ("blocks.2.0.dw_mid", 480, 28, 5, 2, 0, "relu"),
+        ("blocks.2.1.dw_start", 160, 14, 3, 1, 0, "identity"),
+        ("blocks.2.1.dw_mid", 640, 14, 3, 1, 0, "relu"),
+        ("blocks.2.3.dw_mid", 640, 14, 5, 1, 0, "relu"),
+        ("blocks.3.0.dw_mid", 960, 14, 5, 2, 0, "relu"),
+        ("blocks.3.1.dw_start", 256, 7, 5, 1, 0, "identity"),
+        ("blocks.3.1.dw_mid", 1024, 7, 5, 1, 0, "relu"),
     ),
 ]
 
@@ -73,11 +91,14 @@ def _case(block: Block, dtype: torch.dtype) -> Case:
             return (torch.randn(shape, device=device) * scale).to(dtype)
 
         norm = torch.rand(c, device=device), torch.randn(c, device=device)
+        images = randn(N, c, h, h), randn(c, 1, k, k, scale=1 / k), *norm
+        if r == 0:
+            return images
         w1, w2 = randn(r, c, 1, 1, scale=c**-0.5), randn(c, r, 1, 1, scale=r**-0.5)
-        return randn(N, c, h, h), randn(c, 1, k, k, scale=1 / k), *norm, w1, randn(r), w2, randn(c)
+        return *images, w1, randn(r), w2, randn(c)
 
     x, y = N * c * h * h * dtype.itemsize, N * c * out * out * dtype.itemsize
-    forward, backward = x + 3 * y, 2 * x + 6 * y  # z written and read again; dy and z read twice, dz written and read
+    forward, backward = x + 3 * y, 2 * x + 4 * y  # z written and read again; dy and z read twice
     flops = 2 * N * c * out * out * (k * k + 10)
     return Case(
         label=block.label,
@@ -91,17 +112,18 @@ def _case(block: Block, dtype: torch.dtype) -> Case:
     )
 
 
-def _stock(x, weight, norm_weight, norm_bias, w1, b1, w2, b2, stride, padding, act, se_act, gate):
+def _stock(x, weight, norm_weight, norm_bias, *se, stride, padding, act, se_act, gate):
     z = F.conv2d(x, weight, None, stride, padding, groups=x.shape[1])
     a = ACT[act](F.batch_norm(z, None, None, norm_weight, norm_bias, True))
+    if not se:
+        return a
+    w1, b1, w2, b2 = se
     squeezed = ACT[se_act](F.conv2d(a.mean((2, 3), keepdim=True), w1, b1))
     return a * GATE[gate](F.conv2d(squeezed, w2, b2))
 
 
-def _ours(x, weight, norm_weight, norm_bias, w1, b1, w2, b2, **options):
-    return ops.depthwise_bn_act_se(
-        *(x, weight, None, None, None, norm_weight, norm_bias, (w1, b1, w2, b2), True), **options
-    )
+def _ours(x, weight, norm_weight, norm_bias, *se, **options):
+    return ops.depthwise_bn_act_se(x, weight, None, None, None, norm_weight, norm_bias, se or None, True, **options)
 
 
 BENCHMARK = Benchmark(

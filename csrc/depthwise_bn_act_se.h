@@ -65,8 +65,8 @@ struct BnActBackward {
   BnAct in;
   double count;
   const void* dy;           // as z
-  const void* gate;         // acc [n, c]
-  const void* dpooled;      // acc [n, c]
+  const void* gate;         // acc [n, c], or null for no gate
+  const void* dpooled;      // acc [n, c], or null for no gate
   const void* sum_du;       // acc [c], or null for fixed statistics
   const void* sum_du_xhat;  // acc [c], or null for fixed statistics
   void* dz;                 // as z

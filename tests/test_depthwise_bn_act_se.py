@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import cases
 import harness
@@ -124,7 +125,7 @@ def test_gradients_are_derivatives(device, backend, layout, training, form):
 @dense_layouts
 def test_operators_agree_with_schema_and_fake(device, kernels, layout):
     skip_unless_runs(kernels, device)
-    z, _, _, weight, bias, w1, w2, b1, b2 = make(device, layout=layout, dtype=torch.bfloat16).values()
+    z, kernel, _, weight, bias, w1, w2, b1, b2 = make(device, layout=layout, dtype=torch.bfloat16).values()
     impl, mean, rstd = IMPLS[kernels], bias.float(), weight.float()
     for affine, biases in (((weight, bias), (b1, b2)), ((None, None), (None, None))):
         inputs, codes = (z, mean, rstd, *affine), (2, 1, 5)
@@ -134,7 +135,11 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout):
             properties.assert_opcheck(impl.reduce, z, *inputs, w1, w2, *small, *codes, need_dw)
         sum_du, sum_du_xhat, gate, dpooled, *_ = impl.reduce(z, *inputs, w1, w2, *small, *codes, True)
         for sums in ((sum_du, sum_du_xhat), (None, None)):
-            properties.assert_opcheck(impl.backward, z, *inputs, gate, dpooled, *sums, 189.0, codes[0])
+            dz_inputs = (z, *inputs, gate, dpooled, *sums, 189.0, codes[0])
+            properties.assert_opcheck(impl.backward, *dz_inputs)
+    if impl.conv_backward is not None:
+        geometry = ([1, 1], [1, 1, 1, 1], [1, 1])
+        properties.assert_opcheck(impl.conv_backward, *dz_inputs, z, kernel, *geometry, True, True, False)
 
 
 @dense_layouts
@@ -153,6 +158,33 @@ def test_keeps_its_input_the_convolution_and_vectors(device, kernels, layout):
     leaves = [t.requires_grad_() for t in inputs.values()]
     extra = harness.extra_saved_bytes(function(inputs), *leaves)
     assert extra == n * c * h * w * 2 + (2 * c + n * (c + R + c)) * 4  # z; mean, rstd; pooled, hidden, logits
+
+
+def projected(inputs, apart, weight, *tensors):
+    """The op and a 1x1 convolution behind it, either inside the op or ``apart``."""
+    given = dict(zip(inputs, tensors))
+    se = tuple(given[name] for name in ("w1", "b1", "w2", "b2")) if "w1" in given else None
+    affine = given["norm_weight"], given["norm_bias"]
+    options = {"act": "silu", "padding": 1} | ({} if apart else {"projection": (weight, None)})
+    y = depthwise_bn_act_se(given["x"], given["weight"], given["bias"], None, None, *affine, se, True, **options)
+    return nn.functional.conv2d(y, weight) if apart else y
+
+
+@dense_layouts
+@pytest.mark.parametrize("form", ["plain", "no gate"])
+def test_a_projection_gives_the_same_and_need_not_keep_its_input(device, backend, layout, form, monkeypatch):
+    skip_unless_runs(backend, device)
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.depthwise_bn_act_se"], "_LARGE", 0)
+    n, c, h, w = shape = (2, 16, 9, 9)
+    inputs = {"weight1x1": harness.normal(8, c, 1, 1, seed=7).to(device)} | make(device, shape, layout, form=form)
+    leaves, names = [t.requires_grad_() for t in inputs.values()], tuple(inputs)[1:]
+    calls = [functools.partial(projected, names, apart) for apart in (False, True)]
+    inside, apart = ([y := call(*leaves), *torch.autograd.grad(y.cos().sum(), leaves)] for call in calls)
+    assert all(torch.equal(a, b) for a, b in zip(inside, apart)) and inside[0].stride() == apart[0].stride()
+    extra = [harness.extra_saved_bytes(call, *leaves) for call in calls]
+    assert extra[1] - extra[0] == (n * c * h * w * 4 if backend == "cpu" else 0)
+    if backend == "cpu" and layout == "contiguous":
+        torch.compile(calls[0], fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 
 @modes
@@ -228,6 +260,22 @@ def test_autocast_is_that_of_the_single_layers(device, backend, dtype):
     assert all(g.dtype == t.dtype and g.shape == t.shape for g, t in zip(gradients, leaves))
 
 
+@pytest.mark.parametrize(
+    ("size", "layout", "dtype", "act", "chosen"),
+    [
+        (14, "channels_last", torch.float32, 0, "reference"),
+        (14, "channels_last", torch.float32, 2, "cpu"),
+        (14, "channels_last", torch.bfloat16, 0, "cpu"),
+        (14, "contiguous", torch.float32, 0, "cpu"),
+        (56, "channels_last", torch.float32, 0, "cpu"),
+    ],
+)
+def test_what_was_measured_slower_goes_to_the_single_ops(size, layout, dtype, act, chosen):
+    x = harness.images((16, 32, size, size), layout, dtype)
+    text = fusedtrain.explain("depthwise_bn_act_se", x, torch.ones(32, 1, 3, 3), None, act)
+    assert text.startswith(f"depthwise_bn_act_se: {chosen} runs")
+
+
 X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
 SE = (torch.ones(2, 3), None, torch.ones(3, 2), None)
 
@@ -245,6 +293,12 @@ SE = (torch.ones(2, 3), None, torch.ones(3, 2), None)
         ({"se": (torch.ones(2, 4), *SE[1:])}, ValueError, r"w1 must have shape \[R, 3\]"),
         ({"se": (SE[0].double(), *SE[1:])}, TypeError, "weights and biases must have the dtype of x"),
         ({"se": (SE[0].to("meta"), *SE[1:])}, RuntimeError, "w1 is on meta, but x is on cpu"),
+        (
+            {"projection": (torch.ones(2, 4, 1, 1), None)},
+            ValueError,
+            r"weight of shape \[D, 3, 1, 1\], got \[2, 4, 1, 1\]",
+        ),
+        ({"projection": (torch.ones(2, 3, 1, 1).half(), None)}, TypeError, "projection must have the dtype of x"),
         ({"act": "tanh"}, ValueError, "act must be one of identity, relu, .* got 'tanh'"),
         ({"gate": "mish"}, ValueError, "gate must be one of identity, relu, .* got 'mish'"),
         ({"x": torch.ones(1, 3, 1, 1)}, ValueError, "Expected more than 1 value per channel"),

@@ -3,6 +3,7 @@
 #include "depthwise_bn_act_se.h"
 
 #include "bindings/channels.h"
+#include "bindings/depthwise_gradients.h"
 #include "squeeze_excite.h"
 
 namespace fusedtrain::bindings {
@@ -152,31 +153,81 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
   return {sum_du, sum_du_xhat, gate, dpooled, as_weight(dw1), as_weight(db1), as_weight(dw2), as_weight(db2)};
 }
 
-Tensor depthwise_bn_act_se_backward(const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd,
-                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                                    const Tensor& gate, const Tensor& dpooled, const std::optional<Tensor>& sum_du,
-                                    const std::optional<Tensor>& sum_du_xhat, double count, int64_t act) {
+// What dz is made of, and the dense copies of the small tensors that it points to; dz itself is still to be set.
+struct Backward {
+  Small small;
+  std::optional<Tensor> gate, dpooled, sum_du, sum_du_xhat;
+  BnActBackward args;
+};
+
+Backward backward_of(const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& gate, const std::optional<Tensor>& dpooled,
+                     const std::optional<Tensor>& sum_du, const std::optional<Tensor>& sum_du_xhat, double count,
+                     int64_t act) {
   check_same("dy", dy, z);
   STD_TORCH_CHECK(sum_du.has_value() == sum_du_xhat.has_value(), "fusedtrain: both sums or none expected");
-  const Small small = small_of(z, mean, rstd, weight, bias);
-  const BnAct in = input_of(z, small, act);
-  const Images& m = in.images;
-  const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
-    return t ? std::optional(small_input(name, *t, z, m.c)) : std::nullopt;
+  STD_TORCH_CHECK(gate.has_value() == dpooled.has_value(), "fusedtrain: gate and dpooled or none of them expected");
+  const int64_t n = z.size(0), c = z.size(1);
+  const auto small = [&](const char* name, const std::optional<Tensor>& t, int64_t size) {
+    return t ? std::optional(small_input(name, *t, z, size)) : std::nullopt;
   };
-  const std::optional<Tensor> s1 = sum_of("sum_du", sum_du), s2 = sum_of("sum_du_xhat", sum_du_xhat);
-  const Tensor gates = small_input("gate", gate, z, m.n * m.c), pooled = small_input("dpooled", dpooled, z, m.n * m.c);
-  const Tensor dz = torch::stable::empty_like(z);
-  const BnActBackward a{.in = in,
-                        .count = count,
-                        .dy = dy.const_data_ptr(),
-                        .gate = gates.const_data_ptr(),
-                        .dpooled = pooled.const_data_ptr(),
-                        .sum_du = s1 ? s1->const_data_ptr() : nullptr,
-                        .sum_du_xhat = s2 ? s2->const_data_ptr() : nullptr,
-                        .dz = dz.mutable_data_ptr()};
+  const auto pointer = [](const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; };
+  Backward b{small_of(z, mean, rstd, weight, bias), small("gate", gate, n * c),
+             small("dpooled", dpooled, n * c),      small("sum_du", sum_du, c),
+             small("sum_du_xhat", sum_du_xhat, c),  {}};
+  b.args = {.in = input_of(z, b.small, act),
+            .count = count,
+            .dy = dy.const_data_ptr(),
+            .gate = pointer(b.gate),
+            .dpooled = pointer(b.dpooled),
+            .sum_du = pointer(b.sum_du),
+            .sum_du_xhat = pointer(b.sum_du_xhat),
+            .dz = nullptr};
+  return b;
+}
+
+void write_dz(const BnActBackward& a) {
+  const Images& m = a.in.images;
   parallel_samples(m, map_items(m), 0, m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_backward<I>(a, b, e); });
+}
+
+Tensor depthwise_bn_act_se_backward(const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                    const std::optional<Tensor>& gate, const std::optional<Tensor>& dpooled,
+                                    const std::optional<Tensor>& sum_du, const std::optional<Tensor>& sum_du_xhat,
+                                    double count, int64_t act) {
+  Backward b = backward_of(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act);
+  const Tensor dz = torch::stable::empty_like(z);
+  b.args.dz = dz.mutable_data_ptr();
+  write_dz(b.args);
   return dz;
+}
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
+    const Tensor& dy, const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& gate, const std::optional<Tensor>& dpooled,
+    const std::optional<Tensor>& sum_du, const std::optional<Tensor>& sum_du_xhat, double count, int64_t act,
+    const Tensor& x, const Tensor& kernel, const Ints& stride, const Ints& padding, const Ints& dilation, bool need_dx,
+    bool need_dw, bool need_db) {
+  const Backward whole = backward_of(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act);
+  const Images& m = whole.args.in.images;
+  STD_TORCH_CHECK(x.size(0) == m.n && kernel.size(0) == m.c && x.scalar_type() == z.scalar_type() &&
+                      (m.hw == 1 || images_of(x, 0).layout == m.layout),
+                  "fusedtrain: x must have the batch, dtype and memory format of z, and the kernels its channels");
+  const int64_t image = m.c * m.hw * z.element_size(), vector = m.c * whole.small.mean.element_size();
+  const auto shifted = [](const void* p, int64_t bytes) { return p ? static_cast<const char*>(p) + bytes : nullptr; };
+  const WriteImages write = [&](int64_t begin, int64_t end, void* dz) {
+    BnActBackward part = whole.args;
+    part.in.images.n = end - begin;
+    part.in.z = shifted(part.in.z, begin * image);
+    part.dy = shifted(part.dy, begin * image);
+    part.gate = shifted(part.gate, begin * vector);
+    part.dpooled = shifted(part.dpooled, begin * vector);
+    part.dz = dz;
+    write_dz(part);
+  };
+  return depthwise_conv2d_backward_from(write, x, kernel, stride, padding, dilation, need_dx, need_dw, need_db);
 }
 
 }  // namespace
@@ -184,6 +235,7 @@ Tensor depthwise_bn_act_se_backward(const Tensor& dy, const Tensor& z, const Ten
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("depthwise_bn_act_se", TORCH_BOX(&depthwise_bn_act_se));
   m.impl("depthwise_bn_act_se_backward", TORCH_BOX(&depthwise_bn_act_se_backward));
+  m.impl("depthwise_bn_act_se_conv_backward", TORCH_BOX(&depthwise_bn_act_se_conv_backward));
   m.impl("depthwise_bn_act_se_reduce", TORCH_BOX(&depthwise_bn_act_se_reduce));
 }
 

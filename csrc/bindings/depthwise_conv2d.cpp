@@ -3,14 +3,11 @@
 
 #include <memory>
 #include <new>
-#include <vector>
 
-#include "bindings/common.h"
+#include "bindings/depthwise_gradients.h"
 
 namespace fusedtrain::bindings {
 namespace {
-
-using Ints = std::vector<int64_t>;
 
 // Output length along one dimension.
 int64_t output_size(int64_t size, int64_t k, int64_t stride, int64_t pads, int64_t dilation) {
@@ -87,11 +84,11 @@ Tensor taps_of(const DepthwiseSizes& s, const Tensor& weight) {
   return taps;
 }
 
-// f<I>(scratch, begin, end) over parts of [0, items).
+// f<I>(scratch, begin, end) over parts of [first, last), out of `items`.
 template <class F>
-void parallel_units(const DepthwiseSizes& s, int64_t items, F&& f) {
+void parallel_units(const DepthwiseSizes& s, int64_t items, int64_t first, int64_t last, F&& f) {
   const int64_t work = s.n * s.c * (s.h * s.w + s.m * s.ho * s.wo * s.kh * s.kw / 8) / std::max<int64_t>(1, items);
-  parallel_items(0, items, work, [&]<Isa I>(int64_t begin, int64_t end) {
+  parallel_items(first, last, work, [&]<Isa I>(int64_t begin, int64_t end) {
     const Scratch scratch(cpu::depthwise_conv2d_scratch(s));
     f.template operator()<I>(scratch.data(), begin, end);
   });
@@ -118,10 +115,56 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
     }
   }
   const Tensor taps = taps_of(s, weight);
-  parallel_units(s, s.n * cpu::chunks(s) * cpu::bands(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+  const int64_t items = s.n * cpu::chunks(s) * cpu::bands(s);
+  parallel_units(s, items, 0, items, [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
     cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
   });
   return y;
+}
+
+// Writes dx, partial, dw and db on the CPU; units(groups, f) runs f(dy, begin, end) on parts of all groups.
+template <class Units>
+void backward(DepthwiseConv2dBackward a, const Tensor& weight, Units&& units) {
+  const DepthwiseSizes& s = a.sizes;
+  const Tensor taps = taps_of(s, weight);
+  const Tensor partial = empty_acc(weight, {a.dw || a.db ? cpu::partial_size(s) : 0});
+  a.partial = data_or_null(partial);
+  units(cpu::groups(s), [&](const void* dy, int64_t begin, int64_t end) {
+    DepthwiseConv2dBackward part = a;
+    part.dy = dy;
+    const int64_t chunks = cpu::chunks(s);
+    parallel_units(s, cpu::groups(s) * chunks, begin * chunks, end * chunks,
+                   [&]<Isa I>(void* scratch, int64_t b, int64_t e) {
+                     cpu::depthwise_conv2d_backward<I>(part, taps.const_data_ptr(), scratch, b, e);
+                   });
+  });
+  if (a.partial == nullptr) return;
+  visit_isa([&]<Isa I>() {
+    parallel_items(0, cpu::depthwise_conv2d_blocks<I>(s), cpu::partial_size(s) * cpu::kMostLanes / s.c,
+                   [&]<Isa J>(int64_t begin, int64_t end) { cpu::depthwise_conv2d_backward_finish<J>(a, begin, end); });
+  });
+}
+
+struct Gradients {
+  Tensor dx, dw, db;
+};
+
+Gradients gradients_of(const Tensor& x, const Tensor& weight, bool need_dx, bool need_dw, bool need_db) {
+  return {need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0}),
+          need_dw ? torch::stable::empty_like(weight) : torch::stable::new_empty(weight, {0}),
+          torch::stable::new_empty(weight, {need_db ? weight.size(0) : 0})};
+}
+
+DepthwiseConv2dBackward backward_of(const DepthwiseSizes& s, const Tensor& x, const Tensor& weight,
+                                    const Gradients& to) {
+  return {.sizes = s,
+          .dy = nullptr,
+          .x = x.const_data_ptr(),
+          .weight = weight.const_data_ptr(),
+          .dx = data_or_null(to.dx),
+          .dw = data_or_null(to.dw),
+          .db = data_or_null(to.db),
+          .partial = nullptr};
 }
 
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
@@ -129,47 +172,28 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
                                                              const Ints& dilation, bool need_dx, bool need_dw,
                                                              bool need_db) {
   const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
-  const int64_t co = s.c * s.m;
-  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == s.n && dy.size(1) == co && dy.size(2) == s.ho && dy.size(3) == s.wo &&
-                      dy.scalar_type() == x.scalar_type() && dy.get_device() == x.get_device(),
+  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == s.n && dy.size(1) == s.c * s.m && dy.size(2) == s.ho &&
+                      dy.size(3) == s.wo && dy.scalar_type() == x.scalar_type() && dy.get_device() == x.get_device(),
                   "fusedtrain: dy must have the shape of y, and the dtype and device of x");
   // dy that is dense in both formats may stand for either.
   STD_TORCH_CHECK(s.layout == Layout::kContiguous ? dy.is_contiguous() : is_channels_last(dy),
                   "fusedtrain: dy must have the memory format of x");
-  const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  const Tensor dw = need_dw ? torch::stable::empty_like(weight) : torch::stable::new_empty(weight, {0});
-  const Tensor db = torch::stable::new_empty(weight, {need_db ? co : 0});
-  DepthwiseConv2dBackward a{.sizes = s,
-                            .dy = dy.const_data_ptr(),
-                            .x = x.const_data_ptr(),
-                            .weight = weight.const_data_ptr(),
-                            .dx = data_or_null(dx),
-                            .dw = data_or_null(dw),
-                            .db = data_or_null(db),
-                            .partial = nullptr};
-  const bool reduces = need_dw || need_db;
+  const Gradients to = gradients_of(x, weight, need_dx, need_dw, need_db);
+  DepthwiseConv2dBackward a = backward_of(s, x, weight, to);
   if constexpr (kWithCuda) {
     if (x.is_cuda()) {
+      const bool reduces = need_dw || need_db;
       const Tensor partial = empty_acc(x, {reduces ? cuda::depthwise_conv2d_partial_size(s) : 0});
+      a.dy = dy.const_data_ptr();
       a.partial = data_or_null(partial);
       const CudaLaunch launch("depthwise_conv2d_backward", x);
       if (need_dx) launch(cuda::depthwise_conv2d_dx(a, launch.stream));
       if (reduces) launch(cuda::depthwise_conv2d_dw(a, launch.stream));
-      return {dx, dw, db};
+      return {to.dx, to.dw, to.db};
     }
   }
-  const Tensor taps = taps_of(s, weight);
-  const Tensor partial = empty_acc(x, {reduces ? cpu::partial_size(s) : 0});
-  a.partial = data_or_null(partial);
-  parallel_units(s, cpu::groups(s) * cpu::chunks(s), [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
-    cpu::depthwise_conv2d_backward<I>(a, taps.const_data_ptr(), scratch, begin, end);
-  });
-  if (a.partial == nullptr) return {dx, dw, db};
-  visit_isa([&]<Isa I>() {
-    parallel_items(0, cpu::depthwise_conv2d_blocks<I>(s), cpu::partial_size(s) * cpu::kMostLanes / s.c,
-                   [&]<Isa J>(int64_t begin, int64_t end) { cpu::depthwise_conv2d_backward_finish<J>(a, begin, end); });
-  });
-  return {dx, dw, db};
+  backward(a, weight, [&](int64_t groups, auto&& run) { run(dy.const_data_ptr(), 0, groups); });
+  return {to.dx, to.dw, to.db};
 }
 
 template <class Library>
@@ -179,6 +203,37 @@ void implement(Library& m) {
 }
 
 }  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward_from(const WriteImages& write, const Tensor& x,
+                                                                  const Tensor& weight, const Ints& stride,
+                                                                  const Ints& padding, const Ints& dilation,
+                                                                  bool need_dx, bool need_dw, bool need_db) {
+  const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
+  const Gradients to = gradients_of(x, weight, need_dx, need_dw, need_db);
+  const int64_t image = s.c * s.m * s.ho * s.wo * x.element_size(), units = s.n * cpu::bands(s);
+  const int64_t groups = cpu::groups(s), threads = torch::stable::get_num_threads();
+  // Group g takes the units from units * g / groups on: the images that [begin, end) of the groups read.
+  const auto first = [&](int64_t g) { return units * g / groups / cpu::bands(s); };
+  const auto last = [&](int64_t g) { return cpu::ceil_div(units * g / groups, cpu::bands(s)); };
+  backward(backward_of(s, x, weight, to), weight, [&](int64_t, auto&& run) {
+    const auto in_turn = [&](int64_t begin, int64_t end) {
+      int64_t most = 0;
+      for (int64_t g = begin; g < end; ++g) most = std::max(most, last(g + 1) - first(g));
+      const Scratch dy(std::max<int64_t>(1, most * image));
+      for (int64_t g = begin, next = begin; g < end; g = next) {
+        while (next < end && (next == g || last(next + 1) <= last(g + 1))) ++next;
+        write(first(g), last(g + 1), dy.data());
+        run(static_cast<char*>(dy.data()) - first(g) * image, g, next);
+      }
+    };
+    if (threads > 1 && groups >= threads) {
+      torch::stable::parallel_for(0, groups, 1, in_turn);
+    } else {
+      in_turn(0, groups);
+    }
+  });
+  return {to.dx, to.dw, to.db};
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
 #ifdef FUSEDTRAIN_WITH_CUDA

@@ -214,7 +214,8 @@ struct Backward : Normalised<T> {
   };
   At at(int64_t nc, int64_t ch, const auto& get) const {
     const auto base = Base::at(ch, get);
-    At p{base, get(gate + nc), get(dpooled + nc) * V(per_pixel), V(0), V(0)};
+    At p{base, V(1), V(0), V(0), V(0)};
+    if (gate != nullptr) p.gate = get(gate + nc), p.dpooled = get(dpooled + nc) * V(per_pixel);
     if (sum_du != nullptr) {
       p.mean_du = base.scale * get(sum_du + ch) * V(per_count);
       p.slant = base.scale * get(Base::rstd + ch) * get(sum_du_xhat + ch) * V(per_count);

@@ -36,10 +36,10 @@ def _gate_layers(se: nn.Module) -> tuple[nn.Module, ...] | None:
     return None
 
 
-def _behind(norm: nn.Module, others: Sequence[nn.Module], se: nn.Module | None) -> tuple:
+def _behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, tuple | None, list[nn.Module]]:
     """Returns the op's name of the activation behind the normalisation, the gate or None, and the layers left."""
-    layers = [getattr(norm, "drop", None), getattr(norm, "act", None), *others, se]
-    layers, act = [layer for layer in layers if layer is not None], "identity"
+    inside = (getattr(norm, name, None) for name in ("drop", "act"))
+    layers, act = [*(layer for layer in inside if layer is not None), *layers], "identity"
     while layers and op_name(layers[0]) in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
         name = op_name(layers.pop(0))
         act = act if name == "identity" else name
@@ -60,17 +60,27 @@ def _gate(se: nn.Module) -> tuple | None:
 
 
 def middle(
-    x: Tensor, conv: nn.Module, norm: nn.Module, others: Sequence[nn.Module] = (), se: nn.Module | None = None
+    x: Tensor,
+    conv: nn.Module,
+    norm: nn.Module,
+    others: Sequence[nn.Module] = (),
+    se: nn.Module | None = None,
+    project: nn.Module | None = None,
 ) -> Tensor:
-    """Returns ``se(others(norm(conv(x))))``, as one op as far as that computes the same."""
-    if _is_known(conv, norm):
-        act, gate, left = _behind(norm, others, se)
-        x = _as_one(x, conv, norm, act, gate)
+    """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same."""
+    left = [layer for layer in (*others, se, project) if layer is not None]
+    if not _is_known(conv, norm):
+        x = norm(conv(x))
     else:
-        x, left = norm(conv(x)), (*others, *(() if se is None else (se,)))
+        act, gate, left = _behind(norm, left)
+        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and _is_projection(left[0]) else None)
     for layer in left:
         x = layer(x)
     return x
+
+
+def _is_projection(layer: nn.Module) -> bool:
+    return type(layer) is nn.Conv2d and gates.is_pointwise(layer) and layer.stride == (1, 1)
 
 
 def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
@@ -79,7 +89,9 @@ def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
     return conv.padding_mode == "zeros" and current_backend() not in ("cuda", "triton")  # they have the single ops only
 
 
-def _as_one(x: Tensor, conv: nn.Module, norm: nn.Module, act: str, gate: tuple | None) -> Tensor:
+def _as_one(
+    x: Tensor, conv: nn.Module, norm: nn.Module, act: str, gate: tuple | None, project: nn.Module | None
+) -> Tensor:
     running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
     se, (se_act, gate_act) = (None, ("relu", "sigmoid")) if gate is None else gate
     return depthwise_bn_act_se(
@@ -91,6 +103,7 @@ def _as_one(x: Tensor, conv: nn.Module, norm: nn.Module, act: str, gate: tuple |
         se_act=se_act,
         gate=gate_act,
         process_group=norms.group_of(norm),
+        projection=None if project is None else (project.weight, project.bias),
     )
 
 
@@ -172,8 +185,7 @@ class DepthwiseSeparableConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
-        x = middle(_space_to_depth(self, x), self.conv_dw, self.bn1, (self.aa,), self.se)
-        x = self.bn2(self.conv_pw(x))
+        x = self.bn2(middle(_space_to_depth(self, x), self.conv_dw, self.bn1, (self.aa,), self.se, self.conv_pw))
         return self.drop_path(x) + shortcut if self.has_skip else x
 
 
@@ -183,8 +195,7 @@ class InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
         x = self.bn1(self.conv_pw(_space_to_depth(self, x)))
-        x = middle(x, self.conv_dw, self.bn2, (self.aa,), self.se)
-        x = self.bn3(self.conv_pwl(x))
+        x = self.bn3(middle(x, self.conv_dw, self.bn2, (self.aa,), self.se, self.conv_pwl))
         return self.drop_path(x) + shortcut if self.has_skip else x
 
 

@@ -39,7 +39,11 @@ SCHEMAS = {
     "depthwise_bn_act_se": "(Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor w1, Tensor? b1,"
     " Tensor w2, Tensor? b2, int act, int se_act, int gate) -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits)",
     "depthwise_bn_act_se_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor gate, Tensor dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act) -> Tensor dz",
+    " Tensor? gate, Tensor? dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act) -> Tensor dz",
+    "depthwise_bn_act_se_conv_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? gate, Tensor? dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act, Tensor x,"
+    " Tensor kernel, int[] stride, int[] padding, int[] dilation, bool need_dx, bool need_dw, bool need_db)"
+    " -> (Tensor dx, Tensor dw, Tensor db)",
     "depthwise_bn_act_se_reduce": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor w1, Tensor w2, Tensor pooled, Tensor hidden, Tensor logits, int act, int se_act, int gate, bool need_dw)"
     " -> (Tensor sum_du, Tensor sum_du_xhat, Tensor gate, Tensor dpooled, Tensor dw1, Tensor db1, Tensor dw2,"

@@ -5,13 +5,16 @@ r"""depthwise_bn_act_se: a depthwise convolution, batch normalisation, an activa
 
 The convolution and the statistics are the operators of depthwise_conv2d and batch_norm_act. The operators here are what
 follows, on z: ``depthwise_bn_act_se`` pools, computes the gate and writes y; ``_reduce`` gathers in one pass over dy
-and z all sums of the backward pass, and the gradients of the gate's weights; ``_backward`` writes dz.
+and z all sums of the backward pass, and the gradients of the gate's weights; ``_backward`` writes dz, or
+``_conv_backward`` what the convolution's backward pass makes of it. Without a gate, batch_norm_act writes y and sums.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,6 +28,7 @@ from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPL
 from fusedtrain.ops.depthwise_conv2d import IMPLS as CONV_IMPLS
 from fusedtrain.ops.depthwise_conv2d import _autocast, _geometry, _in_format_of, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import _check as _check_conv
+from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
 from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
 from fusedtrain.ops.squeeze_excite import reference as gate_reference
@@ -66,11 +70,27 @@ def _fake_backward(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_d
     return torch.empty_like(z)
 
 
+@_schema.register_fake("depthwise_bn_act_se_conv_backward")
+def _fake_conv_backward(
+    dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act, x, kernel, *geometry_and_needs
+):
+    return _fake_gradients(dy, x, kernel, *geometry_and_needs)
+
+
 @dataclass(frozen=True, slots=True)
 class _BlockImpl(Impl):
-    """``forward`` and ``backward`` write images; this is the operator that gathers the sums in between."""
+    """``reduce`` gathers the sums that ``backward`` needs for dz, ``conv_backward`` for the convolution's gradients."""
 
     reduce: Callable | None = None
+    conv_backward: Callable | None = None
+
+
+def _slower(x: Tensor, weight=None, se=None, act: int | None = None) -> str | None:
+    """Without gate and activation stock layers keep as little; measured 0.83 to 0.91 of them, benchmarks/LOG.md."""
+    bare = se is None and act == _codes.ACTIVATIONS.index("identity")
+    if not bare or x.dtype != torch.float32 or not _common.is_channels_last(x) or x.numel() >= 1_400_000:
+        return None
+    return "channels_last float32 images of fewer than 1,400,000 elements, no gate, no activation: stock was faster"
 
 
 def _why_not_cuda(x: Tensor, *_) -> str:
@@ -87,13 +107,30 @@ IMPLS = register(
     {
         "cuda": _BlockImpl(_OP.default, _BACKWARD.default, _why_not_cuda),
         "cpu": _BlockImpl(
-            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, None),
+            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower),
             torch.ops.fusedtrain.depthwise_bn_act_se_reduce.default,
+            torch.ops.fusedtrain.depthwise_bn_act_se_conv_backward.default,
         ),
         "triton": _BlockImpl(_OP.triton, _BACKWARD.triton, _why_not_triton),
         "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
     },
 )
+
+
+def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
+    """dx, dw and db of the convolution, from dz as the operators take its ``inputs``."""
+    tail = (*ctx.geometry, *needed)
+    if ctx.conv_backward is None:
+        return ctx.impl.conv_backward(*inputs, ctx.count or 1.0, act, x, weight, *tail)
+    return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
+
+
+def _conv_backward(impl: _BlockImpl, x: Tensor, *args) -> Callable | None:
+    """The convolution's gradient where stock may have the faster one; None where dz is handed over in cache."""
+    if impl.conv_backward is not None and _common.is_channels_last(x):
+        return None
+    chosen = select("depthwise_conv2d_backward", CONV_BACKWARD_IMPLS, x, *args)
+    return None if impl.conv_backward is not None and chosen is CONV_BACKWARD_IMPLS["cpu"] else chosen.forward
 
 
 class _DepthwiseBnActSe(torch.autograd.Function):
@@ -124,8 +161,7 @@ class _DepthwiseBnActSe(torch.autograd.Function):
                 sums = (None, None)
             elif ctx.group is not None:
                 sums = _all_reduced(*sums, ctx.group)
-            dz = ctx.impl.backward(*inputs, gate, dpooled, *sums, ctx.count or 1.0, ctx.codes[0])
-            grads = ctx.conv_backward(dz, x, weight, *ctx.geometry, *need_conv)
+            grads = _conv_gradients(ctx, (*inputs, gate, dpooled, *sums), x, weight, ctx.codes[0], need_conv)
         return (
             *(grad if needed else None for grad, needed in zip(grads, need_conv)),
             dgamma.to(norm_weight.dtype) if need_dgamma else None,
@@ -136,37 +172,86 @@ class _DepthwiseBnActSe(torch.autograd.Function):
 
 
 class _DepthwiseBnAct(torch.autograd.Function):
-    """The same without a gate: the operators of batch_norm_act on z."""
+    """The same without a gate: y and the sums by the operators of batch_norm_act."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, count, act, geometry, group, ops):
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
-        ctx.count, ctx.act, ctx.geometry, ctx.group, (ctx.impl, ctx.conv_backward) = count, act, geometry, group, ops
-        return ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
+        ctx.count, ctx.act, ctx.geometry, ctx.group = count, act, geometry, group
+        ctx.impl, ctx.norm, ctx.conv_backward = ops
+        return ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
         need_conv, (need_dgamma, need_dbeta) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5]
-        inputs, code = (_common.dense_like(dy, norm[0]), *norm, None), (ctx.act, False)
+        inputs = (_common.dense_like(dy, norm[0]), *norm)
         sums, grads = (None, None), (None, None, None)
         if ctx.count is not None or need_dgamma or need_dbeta:
-            sums = ctx.impl.reduce(*inputs, *code)
+            sums = ctx.norm.reduce(*inputs, None, ctx.act, False)
         dbeta, dgamma = sums
         if any(need_conv):
             if ctx.count is None:
                 sums = (None, None)
             elif ctx.group is not None:
                 sums = _all_reduced(*sums, ctx.group)
-            dz, _ = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *code, True, False)
-            grads = ctx.conv_backward(dz, x, weight, *ctx.geometry, *need_conv)
+            grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, ctx.act, need_conv)
         return (
             *(grad if needed else None for grad, needed in zip(grads, need_conv)),
             dgamma.to(norm[3].dtype) if need_dgamma else None,
             dbeta.to(norm[4].dtype) if need_dbeta else None,
             *(None,) * 8,
         )
+
+
+def _with_gate(impl: _BlockImpl, codes: list[int], *inputs) -> Tensor:
+    return impl.forward(*inputs, *codes)[0]
+
+
+def _without_gate(norm: Impl, act: int, *inputs) -> Tensor:
+    return norm.forward(*inputs, None, act, False)
+
+
+class _Projection(torch.autograd.Function):
+    """A 1x1 convolution of y that keeps what ``again`` makes y of, which the block keeps anyway, instead of y."""
+
+    @staticmethod
+    def forward(ctx, y, weight, bias, again, *kept):
+        ctx.save_for_backward(weight, *kept)
+        ctx.again = again
+        return F.conv2d(y, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        weight, *kept = ctx.saved_tensors
+        y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
+        grads = torch.ops.aten.convolution_backward(
+            *(dout, y, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needed)
+        )
+        return *(grad if need else None for grad, need in zip(grads, needed)), None, *(None,) * len(kept)
+
+
+# Elements of y: from here on computing it again costs about a hundredth of the step, see benchmarks/LOG.md.
+_LARGE = 6_000_000
+
+
+def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.shape[1:] != (channels, 1, 1):
+        raise ValueError(
+            f"depthwise_bn_act_se: projection must begin with a weight of shape [D, {channels}, 1, 1],"
+            f" got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"depthwise_bn_act_se: the bias of projection must have shape [{weight.shape[0]}] or be None,"
+            f" got {list(bias.shape)}"
+        )
+    for tensor in (weight, bias):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"depthwise_bn_act_se: projection must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+    _common.check_same_device("depthwise_bn_act_se", x, **{"projection's weight": weight, "projection's bias": bias})
 
 
 def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
@@ -202,6 +287,7 @@ def depthwise_bn_act_se(
     se_act: str = "relu",
     gate: str = "sigmoid",
     process_group=None,
+    projection: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
     r"""Convolves every channel, normalises, activates, and scales by a gate: the middle of an inverted residual block.
 
@@ -229,10 +315,13 @@ def depthwise_bn_act_se(
         gate: the activation :math:`\sigma` of the gate, likewise.
         process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as for
             :func:`batch_norm_act`.
+        projection: weight ``[D, C * m, 1, 1]`` and bias (``[D]`` or None) of a 1x1 convolution to follow, in the dtype
+            of ``x``. On CPUs it does not keep a large :math:`y` but computes it again in backward.
 
     Returns:
-        ``[N, C * m, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and
-        the convolution's output are kept, and beside them vectors of ``[C]``, ``[N, C]`` and ``[N, R]`` in float32.
+        ``[N, C * m, Ho, Wo]``, or what ``projection`` makes of it, in the dtype and memory format of ``x``; under
+        autocast in its dtype. For backward x and the convolution's output are kept, and beside them vectors of ``[C]``,
+        ``[N, C]`` and ``[N, R]`` in float32; :math:`y` for ``projection`` where it has less than 6 million elements.
 
     Raises:
         ValueError: a shape does not fit, a name is unknown, running statistics are missing, or a training batch has one
@@ -241,9 +330,10 @@ def depthwise_bn_act_se(
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
     Cost: forward reads x and writes z; reads z for the statistics, again to pool, and, from cache where a group of
-        samples fits, to write y. Backward reads dy and z twice and writes dz, reads that and x and writes dx. Stock
-        modules take about twice as many passes and keep four images instead of two. On backends without kernels of this
-        op, and where ``fusedtrain.explain`` says so, the three ops run one after another.
+        samples fits, to write y. Backward reads dy and z twice, the second time to make dz, a few images at a time,
+        which the convolution's gradient takes from cache; that reads x and writes dx. Stock modules take about twice as
+        many passes and keep four images instead of two. On backends without kernels of this op, and where
+        ``fusedtrain.explain`` says so, the three ops run one after another.
     Numerics: as the three ops; the normalised and activated images are never rounded to the dtype. Deterministic,
         independent of threads.
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
@@ -260,29 +350,38 @@ def depthwise_bn_act_se(
     geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
     _check(*conv, *running, *affine, se, training, process_group, output)
+    after = () if projection is None else _autocast(x, *projection)[1:]
+    if after:
+        _check_projection(conv[0], conv[1].shape[0], *after)
     group = process_group if training else None
-    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
-    if impl.backward is None or 0 in x.shape:
+    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se, names[0])
+    if impl.backward is None or 0 in x.shape or (se is None and impl is not IMPLS["cpu"]):
         norm = (*running, *affine, training, momentum, eps)
-        return _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
+        y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
+        return F.conv2d(y, *after) if after else y
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
     if se is not None:
         dtype = _weight_dtype(x, *se)
         se = [w if w is None else w.to(dtype).contiguous() for w in se]
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
+    convolve, norm = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward, NORM_IMPLS["cpu"]
     with torch.no_grad():
-        forward = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward
-        z = _common.dense_like(forward(x, weight, bias, *geometry, 0), x)
-        norm = NORM_IMPLS["cpu"]
+        z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm)
+    if se is None:
+        again, kept = functools.partial(_without_gate, norm, names[0]), (z, mean, rstd, *affine)
+    else:
+        again, kept = functools.partial(_with_gate, impl, names), (z, mean, rstd, *affine, *se)
     if not recording:
-        if se is None:
-            return _in_format_of(norm.forward(z, mean, rstd, *affine, None, names[0], False), x)
-        return _in_format_of(impl.forward(z, mean, rstd, *affine, *se, *names)[0], x)
-    conv_backward = select("depthwise_conv2d_backward", CONV_BACKWARD_IMPLS, x, weight, bias, *geometry).forward
+        y = _in_format_of(again(*kept), x)
+        return F.conv2d(y, *after) if after else y
+    conv_backward = _conv_backward(impl, x, weight, bias, *geometry)
     batch, tail = (z, mean, rstd, count), (geometry, group)
     if se is None:
-        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, *batch, names[0], *tail, (norm, conv_backward))
+        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, *batch, names[0], *tail, (impl, norm, conv_backward))
     else:
         y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, *batch, names, *tail, (impl, conv_backward))
-    return _in_format_of(y, x)
+    y = _in_format_of(y, x)
+    if not after:
+        return y
+    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else F.conv2d(y, *after)

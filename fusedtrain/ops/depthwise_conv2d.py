@@ -62,9 +62,9 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
 
 # Where stock PyTorch (oneDNN) was measured faster on a CPU, without multiplier and dilation: (layout, dtype, stride) ->
 # {kernel: largest x in MiB}. The measurement stands in benchmarks/LOG.md. Kernels that are not square, and other sizes
-# up to those listed, go to stock at any size of x. Larger kernels and multipliers must not go there whatever is
-# measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with a multiplier
-# corrupt the heap.
+# up to those listed, go to stock at any size of x from _SMALL on. Larger kernels and multipliers must not go there
+# whatever is measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with
+# a multiplier corrupt the heap.
 _ALWAYS = float("inf")
 _STOCK_FASTER_UP_TO = {
     "forward": {
@@ -84,13 +84,16 @@ _STOCK_FASTER_UP_TO = {
 }
 
 
+_SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
+
+
 def _slower(direction: str):
     table = _STOCK_FASTER_UP_TO[direction]
 
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
         limits = table.get((layout, x.dtype, max(stride)), {})
-        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
+        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.numel() <= _SMALL:
             return None
         kh, kw = weight.shape[2:]
         if max(kh, kw) > max(limits, default=0):
