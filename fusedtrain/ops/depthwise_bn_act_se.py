@@ -125,6 +125,16 @@ def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
 
 
+def _convolve(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, stride, *args) -> Callable:
+    """The convolution; inside the block the kernels straight from channels_last images gain where alone stock does."""
+    square = (
+        weight.shape[2] == weight.shape[3] in (3, 5, 7) and stride[0] == stride[1] and weight.shape[0] == x.shape[1]
+    )
+    if impl is IMPLS["cpu"] and square and _common.is_channels_last(x) and x.shape[1] * x.element_size() >= 64:
+        return CONV_IMPLS["cpu"].forward
+    return select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, stride, *args).forward
+
+
 def _conv_backward(impl: _BlockImpl, x: Tensor, *args) -> Callable | None:
     """The convolution's gradient where stock may have the faster one; None where dz is handed over in cache."""
     if impl.conv_backward is not None and _common.is_channels_last(x):
@@ -364,7 +374,7 @@ def depthwise_bn_act_se(
         dtype = _weight_dtype(x, *se)
         se = [w if w is None else w.to(dtype).contiguous() for w in se]
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
-    convolve, norm = select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, *geometry).forward, NORM_IMPLS["cpu"]
+    convolve, norm = _convolve(impl, x, weight, bias, *geometry), NORM_IMPLS["cpu"]
     with torch.no_grad():
         z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm)
