@@ -1,6 +1,6 @@
 """Depthwise convolution, batch normalisation, activation and squeeze-and-excitation of inverted residual blocks.
 
-The layers stay where they are in the blocks of timm and torchvision; it is the blocks that call four of them as one op.
+The layers stay where they are in the blocks of timm and torchvision; it is the blocks that call them as one op.
 Each call looks at the layers first: with a hook on one of them, or another layer in its place, they run one by one.
 """
 
