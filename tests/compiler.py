@@ -25,16 +25,19 @@ ISA_FLAGS: dict[str, list[str]] = _constant_of_setup("ISA_FLAGS")
 ISAS = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["kPortable"]
 
 
-def kernel_objects(folder: Path, flags: list[str], isas: list[str] = ISAS) -> dict[str, Path]:
-    """Compiles csrc/cpu/*.cpp, once per variant; returns {"channel_pool.kAvx2": object file, ...}."""
-    jobs = {
-        f"{source.stem}.{isa}": [*flags, *ISA_FLAGS[isa], f"-DFUSEDTRAIN_ISA={isa}", source]
-        for source in sorted(CSRC.glob("cpu/*.cpp"))
-        for isa in isas
-    }
+def kernel_objects(folder: Path, isa: str) -> dict[str, Path]:
+    """{"channel_pool": object file, ...} of csrc/cpu/*.cpp for one variant: those of the last build in this tree, or,
+    where they are not newer than every source, compiled into ``folder``, cheaply."""
+    sources = sorted(CSRC.glob("cpu/*.cpp"))
+    newest = max(path.stat().st_mtime for path in CSRC.rglob("*"))
+    for built in ROOT.glob("build/temp*/kernels"):
+        objects = {source.stem: built / f"{source.stem}.{isa}.o" for source in sources}
+        if all(path.exists() and path.stat().st_mtime > newest for path in objects.values()):
+            return objects
+    flags = [*CXX_FLAGS, "-O1", *ISA_FLAGS[isa], f"-DFUSEDTRAIN_ISA={isa}"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = pool.map(lambda name: compile_object(folder / f"{name}.o", *jobs[name]), jobs)
-        return dict(zip(jobs, objects))
+        objects = pool.map(lambda source: compile_object(folder / f"{source.stem}.o", *flags, source), sources)
+        return {source.stem: path for source, path in zip(sources, objects)}
 
 
 def compile_object(target: Path, *arguments) -> Path:
