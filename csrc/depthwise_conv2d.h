@@ -51,17 +51,21 @@ namespace cpu {
 // The kernels work on blocks of as many channels as a vector has lanes. A unit of work is a chunk of blocks of a band
 // of rows, small enough to stay in L2: its memory is read in long runs, though each block takes only a line of every
 // pixel. This partition depends on the shapes alone, so results do not depend on the number of threads.
-constexpr int64_t kMostLanes = 32;  // channels of a block, of any instruction set
-constexpr int64_t kChunkChannels = 128;
+constexpr int64_t kMostLanes = 32;                 // channels of a block, of any instruction set
+constexpr int64_t kChunkChannels = 128;            // channels_last
+constexpr int64_t kChunkPlanes = 32;               // contiguous: a plane is read in long runs by itself
 constexpr int64_t kUnitBytes = 256 << 10;          // of x in float32
 constexpr int64_t kLeastRows = 4, kMostRows = 32;  // of y per band
 constexpr int64_t kTileCols = 128;                 // columns of y per tile, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
-constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, kChunkChannels); }
+constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
+  return std::min(s.c, s.layout == Layout::kContiguous ? kChunkPlanes : kChunkChannels);
+}
+constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
 constexpr int64_t bands(const DepthwiseSizes& s) {
-  const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * std::min(s.c, kChunkChannels);
+  const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * chunk_channels(s);
   return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));
 }
 
@@ -79,6 +83,12 @@ constexpr int64_t partial_size(const DepthwiseSizes& s) {
 constexpr int64_t kVecBytesMost = 64;    // of any instruction set
 constexpr int64_t kRowBytes = 24 << 10;  // more rows than needed are kept only up to here
 constexpr int64_t kMostSteps = 16;       // rows of output made at a time, at most
+constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
+constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
+  if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols || std::max(s.sh, s.sw) > 2) return 0;
+  const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 3 * kMostLanes);
+  return ((kMostRows + 4) * s.sh + 2 * s.kh + 8) * (4 * row + 8) + 4096;
+}
 constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
@@ -86,7 +96,7 @@ constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
   const int64_t mirrored = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // weights, where k <= 7
   return mirrored + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
-         s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096;
+         s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 + depthwise_planes_scratch(s);
 }
 
 // The number of blocks of channels.

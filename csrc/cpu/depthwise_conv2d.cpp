@@ -325,7 +325,7 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
     for (int64_t item = begin; item < end; ++item) {
       const int64_t band = item % bands(s), chunk = item / bands(s) % chunks(s), n = item / bands(s) / chunks(s);
       if (direct) {
-        depthwise_direct_forward<I>(a, taps,
+        depthwise_direct_forward<I>(a, taps, scratch,
                                     {n, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
         continue;
       }

@@ -52,14 +52,6 @@ struct Tile {
   int64_t begin, end;  // the outputs to be stored
 };
 
-// Apart, so that it takes no registers from where there is no activation.
-template <class V>
-[[gnu::noinline]] V activated(Activation act, V x) {
-  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(
-      act, [&]<Activation A>() { x = Act<A>::value(x); });
-  return x;
-}
-
 // kWide outputs of a row.
 template <class T, class Form, int kWide, bool kInside>
 void run_tile(const Tile<T>& tile) {
@@ -165,9 +157,10 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
 
 template <>
 DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
+  if (s.layout == Layout::kContiguous) return depthwise_planes<Isa::FUSEDTRAIN_ISA>(s);
   DepthwiseDirect direct{0, 0};
-  const bool usual = s.layout == Layout::kChannelsLast && s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 &&
-                     s.dil_w == 1 && std::min(s.w, s.wo) >= kLeastWide;
+  const bool usual =
+      s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 && s.dil_w == 1 && std::min(s.w, s.wo) >= kLeastWide;
   visit_direct_dtype(s.dtype, [&]<class T>() {
     if (!usual || s.c < Group<T>::kChannels) return;
     visit_kernel(s, [&]<int kTaps, int kStride>() {
@@ -180,6 +173,9 @@ DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
 template <>
 void depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin,
                                                 int64_t end) {
+  if (s.layout == Layout::kContiguous) {
+    return depthwise_planes_taps<Isa::FUSEDTRAIN_ISA>(s, weight, taps, begin, end);
+  }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
     const int64_t k = s.kh * s.kw;
@@ -196,8 +192,12 @@ void depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const v
 }
 
 template <>
-void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, DepthwisePart part) {
+void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, void* scratch,
+                                                   DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
+  if (s.layout == Layout::kContiguous) {
+    return depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
+  }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
@@ -228,6 +228,9 @@ template <>
 void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
                                               DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
+  if (s.layout == Layout::kContiguous) {
+    return depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
+  }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;

@@ -200,15 +200,17 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
       for (int64_t unit = first; unit < last; ++unit) {
         const int64_t image = unit / bands(s), band = unit % bands(s);
         // dx first: dw then finds dy in cache.
-        if (a.dx && direct.blocks > 0) {
-          depthwise_direct_dx<I>(a, taps, scratch,
-                                 {image, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
+        if (direct.blocks > 0) {
+          const DepthwisePart part{image, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)};
+          if (a.dx) depthwise_direct_dx<I>(a, taps, scratch, part);
+          auto* partial = static_cast<Acc<T>*>(a.partial) + group * blocks * size;
+          if (a.partial) depthwise_direct_dw<I>(a, scratch, part, partial, unit == first);
+          continue;
         }
         each_block(s, blocks, chunk, [&](int64_t block) {
-          if (a.dx && direct.blocks == 0) depthwise_dx<I>(a, taps, scratch, {image, band, block});
+          if (a.dx) depthwise_dx<I>(a, taps, scratch, {image, band, block});
           if (a.partial == nullptr) return;
           Acc<T>* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
-          if (direct.blocks > 0) return depthwise_direct_dw<I>(a, {image, band, block}, partial, unit == first);
           const auto x = block_of<V>(s, static_cast<const T*>(a.x) + image * s.c * s.h * s.w, s.h, s.w, 1, block);
           const auto dy =
               block_of<V>(s, static_cast<const T*>(a.dy) + image * s.c * s.m * s.ho * s.wo, s.ho, s.wo, s.m, block);

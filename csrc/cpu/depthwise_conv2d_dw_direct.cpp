@@ -114,34 +114,40 @@ constexpr int64_t kSumRows = 8;  // rows of dy summed in registers
 }  // namespace
 
 template <>
-void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, DepthwiseUnit unit, void* partial,
-                                              bool begins) {
+void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part,
+                                              void* partial, bool begins) {
   const DepthwiseSizes& s = a.sizes;
+  if (s.layout == Layout::kContiguous) {
+    return depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(a, scratch, part, partial, begins);
+  }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
-    const int64_t k = s.kh * s.kw, first = first_channel<T>(s, unit.block);
-    const T* x = static_cast<const T*>(a.x) + unit.image * s.h * s.w * s.c + first;
-    const T* dy = static_cast<const T*>(a.dy) + unit.image * s.ho * s.wo * s.c + first;
-    auto* total = static_cast<Acc<T>*>(partial);
-    if (begins) std::fill_n(total, (k + 1) * G::kChannels, Acc<T>(0));
-    const int64_t end = s.ho * (unit.band + 1) / bands(s);
-    for (int64_t oy = s.ho * unit.band / bands(s); oy < end; oy += kSumRows) {
-      const int64_t x_row = oy * s.sh - s.top, rows = std::min(kSumRows, end - oy);
-      const DotRows<T> task{.x = x + x_row * s.w * s.c,
-                            .dy = dy + oy * s.wo * s.c,
-                            .x_row = x_row,
-                            .h = s.h,
-                            .w = s.w,
-                            .wo = s.wo,
-                            .left = s.left,
-                            .pitch = s.c,
-                            .rows = rows,
-                            .sums = total};
-      if (a.dw) {
-        visit_kernel(
-            s, [&]<int kTaps, int kStride>() { unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, v>(task); }); });
+    const int64_t k = s.kh * s.kw, size = (k + 1) * G::kChannels;
+    for (int64_t block = part.begin; block < part.end; ++block) {
+      const int64_t first = first_channel<T>(s, block);
+      const T* x = static_cast<const T*>(a.x) + part.image * s.h * s.w * s.c + first;
+      const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c + first;
+      auto* total = static_cast<Acc<T>*>(partial) + block * size;
+      if (begins) std::fill_n(total, size, Acc<T>(0));
+      const int64_t end = s.ho * (part.band + 1) / bands(s);
+      for (int64_t oy = s.ho * part.band / bands(s); oy < end; oy += kSumRows) {
+        const int64_t x_row = oy * s.sh - s.top, rows = std::min(kSumRows, end - oy);
+        const DotRows<T> task{.x = x + x_row * s.w * s.c,
+                              .dy = dy + oy * s.wo * s.c,
+                              .x_row = x_row,
+                              .h = s.h,
+                              .w = s.w,
+                              .wo = s.wo,
+                              .left = s.left,
+                              .pitch = s.c,
+                              .rows = rows,
+                              .sums = total};
+        if (a.dw) {
+          visit_kernel(
+              s, [&]<int kTaps, int kStride>() { unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, v>(task); }); });
+        }
+        if (a.db) add_pixels(task.dy, rows * s.wo, s.c, total + k * G::kChannels);
       }
-      if (a.db) add_pixels(task.dy, rows * s.wo, s.c, total + k * G::kChannels);
     }
   });
 }
@@ -149,6 +155,7 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
 template <>
 void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end) {
   const DepthwiseSizes& s = a.sizes;
+  if (s.layout == Layout::kContiguous) return depthwise_planes_finish<Isa::FUSEDTRAIN_ISA>(a, begin, end);
   const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;

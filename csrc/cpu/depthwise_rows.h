@@ -155,6 +155,14 @@ constexpr int tap_rows(int taps) {
   return taps == 7 && kSums >= 28 ? 4 : std::clamp(kSums / taps, 1, taps < 3 ? 8 : taps);
 }
 
+// Apart, so that it takes no registers from where there is no activation.
+template <class V>
+[[gnu::noinline]] V activated(Activation act, V x) {
+  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(
+      act, [&]<Activation A>() { x = Act<A>::value(x); });
+  return x;
+}
+
 // Hands out parts of a thread's working memory, each aligned to a cache line.
 class Arena {
  public:
@@ -238,7 +246,8 @@ struct DepthwiseUnit {
 template <Isa I>
 void depthwise_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwiseUnit unit);
 
-// The kernels that need no unpacked rows. Their blocks are the groups of channels of cpu/depthwise_direct.h.
+// The kernels of the usual square kernels, which need no blocks of lanes. Blocks are the groups of channels of
+// cpu/depthwise_direct.h, or the planes of cpu/depthwise_planes.h.
 struct DepthwiseDirect {
   int64_t blocks;  // 0: not for these sizes
   int64_t size;    // of a block of partial sums [kh * kw + 1][vector][lane]
@@ -252,13 +261,29 @@ struct DepthwisePart {
   int64_t image, band, begin, end;
 };
 template <Isa I>
-void depthwise_direct_forward(const DepthwiseConv2d& a, const void* taps, DepthwisePart part);
+void depthwise_direct_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
 template <Isa I>
 void depthwise_direct_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part);
-// Adds to the partial sums of a block, or begins them.
+// Adds to the partial sums of all blocks, or begins them.
 template <Isa I>
-void depthwise_direct_dw(const DepthwiseConv2dBackward& a, DepthwiseUnit unit, void* partial, bool begins);
+void depthwise_direct_dw(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part, void* partial,
+                         bool begins);
 template <Isa I>
 void depthwise_direct_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
+
+// The same for contiguous images: each block is a plane.
+template <Isa I>
+DepthwiseDirect depthwise_planes(const DepthwiseSizes& s);
+template <Isa I>
+void depthwise_planes_taps(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin, int64_t end);
+template <Isa I>
+void depthwise_planes_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
+template <Isa I>
+void depthwise_planes_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part);
+template <Isa I>
+void depthwise_planes_dw(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part, void* partial,
+                         bool begins);
+template <Isa I>
+void depthwise_planes_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 
 }  // namespace fusedtrain::cpu
