@@ -116,8 +116,8 @@ def _case(layer: Layer, dtype: torch.dtype) -> Case:
             torch.randn(n, c, h, h, device=device).to(dtype),
             (torch.randn(c, 1, k, k, device=device) / k).to(dtype),
         ),
-        bytes_moved={"fwd": x + y, "bwd": 2 * x + y, "fwd+bwd": 3 * x + 2 * y},
-        flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
+        bytes_moved={"fwd": x + y, "bwd": 2 * x + y, "fwd+bwd": 3 * x + 2 * y, "dx": x + y, "dw": x + y},
+        flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops, "dx": flops, "dw": flops},
         options={"stride": s, "padding": k // 2},
     )
 
@@ -131,5 +131,7 @@ BENCHMARK = Benchmark(
     cases=lambda dtype: [_case(layer, dtype) for layer in LAYERS],
     ours=ops.depthwise_conv2d,
     stock={"": _stock},
+    backwards={"bwd": None, "dx": (0,), "dw": (1,)},
+    same_as_stock=("reference",),
     peers={"RepLKNet's MegEngine kernels": "CUDA only, float16 and float32, contiguous"},
 )

@@ -58,6 +58,8 @@ class Benchmark:
             the form that people use, named "", and in float64 the truth; others are what an expert would write.
         backwards: mode -> the inputs that receive gradients, None for all. Modes beside "bwd" add rows of their own.
         peers: packages that do the same -> why no number of theirs stands here.
+        same_as_stock: backends that are left out because they are a stock path themselves.
+        compiled: whether the stock paths run through ``torch.compile`` too.
     """
 
     op: str
@@ -66,6 +68,8 @@ class Benchmark:
     stock: dict[str, Callable[..., Tensor]]
     backwards: dict[str, tuple[int, ...] | None] = field(default_factory=lambda: {"bwd": None})
     peers: dict[str, str] = field(default_factory=dict)
+    same_as_stock: tuple[str, ...] = ()
+    compiled: bool = True
 
     def selected(self, dtype: torch.dtype, quick: bool, only: list[str]) -> list[Case]:
         """The cases whose label contains one of ``only``; with ``quick`` the first of each family."""
@@ -111,7 +115,7 @@ def _ours(benchmark: Benchmark, case: Case, layout: str, inputs: tuple[Tensor, .
     impls = importlib.import_module(f"fusedtrain.ops.{benchmark.op}").IMPLS
     call = _own_code(benchmark.ours, case.options)
     for name in BACKENDS:
-        if impls[name].why_not(*inputs) is None:
+        if name not in benchmark.same_as_stock and impls[name].why_not(*inputs) is None:
             yield Candidate(name, layout, call, inputs, forced=name)
     with use_backend(None):
         chosen = select(benchmark.op, impls, *inputs)
@@ -129,8 +133,11 @@ def candidates(benchmark: Benchmark, case: Case, device: torch.device) -> list[C
         inputs = (in_layout(x, layout).detach().requires_grad_(), *others)
         found += _ours(benchmark, case, layout, inputs)
         for name, call in benchmark.stock.items():
-            eager, compiled = _own_code(call, case.options), _compiled(call, case.options, device)
+            eager = _own_code(call, case.options)
             found.append(Candidate(f"eager {name}".strip(), layout, eager, inputs, stock=name))
+            if not benchmark.compiled:
+                continue
+            compiled = _compiled(call, case.options, device)
             found.append(Candidate(f"compile {name}".strip(), layout, compiled, inputs, stock=name))
     return found
 

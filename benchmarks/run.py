@@ -5,6 +5,7 @@ before it gets a number. Writes CSVs per device, prints a table, and renders REP
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import os
@@ -40,12 +41,17 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         choices=("compile", "losses"),
         default=(),
-        help="with --models: leave out torch.compile, or the loss curves, which take minutes; --quick leaves out both",
+        help="leave out torch.compile, or with --models the loss curves, which take minutes; --quick leaves out both",
     )
     parser.add_argument("--batch", type=int, default=16, help="with --models: images per step")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one shape of each model or class")
     parser.add_argument("--case", nargs="+", default=[""], metavar="TEXT", help="only layers with this in their name")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="go on after a stop: only cases that the CSV does not hold from this commit",
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES["cuda"], help="default: all that the device is good at")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per case")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -57,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the CSVs")
     options = parser.parse_args()
     options.allocator = options.allocator or ("both" if options.models is None else "tuned")
-    options.without = ("compile", "losses") if options.quick else options.without
+    options.without = ("compile", "losses") if options.quick and options.models is not None else options.without
     options.image = options.image or (96 if options.quick else 224)
     return options
 
@@ -78,8 +84,14 @@ def under_each_allocator(options: argparse.Namespace) -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
-def groups(op: str, options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict]]]:
-    """What is measured together: a name for the progress bar and the rows to come."""
+def shape_of(case) -> str | None:
+    """The shape of a case as the CSV has it; None of lists of tensors."""
+    inputs = getattr(case, "inputs", None)
+    return "x".join(map(str, inputs(torch.device("meta"))[0].shape)) if inputs else None
+
+
+def groups(op: str, options: argparse.Namespace, known: set[tuple[str, ...]]) -> Iterator[tuple[str, Iterator[dict]]]:
+    """Names for the progress bar and the rows to come, measured together; ``known``: (case, shape, dtype) to skip."""
     import harness
 
     module = importlib.import_module(f"bench_{op}")
@@ -87,10 +99,15 @@ def groups(op: str, options: argparse.Namespace) -> Iterator[tuple[str, Iterator
     if op == "dispatch":
         yield op, module.rows()
         return
+    benchmark = module.BENCHMARK
+    if "compile" in options.without and isinstance(benchmark, harness.Benchmark):
+        benchmark = dataclasses.replace(benchmark, compiled=False)
     for name in options.dtype or DTYPES[options.device]:
         dtype = getattr(torch, name)
-        for case in module.BENCHMARK.selected(dtype, options.quick, options.case):
-            rows = measure(module.BENCHMARK, case, dtype, torch.device(options.device), options.budget, options.peak)
+        for case in benchmark.selected(dtype, options.quick, options.case):
+            if known and (case.label, shape_of(case), name) in known:
+                continue
+            rows = measure(benchmark, case, dtype, torch.device(options.device), options.budget, options.peak)
             yield f"{op} {case.label} {name}", rows
 
 
@@ -124,7 +141,15 @@ def progress_bar(console: Console) -> Progress:
 
 def run_ops(options: argparse.Namespace, shared: dict, folder: Path, console: Console) -> None:
     """Measures, writes and shows the ops."""
-    work = [(op, name, rows) for op in options.op for name, rows in groups(op, options)]
+    work = []
+    for op in options.op:
+        same = ("threads", "allocator", "commit")
+        known = {
+            (row["case"], row["shape"], row["dtype"])
+            for row in (results.read(folder / f"{op}.csv") if options.missing else ())
+            if all(row[column] == str(shared[column]) for column in same)
+        }
+        work += [(op, name, rows) for name, rows in groups(op, options, known)]
     everything = []
     with progress_bar(console) as progress:
         bar = progress.add_task("", total=len(work))

@@ -86,8 +86,8 @@ constexpr int64_t kMostSteps = 16;       // rows of output made at a time, at mo
 constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
 constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols || std::max(s.sh, s.sw) > 2) return 0;
-  const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 3 * kMostLanes);
-  return ((kMostRows + 4) * s.sh + 2 * s.kh + 8) * (4 * row + 8) + 4096;
+  const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 4 * kMostLanes);
+  return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + 8) * (4 * row + 8) + 4096;
 }
 constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;

@@ -147,10 +147,12 @@ def test_any_shape_strides_and_geometry(device, backend, case, geometry, multipl
     harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, "depthwise_conv2d")
 
 
+(CONV2D_INFO,) = [op for op in op_db if op.name == "nn.functional.conv2d"]
+
+
 def depthwise_samples(device, dtype):
     """The samples of torch's own test of conv2d that are depthwise, as arguments of depthwise_conv2d."""
-    (info,) = [op for op in op_db if op.name == "nn.functional.conv2d"]
-    for sample in info.sample_inputs(device, dtype):
+    for sample in CONV2D_INFO.sample_inputs(device, dtype):
         x, (weight, bias) = sample.input, (*sample.args, None)[:2]
         options = dict(sample.kwargs)
         groups = options.pop("groups", 1)
@@ -171,6 +173,13 @@ def test_depthwise_samples_of_torchs_own_tests(device, backend, dtype):
             str(options),
         )
     assert count > 0
+
+
+def test_errors_of_torchs_own_tests_are_errors():
+    for error in CONV2D_INFO.error_inputs("cpu"):
+        options = {name: value for name, value in error.sample_input.kwargs.items() if name != "groups"}
+        with pytest.raises((ValueError, TypeError), match="depthwise_conv2d: "):
+            depthwise_conv2d(error.sample_input.input, *error.sample_input.args, **options)
 
 
 @pytest.mark.parametrize("act", _codes.INPUT_ACTIVATIONS)

@@ -28,22 +28,10 @@ V lane_sums(V* v) {
   }
 }
 
-// Zeros in all lanes but the first `count`: what stands behind a row must not meet the zeros behind dy, it may be NaN.
-struct KeepAll {
-  V operator()(V x) const { return x; }
-};
-struct KeepFirst {
-  RawVec<V::Int> mask{};
-  explicit KeepFirst(int64_t count) {
-    for (int i = 0; i < V::kLanes; ++i) mask[i] = i < count ? -1 : 0;
-  }
-  V operator()(V x) const { return V(reinterpret_cast<V::Raw>(reinterpret_cast<RawVec<V::Int>>(x.v) & mask)); }
-};
-
 // A band of rows of dy against the rows of x it meets, for kRows rows of the kernel: sums[ky][kx] in place.
 template <int kTaps, int kStride, int kRows>
-[[gnu::noinline]] void dot_rows(const float* dy, int64_t pitch, int64_t wo, int64_t count, const float* const* rows,
-                                int64_t half, V* out) {
+[[gnu::noinline]] void dot_rows(const float* dy, int64_t wo, int64_t count, const float* const* rows, int64_t half,
+                                V* out) {
   constexpr int kTile = kRows * kTaps <= kSums - 12 ? 4 : 2;  // rows of dy at a time
   V sums[kRows][kTaps];
   const auto each_sum = [&](auto f) __attribute__((always_inline)) {
@@ -53,16 +41,15 @@ template <int kTaps, int kStride, int kRows>
   };
   each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { sums[ky][kx] = V(0); });
   const int64_t whole = wo / kPlaneLanes * kPlaneLanes;
-  const KeepFirst keep_rest(wo - whole);
   const auto tile = [&]<int kNow>(std::integral_constant<int, kNow>, int64_t first) __attribute__((always_inline)) {
-    const auto step = [&](int64_t col, auto lanes, auto keep) __attribute__((always_inline)) {
+    const auto step = [&](int64_t col, auto lanes) __attribute__((always_inline)) {
       V g[kNow];
-      unroll<kNow>([&](auto t)
-                       __attribute__((always_inline)) { g[t] = load<V>(dy + (first + t) * pitch + col, lanes); });
+      unroll<kNow>([&](auto t) __attribute__((always_inline)) { g[t] = load<V>(dy + (first + t) * wo + col, lanes); });
       unroll<(kNow - 1) * kStride + kRows>([&](auto row) __attribute__((always_inline)) {
         const float* p = rows[first * kStride + row] + col;
         unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
-          const V x = keep(load<V>(p + kx % kStride * half + kx / kStride));
+          // What stands behind a row may be NaN: it must not meet the zeros behind dy.
+          const V x = keep(load<V>(p + kx % kStride * half + kx / kStride), lanes);
           unroll<kNow>([&](auto t) __attribute__((always_inline)) {
             constexpr int ky = row - t * kStride;
             if constexpr (ky >= 0 && ky < kRows) sums[ky][kx] += g[t] * x;
@@ -70,8 +57,8 @@ template <int kTaps, int kStride, int kRows>
         });
       });
     };
-    for (int64_t col = 0; col < whole; col += kPlaneLanes) step(col, AllLanes{}, KeepAll{});
-    if (whole < wo) step(whole, FirstLanes{int(wo - whole)}, keep_rest);
+    for (int64_t col = 0; col < whole; col += kPlaneLanes) step(col, AllLanes{});
+    if (whole < wo) step(whole, FirstLanes{int(wo - whole)});
   };
   int64_t row = 0;
   for (; row + kTile <= count; row += kTile) tile(std::integral_constant<int, kTile>{}, row);
@@ -81,13 +68,13 @@ template <int kTaps, int kStride, int kRows>
 
 // The sums of a band for all rows of the kernel, in parts that fit the registers.
 template <int kTaps, int kStride>
-void dot(const float* dy, int64_t pitch, int64_t wo, int64_t count, const float* const* rows, int64_t half, V* out) {
+void dot(const float* dy, int64_t wo, int64_t count, const float* const* rows, int64_t half, V* out) {
   constexpr int kRows = tap_rows(kTaps), kRest = kTaps % kRows;
   int ky = 0;
   for (; ky + kRows <= kTaps; ky += kRows) {
-    dot_rows<kTaps, kStride, kRows>(dy, pitch, wo, count, rows + ky, half, out + ky * kTaps);
+    dot_rows<kTaps, kStride, kRows>(dy, wo, count, rows + ky, half, out + ky * kTaps);
   }
-  if constexpr (kRest > 0) dot_rows<kTaps, kStride, kRest>(dy, pitch, wo, count, rows + ky, half, out + ky * kTaps);
+  if constexpr (kRest > 0) dot_rows<kTaps, kStride, kRest>(dy, wo, count, rows + ky, half, out + ky * kTaps);
 }
 
 template <class T>
@@ -109,24 +96,26 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       constexpr int64_t kSize = kTaps * kTaps + 1;
       Arena arena(scratch);
       const int64_t first = span.begin * kStride - s.top, count = (span.size() - 1) * kStride + kTaps;
-      PaddedRows<kStride> rows(arena, s.w, s.left, round_up(s.wo, kPlaneLanes) + kTaps / kStride, count);
+      const int64_t needed = round_up(s.wo, kPlaneLanes) + kTaps / kStride;
+      PaddedRows<kStride> rows[2] = {{arena, s.w, s.left, needed, count}, {arena, s.w, s.left, needed, count}};
       float* gradient = arena.take<float>(span.size() * s.wo + kPlaneLanes);
       V sums[round_up(kSize, kPlaneLanes)];
       for (V& sum : sums) sum = V(0);
-      for (int64_t channel = part.begin; channel < part.end; ++channel) {
-        const int64_t plane = part.image * s.c + channel;
-        const T* dy = static_cast<const T*>(a.dy) + (plane * s.ho + span.begin) * s.wo;
+      const auto fill = [&](PaddedRows<kStride>& x, int64_t channel) {
+        if (a.dw) x.fill(static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w, s.h, first, count);
+      };
+      each_plane(rows, part.begin, part.end, fill, [&](const PaddedRows<kStride>& x, int64_t channel) {
+        const T* dy = static_cast<const T*>(a.dy) + ((part.image * s.c + channel) * s.ho + span.begin) * s.wo;
+        const auto dot_with = [&](const float* widened) {
+          dot<kTaps, kStride>(widened, s.wo, span.size(), x.rows(), x.half(), sums);
+        };
         if (a.dw) {
-          rows.fill(static_cast<const T*>(a.x) + plane * s.h * s.w, s.h, first, count);
-          const auto dot_with = [&](const float* widened, int64_t pitch) {
-            dot<kTaps, kStride>(widened, pitch, s.wo, span.size(), rows.rows(), rows.half(), sums);
-          };
           if constexpr (std::is_same_v<T, float>) {
-            dot_with(dy, s.wo);
+            dot_with(dy);
           } else {
             for_each_vector<V>(span.size() * s.wo,
                                [&](int64_t i, auto lanes) { store(gradient + i, load<V>(dy + i, lanes)); });
-            dot_with(gradient, s.wo);
+            dot_with(gradient);
           }
         }
         if (a.db) sums[kSize - 1] = sum_of(dy, span.size() * s.wo);
@@ -137,7 +126,7 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           const V sum = lane_sums(parts);
           store(total + i, begins ? sum : load<V>(total + i, lanes) + sum, lanes);
         });
-      }
+      });
     });
   });
 }

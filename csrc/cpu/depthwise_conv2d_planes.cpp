@@ -3,6 +3,8 @@
 //   dx[iy, ix] = sum_{ky, kx: oy * s + ky - top = iy, ...} weight[ky, kx] * dy[oy, ox]
 // A few rows of outputs by a vector of columns stay in registers; each vector of inputs is read once for all of them.
 // dx falls apart into s phases per axis, each a correlation of dy at stride 1 with every s-th tap in reverse order.
+#include <tuple>
+
 #include "cpu/depthwise_planes.h"
 
 namespace fusedtrain::cpu {
@@ -20,49 +22,42 @@ void each_tile(int64_t count, F&& f) {
   }
 }
 
-// out[t][col] = init + sum_{ky, kx} taps[ky][kx] * rows[t * kStride + ky][column col * kStride + kx]
+// out[t][col] = init + sum_{ky, kx} taps[ky][kx] * rows[t * kStride + ky][column at + col * kStride + kx], whole
+// vectors
 template <int kKh, int kKw, int kStride, int kRows>
-[[gnu::noinline]] void correlate_rows(const float* const* rows, int64_t half, const float* taps, float init, float* out,
-                                      int64_t pitch, int64_t cols) {
+[[gnu::noinline]] void correlate_rows(const float* const* rows, int64_t at, int64_t half, const float* taps, float init,
+                                      float* out, int64_t width) {
   using V = PlaneVec;
-  for_each_vector<V>(
-      cols, [&](int64_t col, auto lanes) __attribute__((always_inline)) {
-        V acc[kRows];
-        unroll<kRows>([&](auto t) __attribute__((always_inline)) { acc[t] = V(init); });
-        unroll<(kRows - 1) * kStride + kKh>([&](auto row) __attribute__((always_inline)) {
-          const float* p = rows[row] + col;
-          unroll<kKw>([&](auto kx) __attribute__((always_inline)) {
-            const V x = load<V>(p + kx % kStride * half + kx / kStride);
-            unroll<kRows>([&](auto t) __attribute__((always_inline)) {
-              constexpr int ky = row - t * kStride;
-              if constexpr (ky >= 0 && ky < kKh) acc[t] += V(taps[ky * kKw + kx]) * x;
-            });
-          });
+  for (int64_t col = 0; col < width; col += kPlaneLanes) {
+    V acc[kRows];
+    unroll<kRows>([&](auto t) __attribute__((always_inline)) { acc[t] = V(init); });
+    unroll<(kRows - 1) * kStride + kKh>([&](auto row) __attribute__((always_inline)) {
+      const float* p = rows[row] + at + col;
+      unroll<kKw>([&](auto kx) __attribute__((always_inline)) {
+        const V x = load<V>(p + kx % kStride * half + kx / kStride);
+        unroll<kRows>([&](auto t) __attribute__((always_inline)) {
+          constexpr int ky = row - t * kStride;
+          if constexpr (ky >= 0 && ky < kKh) acc[t] += V(taps[ky * kKw + kx]) * x;
         });
-        unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(out + t * pitch + col, acc[t], lanes); });
       });
-}
-
-// Rows of results [row][pitch] to their place [row][cols].
-template <class T>
-void put_rows(const float* in, int64_t pitch, int64_t rows, int64_t cols, Activation act, T* out) {
-  for (int64_t row = 0; row < rows; ++row) {
-    for_each_vector<PlaneVec>(cols, [&](int64_t col, auto lanes) {
-      const PlaneVec y = load<PlaneVec>(in + row * pitch + col);
-      store(out + row * cols + col, act == Activation::kIdentity ? y : activated(act, y), lanes);
     });
+    unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(out + t * width + col, acc[t]); });
   }
 }
 
-// f(out, pitch) writes rows of results, at their place where they need not pass through `buffer`.
+// out[row][col] = f(row, col), a vector. Whole vectors may reach into the next row, which is written after.
 template <class T, class F>
-void write_rows(float* buffer, int64_t rows, int64_t cols, Activation act, T* out, F&& f) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (act == Activation::kIdentity) return f(out, cols);
+void put_rows(T* out, int64_t rows, int64_t cols, F&& f) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t col = 0; col < cols; col += kPlaneLanes) {
+      T* to = out + row * cols + col;
+      if (row * cols + col + kPlaneLanes <= rows * cols) {
+        store(to, f(row, col));
+      } else {
+        visit_lanes<PlaneVec>(cols - col, [&](auto lanes) { store(to, f(row, col), lanes); });
+      }
+    }
   }
-  const int64_t pitch = round_up(cols, kPlaneLanes);
-  f(buffer, pitch);
-  put_rows(buffer, pitch, rows, cols, act, out);
 }
 
 // dx[q * kStride + phase] = sum_{u < taps} weight[odd + kStride * (taps - 1 - u)] * dy[q + base + u], along one axis.
@@ -100,66 +95,51 @@ void visit_phase(int64_t kh, int64_t kw, F&& f) {
   }
 }
 
-// One channel of a band of dx.
-template <class T, int kTaps, int kStride>
+// dx from dy.
+template <int kTaps, int kStride>
 struct PlaneGradient {
   const DepthwiseSizes& s;
-  const float* weight;  // [kTaps][kTaps]
-  const PaddedRows<1>& dy;
-  Reach<kTaps, kStride> above, before;  // row above.before of dy belongs to q = begin, column before.before to q = 0
   Span q;
-  float* buffer;  // [kMostTile][kStride][width]
-  T* dx;          // [h, w]
+  Reach<kTaps, kStride> above, before;  // row above.before of dy belongs to q.begin, column before.before to q = 0
+  int64_t width = round_up(ceil_div(s.w, kStride), kPlaneLanes);
+  float* buffer;  // [kStride][kStride][kMostTile][width] and a vector
 
-  void write() const {
-    for (int64_t phase = 0; phase < kStride; ++phase) {
-      const int64_t count = std::min(q.end, ceil_div(s.h - phase, kStride)) - q.begin;
-      each_tile(std::max<int64_t>(0, count), [&]<int kRows>(int64_t first) { write_tile<kRows>(phase, first); });
+  PlaneGradient(Arena& arena, const DepthwiseSizes& sizes, int64_t band)
+      : s(sizes),
+        q(band_rows(s, ceil_div(s.h, kStride), band)),
+        above(s.top),
+        before(s.left),
+        buffer(arena.take<float>(kStride * kStride * kMostTile * width + kPlaneLanes)) {}
+
+  template <class T>
+  void write(const PaddedRows<1>& dy, const float* weight, T* dx) const {
+    float taps[kStride * kStride][kTaps * kTaps];
+    for (int64_t phase = 0; phase < kStride * kStride; ++phase) {
+      const Phase<kTaps, kStride> y(phase / kStride, s.top), x(phase % kStride, s.left);
+      for (int64_t v = 0; v < y.taps; ++v) {
+        for (int64_t u = 0; u < x.taps; ++u) {
+          taps[phase][v * x.taps + u] =
+              weight[(y.odd + kStride * (y.taps - 1 - v)) * kTaps + x.odd + kStride * (x.taps - 1 - u)];
+        }
+      }
     }
-  }
-
- private:
-  template <int kRows>
-  void write_tile(int64_t phase, int64_t first) const {
-    const Phase<kTaps, kStride> y(phase, s.top);
-    const float* const* rows = dy.rows() + first + above.before + y.base;
-    T* out = dx + ((q.begin + first) * kStride + phase) * s.w;
-    if constexpr (kStride == 1) {
-      write_rows(buffer, kRows, s.w, Activation::kIdentity, out, [&](float* to, int64_t pitch) {
-        correlate<kRows>(y, Phase<kTaps, 1>(0, s.left), rows, to, pitch, s.w);
+    each_tile(q.size(), [&]<int kRows>(int64_t first) {
+      for (int64_t phase = 0; phase < kStride * kStride; ++phase) {
+        const Phase<kTaps, kStride> y(phase / kStride, s.top), x(phase % kStride, s.left);
+        visit_phase<kTaps, kStride>(y.taps, x.taps, [&]<int kKh, int kKw>() {
+          correlate_rows<kKh, kKw, 1, kRows>(dy.rows() + first + above.before + y.base, before.before + x.base, 0,
+                                             taps[phase], 0.f, buffer + phase * kRows * width, width);
+        });
+      }
+      const int64_t row = (q.begin + first) * kStride;
+      put_rows(dx + row * s.w, std::min<int64_t>(kRows * kStride, s.h - row), s.w, [&](int64_t t, int64_t col) {
+        const float* p = buffer + (t % kStride * kStride * kRows + t / kStride) * width + col / kStride;
+        if constexpr (kStride == 1) {
+          return load<PlaneVec>(p);
+        } else {
+          return interleave(load<PlaneVec>(p), load<PlaneVec>(p + kRows * width));
+        }
       });
-    } else {
-      const int64_t half = ceil_div(s.w, 2), width = round_up(half, kPlaneLanes);
-      for (int64_t x = 0; x < 2; ++x) {
-        correlate<kRows>(y, Phase<kTaps, 2>(x, s.left), rows, buffer + x * width, 2 * width, width);
-      }
-      for (int64_t t = 0; t < kRows; ++t) {
-        const float* even = buffer + 2 * t * width;
-        T* row = out + 2 * t * s.w;
-        for (int64_t i = 0; i < half; i += kPlaneLanes) {
-          PlaneVec parts[2];
-          interleave(load<PlaneVec>(even + i), load<PlaneVec>(even + width + i), parts[0], parts[1]);
-          for_each_vector<PlaneVec>(std::min(2 * kPlaneLanes, s.w - 2 * i), [&](int64_t col, auto lanes) {
-            store(row + 2 * i + col, parts[col / kPlaneLanes], lanes);
-          });
-        }
-      }
-    }
-  }
-
-  template <int kRows>
-  void correlate(Phase<kTaps, kStride> y, Phase<kTaps, kStride> x, const float* const* rows, float* out, int64_t pitch,
-                 int64_t cols) const {
-    visit_phase<kTaps, kStride>(y.taps, x.taps, [&]<int kKh, int kKw>() {
-      float taps[kKh * kKw];
-      for (int v = 0; v < kKh; ++v) {
-        for (int u = 0; u < kKw; ++u) {
-          taps[v * kKw + u] = weight[(y.odd + kStride * (kKh - 1 - v)) * kTaps + x.odd + kStride * (kKw - 1 - u)];
-        }
-      }
-      const float* shifted[kRows - 1 + kKh];
-      for (int i = 0; i < kRows - 1 + kKh; ++i) shifted[i] = rows[i] + before.before + x.base;
-      correlate_rows<kKh, kKw, 1, kRows>(shifted, 0, taps, 0.f, out, pitch, cols);
     });
   }
 };
@@ -199,21 +179,26 @@ void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
       const int64_t first = span.begin * kStride - s.top, count = (span.size() - 1) * kStride + kTaps;
-      PaddedRows<kStride> rows(arena, s.w, s.left, round_up(s.wo, kPlaneLanes) + kTaps / kStride, count);
-      float* buffer = arena.take<float>(kMostTile * round_up(s.wo, kPlaneLanes));
-      for (int64_t channel = part.begin; channel < part.end; ++channel) {
-        const int64_t plane = part.image * s.c + channel;
-        rows.fill(static_cast<const T*>(a.x) + plane * s.h * s.w, s.h, first, count);
+      const int64_t width = round_up(s.wo, kPlaneLanes);
+      PaddedRows<kStride> rows[2] = {{arena, s.w, s.left, width + kTaps / kStride, count},
+                                     {arena, s.w, s.left, width + kTaps / kStride, count}};
+      float* buffer = arena.take<float>(kMostTile * width);
+      const auto fill = [&](PaddedRows<kStride>& x, int64_t channel) {
+        x.fill(static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w, s.h, first, count);
+      };
+      each_plane(rows, part.begin, part.end, fill, [&](const PaddedRows<kStride>& x, int64_t channel) {
+        const float* weight = static_cast<const float*>(taps) + channel * kTaps * kTaps;
         const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
-        T* y = static_cast<T*>(a.y) + (plane * s.ho + span.begin) * s.wo;
+        T* y = static_cast<T*>(a.y) + ((part.image * s.c + channel) * s.ho + span.begin) * s.wo;
         each_tile(span.size(), [&]<int kRows>(int64_t row) {
-          write_rows(buffer, kRows, s.wo, a.act, y + row * s.wo, [&](float* to, int64_t pitch) {
-            correlate_rows<kTaps, kTaps, kStride, kRows>(rows.rows() + row * kStride, rows.half(),
-                                                         static_cast<const float*>(taps) + channel * kTaps * kTaps,
-                                                         bias, to, pitch, s.wo);
+          correlate_rows<kTaps, kTaps, kStride, kRows>(x.rows() + row * kStride, 0, x.half(), weight, bias, buffer,
+                                                       width);
+          put_rows(y + row * s.wo, kRows, s.wo, [&](int64_t t, int64_t col) {
+            const PlaneVec value = load<PlaneVec>(buffer + t * width + col);
+            return a.act == Activation::kIdentity ? value : activated(a.act, value);
           });
         });
-      }
+      });
     });
   });
 }
@@ -224,23 +209,21 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
   const DepthwiseSizes& s = a.sizes;
   visit_plane_dtype(s.dtype, [&]<class T>() {
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
-      const int64_t width = round_up(ceil_div(s.w, kStride), kPlaneLanes);
-      const Span q = band_rows(s, ceil_div(s.h, kStride), part.band);
-      const Reach<kTaps, kStride> above(s.top), before(s.left);
-      const int64_t count = q.size() + above.before + above.behind;
       Arena arena(scratch);
-      PaddedRows<1> dy(arena, s.wo, before.before, width + before.before + before.behind, count);
-      float* buffer = arena.take<float>(kMostTile * kStride * width);
-      for (int64_t channel = part.begin; channel < part.end; ++channel) {
-        const int64_t plane = part.image * s.c + channel;
-        dy.fill(static_cast<const T*>(a.dy) + plane * s.ho * s.wo, s.ho, q.begin - above.before, count);
-        const PlaneGradient<T, kTaps, kStride> gradient{
-            s,      static_cast<const float*>(taps) + channel * kTaps * kTaps,
-            dy,     above,
-            before, q,
-            buffer, static_cast<T*>(a.dx) + plane * s.h * s.w};
-        gradient.write();
-      }
+      const PlaneGradient<kTaps, kStride> gradient(arena, s, part.band);
+      const auto& [above, before] = std::tie(gradient.above, gradient.before);
+      const int64_t count = gradient.q.size() + above.before + above.behind;
+      const int64_t needed = gradient.width + before.before + before.behind;
+      PaddedRows<1> rows[2] = {{arena, s.wo, before.before, needed, count},
+                               {arena, s.wo, before.before, needed, count}};
+      const auto fill = [&](PaddedRows<1>& dy, int64_t channel) {
+        dy.fill(static_cast<const T*>(a.dy) + (part.image * s.c + channel) * s.ho * s.wo, s.ho,
+                gradient.q.begin - above.before, count);
+      };
+      each_plane(rows, part.begin, part.end, fill, [&](const PaddedRows<1>& dy, int64_t channel) {
+        gradient.write(dy, static_cast<const float*>(taps) + channel * kTaps * kTaps,
+                       static_cast<T*>(a.dx) + (part.image * s.c + channel) * s.h * s.w);
+      });
     });
   });
 }

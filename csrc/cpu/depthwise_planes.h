@@ -13,7 +13,7 @@ constexpr int64_t kPlaneLanes = PlaneVec::kLanes;
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
 
-// E = even elements, O = odd elements of two vectors a, b; interleave is the inverse.
+// The even and the odd elements of two vectors.
 inline void deinterleave(PlaneVec a, PlaneVec b, PlaneVec& even, PlaneVec& odd) {
   [&]<int... e>(std::integer_sequence<int, e...>) {
     using Index = RawVec<PlaneVec::Int>;
@@ -21,13 +21,11 @@ inline void deinterleave(PlaneVec a, PlaneVec b, PlaneVec& even, PlaneVec& odd) 
     odd.v = __builtin_shuffle(a.v, b.v, Index{2 * e + 1 ...});
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
-inline void interleave(PlaneVec even, PlaneVec odd, PlaneVec& a, PlaneVec& b) {
-  constexpr int L = PlaneVec::kLanes;
-  [&]<int... e>(std::integer_sequence<int, e...>) {
-    using Index = RawVec<PlaneVec::Int>;
-    a.v = __builtin_shuffle(even.v, odd.v, Index{(e % 2 * L + e / 2)...});
-    b.v = __builtin_shuffle(even.v, odd.v, Index{(e % 2 * L + e / 2 + L / 2)...});
-  }(std::make_integer_sequence<int, L>{});
+// The first halves of two vectors, elements in turn.
+inline PlaneVec interleave(PlaneVec even, PlaneVec odd) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) {
+    return PlaneVec(__builtin_shuffle(even.v, odd.v, RawVec<PlaneVec::Int>{(e % 2 * PlaneVec::kLanes + e / 2)...}));
+  }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 
 // Some rows of a plane, with `left` zeros before and zeros behind: row(i)[phase * half + q] is column q * kStride +
@@ -39,13 +37,14 @@ class PaddedRows {
   PaddedRows(Arena& arena, int64_t w, int64_t left, int64_t needed, int64_t capacity)
       : w_(w),
         left_(left),
-        half_(round_up(std::max(ceil_div(left + round_up(w, kPlaneLanes), kStride), needed), kPlaneLanes)),
+        aligned_(round_up(left, kPlaneLanes) - left),
+        half_(round_up(std::max(ceil_div(left + round_up(w, kPlaneLanes), kStride), needed) + aligned_, kPlaneLanes)),
         zeros_(arena.take<float>(kStride * half_)),
-        whole_(arena.take<float>(kStride * half_)),
+        whole_(arena.take<float>(kStride * half_ + 2 * kPlaneLanes)),
         data_(arena.take<float>(capacity * kStride * half_)),
         rows_(arena.take<const float*>(capacity)) {
     std::fill_n(zeros_, kStride * half_, 0.f);
-    std::fill_n(whole_, kStride * half_, 0.f);
+    std::fill_n(whole_, kStride * half_ + 2 * kPlaneLanes, 0.f);
     std::fill_n(data_, capacity * kStride * half_, 0.f);
   }
 
@@ -55,16 +54,17 @@ class PaddedRows {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = first + i;
       float* data = data_ + i * kStride * half_;
-      rows_[i] = row >= 0 && row < h ? data : zeros_;
-      if (rows_[i] == zeros_) continue;
+      const bool inside = row >= 0 && row < h;
+      rows_[i] = !inside ? zeros_ : kStride == 1 ? data + aligned_ : data;
+      if (!inside) continue;
       const T* p = plane + row * w_;
-      float* out = kStride == 1 ? data : whole_;
+      float* out = (kStride == 1 ? data : whole_) + aligned_;
       for_each_vector<PlaneVec>(
           w_, [&](int64_t col, auto lanes) { store(out + left_ + col, load<PlaneVec>(p + col, lanes)); });
       if constexpr (kStride == 2) {
         for (int64_t q = 0; 2 * q < left_ + w_; q += kPlaneLanes) {
           PlaneVec even, odd;
-          deinterleave(load<PlaneVec>(whole_ + 2 * q), load<PlaneVec>(whole_ + 2 * q + kPlaneLanes), even, odd);
+          deinterleave(load<PlaneVec>(out + 2 * q), load<PlaneVec>(out + 2 * q + kPlaneLanes), even, odd);
           store(data + q, even);
           store(data + half_ + q, odd);
         }
@@ -76,10 +76,20 @@ class PaddedRows {
   int64_t half() const { return half_; }
 
  private:
-  int64_t w_, left_, half_;
+  int64_t w_, left_, aligned_, half_;  // column 0 of the plane is stored at a multiple of kPlaneLanes
   float *zeros_, *whole_, *data_;
   const float** rows_;
 };
+
+// fill(rows, channel) for each channel, work(rows, channel) behind it. The next channel is filled before the work on
+// one begins: loads that overlap a store still under way would have to wait.
+template <int kStride, class Fill, class Work>
+void each_plane(PaddedRows<kStride> (&rows)[2], int64_t begin, int64_t end, const Fill& fill, const Work& work) {
+  for (int64_t channel = begin; channel <= end; ++channel) {
+    if (channel < end) fill(rows[channel % 2], channel);
+    if (channel > begin) work(rows[(channel - 1) % 2], channel - 1);
+  }
+}
 
 // The rows [begin, end) of y in a band.
 struct Span {
