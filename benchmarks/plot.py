@@ -23,7 +23,8 @@ def _panels(rows: list[Row], width: float, height: float):
 
 def _plain_ticks(*scales) -> None:
     for scale in scales:
-        scale.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        low, high = scale.get_view_interval()
+        scale.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 3)))
         scale.set_major_formatter(ScalarFormatter())
         scale.set_minor_formatter(NullFormatter())
 

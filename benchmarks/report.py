@@ -139,9 +139,11 @@ def refused(rows: list[Row]) -> str:
     return "What the gate found:\n\n" + "".join(sorted(notes)) if notes else ""
 
 
-def peers(op: str) -> str:
+def peers(op: str, rows: list[Row]) -> str:
     """The packages that a reader may miss, each with the reason."""
-    named = importlib.import_module(f"bench_{op}").BENCHMARK.peers
+    named = dict(importlib.import_module(f"bench_{op}").BENCHMARK.peers)
+    if not any(row["backend"].startswith("compile") for row in rows):
+        named["torch.compile"] = "left out of this run, the stock paths are eager ones"
     return "".join(f"- Not measured: {name}: {reason}.\n" for name, reason in named.items())
 
 
@@ -185,7 +187,7 @@ def op_section(file: Path, report: Path) -> str:
             f"<details><summary>Every case, allocator {results.primary_allocator(rows)}</summary>\n",
             every_case(main),
             "</details>\n",
-            peers(op),
+            peers(op, rows),
         ]
     )
 

@@ -71,7 +71,7 @@ constexpr int64_t bands(const DepthwiseSizes& s) {
 
 // The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
 constexpr int64_t groups(const DepthwiseSizes& s) {
-  return std::max<int64_t>(1, std::min(ceil_div(32, chunks(s)), s.n * bands(s)));
+  return std::max<int64_t>(1, std::min(ceil_div(32, ceil_div(s.c, kChunkChannels)), s.n * bands(s)));
 }
 
 // Elements of acc: the weights by blocks of lanes, and `partial`.

@@ -81,6 +81,16 @@ def test_every_row_says_what_was_measured_and_where(results):
         assert row["device"] and row["commit"] and float(row["gb_per_s"]) > 0 and float(row["cache_mib"]) > 0
 
 
+def test_a_run_goes_on_where_it_stopped(results, tmp_path):
+    (file,) = results.glob("*/channel_pool.csv")
+    held = tmp_path / file.parent.name / file.name
+    held.parent.mkdir()
+    held.write_text(file.read_text())
+    options = ("--op", "channel_pool", "--case", "seresnet50.layer4", "--quick", "--dtype", "float32", "--missing")
+    run("run.py", *options, "--device", "cpu", "--allocator", "tuned", "--budget", 0, "--output", tmp_path)
+    assert held.read_text() == file.read_text()
+
+
 def test_the_best_stock_path_has_speedup_one(results):
     for mode in ("fwd", "bwd", "fwd+bwd"):
         rows = [row for row in rows_of(results, "channel_pool") if row["mode"] == mode and row["backend"] != "copy"]

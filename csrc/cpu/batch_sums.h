@@ -17,6 +17,23 @@ void visit_act(Activation act, F&& f) {
                                                                                                   static_cast<F&&>(f));
 }
 
+// x with zeros in the lanes that a load left out.
+template <class V>
+inline V keep(V x, AllLanes) {
+  return x;
+}
+template <class V>
+inline V keep(V x, FirstLanes lanes) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
+  if constexpr (std::is_same_v<V, Vec<double>>) return V(_mm512_maskz_mov_pd(__mmask8((1u << lanes.count) - 1), x.v));
+#endif
+  using Int = typename V::Int;
+  RawVec<Int> index;
+  for (int i = 0; i < V::kLanes; ++i) index[i] = Int(i);
+  return V(index < Int(lanes.count) ? x.v : V(0).v);
+}
+
 // An optional image: its vector at i, or zero.
 template <class V, class T>
 inline V load_or_zero(const T* p, int64_t i, auto lanes) {

@@ -28,6 +28,14 @@ V lane_sums(V* v) {
   }
 }
 
+// x with zeros in the lanes that a load of dy left out.
+inline V keep(V x, AllLanes) { return x; }
+inline V keep(V x, FirstLanes lanes) {
+  RawVec<V::Int> index;
+  for (int i = 0; i < V::kLanes; ++i) index[i] = i;
+  return V(index < lanes.count ? x.v : V(0).v);
+}
+
 // A band of rows of dy against the rows of x it meets, for kRows rows of the kernel: sums[ky][kx] in place.
 template <int kTaps, int kStride, int kRows>
 [[gnu::noinline]] void dot_rows(const float* dy, int64_t wo, int64_t count, const float* const* rows, int64_t half,
@@ -44,7 +52,10 @@ template <int kTaps, int kStride, int kRows>
   const auto tile = [&]<int kNow>(std::integral_constant<int, kNow>, int64_t first) __attribute__((always_inline)) {
     const auto step = [&](int64_t col, auto lanes) __attribute__((always_inline)) {
       V g[kNow];
-      unroll<kNow>([&](auto t) __attribute__((always_inline)) { g[t] = load<V>(dy + (first + t) * wo + col, lanes); });
+      unroll<kNow>([&](auto t) __attribute__((always_inline)) {
+        fetch_ahead(dy + (first + t) * wo + col);
+        g[t] = load<V>(dy + (first + t) * wo + col, lanes);
+      });
       unroll<(kNow - 1) * kStride + kRows>([&](auto row) __attribute__((always_inline)) {
         const float* p = rows[first * kStride + row] + col;
         unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
@@ -113,8 +124,10 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           if constexpr (std::is_same_v<T, float>) {
             dot_with(dy);
           } else {
-            for_each_vector<V>(span.size() * s.wo,
-                               [&](int64_t i, auto lanes) { store(gradient + i, load<V>(dy + i, lanes)); });
+            for_each_vector<V>(span.size() * s.wo, [&](int64_t i, auto lanes) {
+              fetch_ahead(dy + i);
+              store(gradient + i, load<V>(dy + i, lanes));
+            });
             dot_with(gradient);
           }
         }

@@ -51,6 +51,7 @@ void put_rows(T* out, int64_t rows, int64_t cols, F&& f) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t col = 0; col < cols; col += kPlaneLanes) {
       T* to = out + row * cols + col;
+      fetch_ahead(to);
       if (row * cols + col + kPlaneLanes <= rows * cols) {
         store(to, f(row, col));
       } else {

@@ -5,6 +5,8 @@ r"""depthwise_conv2d: every channel convolved with its own kernels.
     x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,50 +62,74 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
     return dx, weight.new_empty(weight.shape if need_dw else (0,)), weight.new_empty(weight.shape[0] if need_db else 0)
 
 
-# Where stock PyTorch (oneDNN) was measured faster on a CPU, without multiplier and dilation: (layout, dtype, stride) ->
-# {kernel: largest x in MiB}. The measurement stands in benchmarks/LOG.md. Kernels that are not square, and other sizes
-# up to those listed, go to stock at any size of x from _SMALL on. Larger kernels and multipliers must not go there
-# whatever is measured: stock bfloat16 convolutions with 31x31 kernels may not return, and stock float32 gradients with
-# a multiplier corrupt the heap.
-_ALWAYS = float("inf")
-_STOCK_FASTER_UP_TO = {
+class _Where(NamedTuple):
+    """Where stock PyTorch is the faster one: rows of y below so many columns; x up to so many MiB; with channels that
+    fill no whole vectors, x up to so many."""
+
+    columns: int = 0
+    mib: float = 0
+    ragged_mib: float = 0
+
+    def reason(self, x: Tensor, stride: int) -> str | None:
+        mib, ragged = x.numel() * x.element_size() / 2**20, x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
+        if -(-x.shape[3] // stride) < self.columns:
+            return f"rows of y below {self.columns} columns"
+        if mib <= self.mib:
+            return f"x up to {self.mib} MiB"
+        if ragged and mib <= self.ragged_mib:
+            return f"channels that fill no whole vectors, x up to {self.ragged_mib} MiB"
+        return None
+
+
+# CPUs with AVX-512: (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and
+# "eager" of benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv. A contiguous row shorter than a vector
+# wastes lanes; ragged channels cross lines and cannot be stored past the caches.
+# Kernels that are not square, and other sizes up to those listed, go to stock at any size of x from _SMALL on. Larger
+# kernels, multipliers and dilation never do: stock bfloat16 convolutions with 31x31 kernels may not return, and stock
+# float32 gradients with a multiplier corrupt the heap.
+_VECTOR_BYTES = 64
+_SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
+_ALWAYS, _NEVER = _Where(mib=float("inf")), _Where()
+_SHORT, _RAGGED = _Where(columns=16), _Where(ragged_mib=float("inf"))
+_STOCK_FASTER = {
     "forward": {
-        ("channels_last", torch.float32, 1): {3: 14, 5: 9},
-        ("channels_last", torch.float32, 2): {3: 0, 5: 9},
-        ("channels_last", torch.bfloat16, 1): {3: _ALWAYS, 5: _ALWAYS, 7: _ALWAYS},
-        ("channels_last", torch.bfloat16, 2): {3: 6, 5: 7},
-        ("contiguous", torch.float32, 1): {3: _ALWAYS, 5: _ALWAYS, 7: _ALWAYS},
-        ("contiguous", torch.float32, 2): {3: _ALWAYS, 5: _ALWAYS},
+        ("contiguous", torch.float32, 1): {3: _SHORT, 5: _SHORT, 7: _SHORT},
+        ("contiguous", torch.float32, 2): {3: _Where(columns=8), 5: _SHORT},
+        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=14), 5: _SHORT, 7: _SHORT},
+        ("contiguous", torch.bfloat16, 2): {3: _Where(columns=8), 5: _SHORT},
+        ("channels_last", torch.float32, 1): {3: _Where(ragged_mib=14), 5: _NEVER},
+        ("channels_last", torch.float32, 2): {3: _Where(mib=50), 5: _ALWAYS},
+        ("channels_last", torch.bfloat16, 1): {3: _RAGGED, 5: _RAGGED, 7: _RAGGED},
+        ("channels_last", torch.bfloat16, 2): {3: _Where(mib=6), 5: _ALWAYS},
     },
     "backward": {
-        ("channels_last", torch.float32, 1): {3: 0},
-        ("channels_last", torch.float32, 2): {3: 0},
-        ("channels_last", torch.bfloat16, 1): {3: 3},
-        ("contiguous", torch.float32, 1): {3: _ALWAYS},
+        ("contiguous", torch.float32, 1): {3: _Where(columns=14)},
+        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=8)},
+        ("channels_last", torch.float32, 1): {3: _NEVER},
+        ("channels_last", torch.float32, 2): {3: _NEVER},
+        ("channels_last", torch.bfloat16, 1): {3: _NEVER},
     },
 }
 
 
-_SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
-
-
 def _slower(direction: str):
-    table = _STOCK_FASTER_UP_TO[direction]
+    table = _STOCK_FASTER[direction]
 
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        limits = table.get((layout, x.dtype, max(stride)), {})
+        rows = table.get((layout, x.dtype, max(stride)), {})
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.numel() <= _SMALL:
             return None
         kh, kw = weight.shape[2:]
-        if max(kh, kw) > max(limits, default=0):
+        if max(kh, kw) > max(rows, default=0):
             return None
-        # The kernels without unpacked rows (csrc/cpu/depthwise_conv2d_direct.cpp) take at least a vector of channels.
-        usual = kh == kw and kh in limits and stride[0] == stride[1] and x.shape[1] * x.element_size() >= 64
-        if usual and x.numel() * x.element_size() > limits[kh] * 2**20:
+        # The kernels for the usual shapes: csrc/cpu/depthwise_conv2d_direct.cpp takes at least a vector of channels.
+        enough = layout == "contiguous" or x.shape[1] * x.element_size() >= _VECTOR_BYTES
+        usual = kh == kw and kh in rows and stride[0] == stride[1] and enough
+        where = rows[kh].reason(x, stride[0]) if usual else "unusual shapes"
+        if where is None:
             return None
-        size = f", x up to {limits[kh]} MiB" if usual and limits[kh] < _ALWAYS else ""
-        return f"stock PyTorch was measured faster: {direction}, {layout}, {x.dtype}, {kh}x{kw} kernels{size}"
+        return f"stock PyTorch was measured faster: {direction}, {layout}, {x.dtype}, {kh}x{kw} kernels, {where}"
 
     return slower
 
