@@ -260,22 +260,6 @@ def test_autocast_is_that_of_the_single_layers(device, backend, dtype):
     assert all(g.dtype == t.dtype and g.shape == t.shape for g, t in zip(gradients, leaves))
 
 
-@pytest.mark.parametrize(
-    ("size", "layout", "dtype", "act", "chosen"),
-    [
-        (14, "channels_last", torch.float32, 0, "reference"),
-        (14, "channels_last", torch.float32, 2, "cpu"),
-        (14, "channels_last", torch.bfloat16, 0, "cpu"),
-        (14, "contiguous", torch.float32, 0, "cpu"),
-        (56, "channels_last", torch.float32, 0, "cpu"),
-    ],
-)
-def test_what_was_measured_slower_goes_to_the_single_ops(size, layout, dtype, act, chosen):
-    x = harness.images((16, 32, size, size), layout, dtype)
-    text = fusedtrain.explain("depthwise_bn_act_se", x, torch.ones(32, 1, 3, 3), None, act)
-    assert text.startswith(f"depthwise_bn_act_se: {chosen} runs")
-
-
 X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
 SE = (torch.ones(2, 3), None, torch.ones(3, 2), None)
 

@@ -85,14 +85,6 @@ class _BlockImpl(Impl):
     conv_backward: Callable | None = None
 
 
-def _slower(x: Tensor, weight=None, se=None, act: int | None = None) -> str | None:
-    """Without gate and activation stock layers keep as little; measured 0.83 to 0.91 of them, benchmarks/LOG.md."""
-    bare = se is None and act == _codes.ACTIVATIONS.index("identity")
-    if not bare or x.dtype != torch.float32 or not _common.is_channels_last(x) or x.numel() >= 1_400_000:
-        return None
-    return "channels_last float32 images of fewer than 1,400,000 elements, no gate, no activation: stock was faster"
-
-
 def _why_not_cuda(x: Tensor, *_) -> str:
     return _common.why_not_cuda(x) or "depthwise_bn_act_se has no CUDA kernels yet; its single ops run"
 
@@ -107,7 +99,7 @@ IMPLS = register(
     {
         "cuda": _BlockImpl(_OP.default, _BACKWARD.default, _why_not_cuda),
         "cpu": _BlockImpl(
-            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower),
+            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, None),
             torch.ops.fusedtrain.depthwise_bn_act_se_reduce.default,
             torch.ops.fusedtrain.depthwise_bn_act_se_conv_backward.default,
         ),
@@ -364,7 +356,7 @@ def depthwise_bn_act_se(
     if after:
         _check_projection(conv[0], conv[1].shape[0], *after)
     group = process_group if training else None
-    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se, names[0])
+    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
     if impl.backward is None or 0 in x.shape or (se is None and impl is not IMPLS["cpu"]):
         norm = (*running, *affine, training, momentum, eps)
         y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
