@@ -22,6 +22,7 @@ AMSGRAD = tl.constexpr(_codes.RULES.index("amsgrad"))
 SGD = tl.constexpr(_codes.RULES.index("sgd"))
 MOMENTUM = tl.constexpr(_codes.RULES.index("momentum"))
 LION = tl.constexpr(_codes.RULES.index("lion"))
+RMSPROP = tl.constexpr(_codes.RULES.index("rmsprop"))
 RMSPROP_MOMENTUM = tl.constexpr(_codes.RULES.index("rmsprop_momentum"))
 RMSPROP_CENTERED = tl.constexpr(_codes.RULES.index("rmsprop_centered"))
 RMSPROP_CENTERED_MOMENTUM = tl.constexpr(_codes.RULES.index("rmsprop_centered_momentum"))
@@ -29,6 +30,10 @@ ADAN = tl.constexpr(_codes.RULES.index("adan"))
 LAMB = tl.constexpr(_codes.RULES.index("lamb"))
 NOVOGRAD = tl.constexpr(_codes.RULES.index("novograd"))
 NOVOGRAD_AMSGRAD = tl.constexpr(_codes.RULES.index("novograd_amsgrad"))
+LION_CAUTIOUS = tl.constexpr(_codes.RULES.index("lion_cautious"))
+RMSPROP_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_momentum_cautious"))
+RMSPROP_CENTERED_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_centered_momentum_cautious"))
+ADAN_CAUTIOUS = tl.constexpr(_codes.RULES.index("adan_cautious"))
 
 # Columns of the table. COUNTED holds the step where it is to be counted: neighbours may share one.
 PARAM, GRAD, STATE, EMA, SCALAR, STEP, COUNTED = (tl.constexpr(i) for i in (2, 3, 4, 8, 9, 11, 12))
@@ -43,6 +48,7 @@ def _log(beta: float) -> float:
 
 def _numbers(rule: str, lr: float, weight_decay: float, decoupled: bool, c: Sequence[float]) -> tuple[float, ...]:
     """What a rule takes from the host: shrink and l2 of the weight decay, then its own."""
+    rule = rule.removesuffix("_cautious")
     decay = (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
     if rule in ("adam", "amsgrad"):
         return *decay, 1.0 - c[0], c[1], 1.0 - c[1], lr, _log(c[0]), _log(c[1]), c[2]
@@ -77,8 +83,10 @@ def _constants(c, step, ratio, RULE: tl.constexpr):
     if RULE == ADAM or RULE == AMSGRAD:
         a = c[5] / _correction(c[6], step)
         b = 1.0 / tl.sqrt(_correction(c[7], step))
-    elif RULE == ADAN:
+    elif RULE == ADAN or RULE == ADAN_CAUTIOUS:
         a = c[2] / _correction(c[5], step)
+        if RULE == ADAN_CAUTIOUS:
+            a *= ratio
         b = c[2] * c[6] / _correction(c[8], step)
         d = 1.0 / tl.sqrt(_correction(c[11], step))
     elif RULE == LAMB:
@@ -115,14 +123,50 @@ def _advance(g, s0, s1, c, RULE: tl.constexpr):
 
 
 @triton.jit
-def _squares(p, g, s0, s1, c, k, RULE: tl.constexpr):
+def _direction_of(p, g, s0, s1, s2, c, RULE: tl.constexpr):
+    """Parameter and gradient after weight decay, the direction that caution is about, and the states so far."""
+    if RULE == ADAN or RULE == ADAN_CAUTIOUS:
+        s0 = s0 + c[4] * (g - s0)
+        u = s0
+    elif RULE == LION or RULE == LION_CAUTIOUS:
+        p, g = _decay(p, g, c)
+        u = c[3] * s0 + c[4] * g
+        s0 = c[5] * s0 + c[6] * g
+    else:
+        p, g = _decay(p, g, c)
+        s0 = c[2] * s0 + c[3] * g * g
+        v = s0
+        if RULE == RMSPROP_CENTERED:
+            s1 = s1 + c[3] * (g - s1)
+            v = _at_least(v - s1 * s1, 0.0)  # a constant gradient has no variance, whatever the rounding
+        elif RULE == RMSPROP_CENTERED_MOMENTUM or RULE == RMSPROP_CENTERED_MOMENTUM_CAUTIOUS:
+            s2 = s2 + c[3] * (g - s2)
+            v = _at_least(v - s2 * s2, 0.0)
+        u = c[7] * g / (tl.sqrt_rn(v + c[5]) + c[4])
+        if RULE != RMSPROP and RULE != RMSPROP_CENTERED:
+            s1 = c[6] * s1 + u
+            u = s1
+    return p, g, u, s0, s1, s2
+
+
+@triton.jit
+def _squares(p, g, s0, s1, s2, c, k, RULE: tl.constexpr):
     """What a rule sums over a parameter."""
     if RULE == LAMB:
         p = p * c[0]
         u = _direction(p, s0, s1, c, k)
         return p * p, u * u
-    else:
+    elif RULE == NOVOGRAD or RULE == NOVOGRAD_AMSGRAD:
         return g * g, g * 0.0
+    else:
+        p, g, u, s0, s1, s2 = _direction_of(p, g, s0, s1, s2, c, RULE)
+        return _agreeing(u, g), g * 0.0
+
+
+@triton.jit
+def _agreeing(u, g):
+    """1 where a direction points as the gradient does, else 0."""
+    return tl.where(u * g > 0.0, 1.0, 0.0)
 
 
 @triton.jit
@@ -144,19 +188,23 @@ def _update(p, g, s0, s1, s2, s3, c, k, RULE: tl.constexpr):
         p, g = _decay(p, g, c)
         s0 = c[3] * s0 + c[4] * g
         p = p - c[2] * tl.where(c[5] != 0.0, g + c[3] * s0, s0)
-    elif RULE == LION:
-        p, g = _decay(p, g, c)
-        u = c[3] * s0 + c[4] * g
-        s0 = c[5] * s0 + c[6] * g
-        p = p - tl.where(u > 0.0, c[2], tl.where(u < 0.0, -c[2], 0.0))  # sign(NaN) = 0, as in torch
-    elif RULE == ADAN:
+    elif RULE == LION or RULE == LION_CAUTIOUS:
+        p, g, u, s0, s1, s2 = _direction_of(p, g, s0, s1, s2, c, RULE)
+        step = c[2]
+        if RULE == LION_CAUTIOUS:
+            step = c[2] * k[0]
+            u = u * _agreeing(u, g)
+        p = p - tl.where(u > 0.0, step, tl.where(u < 0.0, -step, 0.0))  # sign(NaN) = 0, as in torch
+    elif RULE == ADAN or RULE == ADAN_CAUTIOUS:
         difference = tl.where(s3 == s3, s3 + g, 0.0)
-        s0 = s0 + c[4] * (g - s0)
+        p, g, u, s0, s1, s2 = _direction_of(p, g, s0, s1, s2, c, RULE)
         s2 = c[6] * s2 + c[7] * difference
         ahead = g + c[6] * difference
         s1 = c[9] * s1 + c[10] * ahead * ahead
         s3 = -g
-        u = (k[0] * s0 + k[1] * s2) / (tl.sqrt_rn(s1) * k[2] + c[12])
+        if RULE == ADAN_CAUTIOUS:
+            u = u * _agreeing(u, g)
+        u = (k[0] * u + k[1] * s2) / (tl.sqrt_rn(s1) * k[2] + c[12])
         p = (p * c[0] - u) * c[1]
     elif RULE == LAMB:
         p = p * c[0]
@@ -166,19 +214,9 @@ def _update(p, g, s0, s1, s2, s3, c, k, RULE: tl.constexpr):
         s0 = c[3] * s0 + c[4] * u
         p = p - c[2] * s0
     else:
-        p, g = _decay(p, g, c)
-        s0 = c[2] * s0 + c[3] * g * g
-        v = s0
-        if RULE == RMSPROP_CENTERED:
-            s1 = s1 + c[3] * (g - s1)
-            v = _at_least(v - s1 * s1, 0.0)  # a constant gradient has no variance, whatever the rounding
-        elif RULE == RMSPROP_CENTERED_MOMENTUM:
-            s2 = s2 + c[3] * (g - s2)
-            v = _at_least(v - s2 * s2, 0.0)
-        u = c[7] * g / (tl.sqrt_rn(v + c[5]) + c[4])
-        if RULE == RMSPROP_MOMENTUM or RULE == RMSPROP_CENTERED_MOMENTUM:
-            s1 = c[6] * s1 + u
-            u = s1
+        p, g, u, s0, s1, s2 = _direction_of(p, g, s0, s1, s2, c, RULE)
+        if RULE == RMSPROP_MOMENTUM_CAUTIOUS or RULE == RMSPROP_CENTERED_MOMENTUM_CAUTIOUS:
+            u = u * _agreeing(u, g) * k[0]
         p = p - c[8] * u
     return p, s0, s1, s2, s3
 
@@ -262,7 +300,8 @@ def _first_pass(pointers, at, inside, factor, c, k, RULE: tl.constexpr, STATES: 
         _store_state(pointers, at, s1, inside, 1, STATES)
         s0 = s0.to(pointers[2].dtype.element_ty).to(tl.float32)  # as the second pass reads them
         s1 = s1.to(pointers[3].dtype.element_ty).to(tl.float32)
-    first, second = _squares(p, g, s0, s1, c, k, RULE)
+    s2 = _load_state(pointers, at, inside, 2, STATES)
+    first, second = _squares(p, g, s0, s1, s2, c, k, RULE)
     return tl.where(inside, first, 0.0), tl.where(inside, second, 0.0)
 
 
@@ -364,6 +403,30 @@ def _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK: tl.constexpr,
 
 
 @triton.jit
+def _ratio(table_ptr, count, row, first, second, runs, c, RULE: tl.constexpr, SHARE: tl.constexpr):
+    """What a rule makes of the sums over one parameter."""
+    if RULE == LAMB:
+        usable = (c[10] != 0.0) & (first > 0.0) & (second > 0.0)
+        ratio = tl.where(usable, tl.sqrt(first) / tl.sqrt(tl.where(usable, second, 1.0)), 1.0)
+        ratio = tl.where((c[11] != 0.0) & (ratio > 1.0), 1.0, ratio)
+    elif SHARE:
+        share = first / tl.where(second > 0.0, second, 1.0)
+        ratio = 1.0 / tl.where(share > 1e-3, share, 1e-3)
+    else:
+        v_ptr = _lists.entry(table_ptr, count, row, SCALAR).to(tl.pointer_type(tl.float32))
+        v = tl.load(v_ptr)
+        v = tl.where(v == 0.0, first, c[5] * v.to(tl.float64) + c[6] * first).to(tl.float32)
+        tl.store(v_ptr, v, mask=runs)
+        if RULE == NOVOGRAD_AMSGRAD:
+            top_ptr = _lists.entry(table_ptr, count, row, SCALAR + 1).to(tl.pointer_type(tl.float32))
+            top = tl.load(top_ptr)
+            v = tl.where(top > v, top, v)
+            tl.store(top_ptr, v, mask=runs)
+        ratio = 1.0 / (tl.sqrt(v.to(tl.float64)) + c[7])
+    return ratio
+
+
+@triton.jit
 def optimizer_step_ratio_kernel(
     table_ptr,
     partial_ptr,  # [2, programs]
@@ -377,6 +440,7 @@ def optimizer_step_ratio_kernel(
     RULE: tl.constexpr,
     SKIP: tl.constexpr,
     GIVEN: tl.constexpr,
+    SHARE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -386,26 +450,13 @@ def optimizer_step_ratio_kernel(
         first, second = tl.load(sums_ptr + 2 * row), tl.load(sums_ptr + 2 * row + 1)
     else:
         first, second = _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK, BLOCK)
-        if sums_ptr is not None:  # what follows is left to another call
-            tl.store(sums_ptr + 2 * row, first, mask=runs)
-            tl.store(sums_ptr + 2 * row + 1, second, mask=runs)
-            return
-    if RULE == LAMB:
-        usable = (c[10] != 0.0) & (first > 0.0) & (second > 0.0)
-        ratio = tl.where(usable, tl.sqrt(first) / tl.sqrt(tl.where(usable, second, 1.0)), 1.0)
-        ratio = tl.where((c[11] != 0.0) & (ratio > 1.0), 1.0, ratio)
+        if SHARE:
+            second = _lists.entry(table_ptr, count, row, _lists.NUMEL).to(tl.float64)
+    if sums_ptr is not None and not GIVEN:  # the rest is left to another call
+        tl.store(sums_ptr + 2 * row, first, mask=runs)
+        tl.store(sums_ptr + 2 * row + 1, second, mask=runs)
     else:
-        v_ptr = _lists.entry(table_ptr, count, row, SCALAR).to(tl.pointer_type(tl.float32))
-        v = tl.load(v_ptr)
-        v = tl.where(v == 0.0, first, c[5] * v.to(tl.float64) + c[6] * first).to(tl.float32)
-        tl.store(v_ptr, v, mask=runs)
-        if RULE == NOVOGRAD_AMSGRAD:
-            top_ptr = _lists.entry(table_ptr, count, row, SCALAR + 1).to(tl.pointer_type(tl.float32))
-            top = tl.load(top_ptr)
-            v = tl.where(top > v, top, v)
-            tl.store(top_ptr, v, mask=runs)
-        ratio = 1.0 / (tl.sqrt(v.to(tl.float64)) + c[7])
-    tl.store(ratio_ptr + row, ratio)
+        tl.store(ratio_ptr + row, _ratio(table_ptr, count, row, first, second, runs, c, RULE, SHARE))
 
 
 @triton.jit
@@ -537,6 +588,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
                 table.programs,
                 **flags,
                 GIVEN=sums_given,
+                SHARE=name.endswith("_cautious"),
                 CHUNK=_lists.CHUNK,
                 BLOCK=RATIO_BLOCK,
                 **_lists.OPTIONS,

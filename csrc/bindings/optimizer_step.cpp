@@ -25,12 +25,12 @@ T* scalar(const char* name, const std::optional<Tensor>& t, const Tensor& like, 
 
 struct RuleInfo {
   int64_t states, scalars;
-  bool norms;
+  bool norms, share;
 };
 
 RuleInfo info_of(Rule rule) {
   RuleInfo info{};
-  visit_rule<float>(rule, [&]<class R>() { info = {R::kStates, R::kScalars, R::kNorms}; });
+  visit_rule<float>(rule, [&]<class R>() { info = {R::kStates, R::kScalars, R::kNorms, R::kShare}; });
   return info;
 }
 
@@ -142,6 +142,7 @@ void step_with_norms(OptimizerStep a) {
   a.partial = partial.data();
   a.ratio = ratio.data();
   if (a.sums == nullptr) a.sums = own.data();
+  const RuleInfo info = info_of(a.rule);
   for (int64_t i = 0, next = 0; i < a.count; i = next) {
     while (next < a.count && (next == i || a.first_chunk[next + 1] - a.first_chunk[i] <= kBatchChunks)) ++next;
     const int64_t begin = a.first_chunk[i], end = a.first_chunk[next];
@@ -153,6 +154,7 @@ void step_with_norms(OptimizerStep a) {
           a.sums[2 * k + j] = 0;
           for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) a.sums[2 * k + j] += partial[2 * c + j];
         }
+        if (info.share) a.sums[2 * k + 1] = double(a.tensors[k].numel);
       }
     }
     if (a.sums_only) continue;

@@ -9,9 +9,10 @@
 //
 // A rule with kNorms needs sums over the whole parameter, so a pass goes before this one:
 //   rule.advance(g, s)                        with kStatesFirst: s becomes the new state here, and not in the last pass
-//   rule.norms(p, g, s, squares)              what is to be summed
+//   rule.norms(p, g, s, squares)              what is to be summed; with kShare sums[1] is the number of elements
 //   ratio = R::ratio(h, sums, scalars)        once per parameter; scalars: kScalars numbers that it keeps
 #include <cmath>
+#include <type_traits>
 
 #include "core/activation.h"
 
@@ -32,9 +33,13 @@ enum class Rule : int32_t {
   kLamb,
   kNovograd,
   kNovogradAmsgrad,
+  kLionCautious,
+  kRmspropMomentumCautious,
+  kRmspropCenteredMomentumCautious,
+  kAdanCautious,
 };
 
-constexpr int kRules = int(Rule::kNovogradAmsgrad) + 1;
+constexpr int kRules = int(Rule::kAdanCautious) + 1;
 constexpr int kMaxStates = 4;
 constexpr int kMaxScalars = 2;
 constexpr int kCoefficients = 7;
@@ -63,10 +68,31 @@ struct WeightDecay {
 
 // `kUnsigned` is a set of bits: the states that are squares or averages of squares.
 struct OnePass {
-  static constexpr bool kNorms = false, kStatesFirst = false;
+  static constexpr bool kNorms = false, kStatesFirst = false, kShare = false;
   static constexpr int kScalars = 0;
   static constexpr unsigned kUnsigned = 0;
 };
+
+// Liang et al.: Cautious Optimizers, https://arxiv.org/abs/2411.16085, as in timm: of a direction u what has another
+// sign than the gradient is left out, and the rest is divided by its share of the parameter, 1/1000 at least.
+struct Cautious {
+  static constexpr bool kNorms = true, kStatesFirst = false, kShare = true;
+  static constexpr int kScalars = 0;
+  static constexpr unsigned kUnsigned = 0;
+  FUSEDTRAIN_HD static double ratio(const Hyper&, const double* sums, float* const*) {
+    const double share = sums[0] / sums[1];
+    return 1 / (share > 1e-3 ? share : 1e-3);
+  }
+};
+
+template <bool kCautious>
+using MaybeCautious = std::conditional_t<kCautious, Cautious, OnePass>;
+
+// 1 where u points as g does, else 0.
+template <class V>
+FUSEDTRAIN_HD V agreeing(V u, V g) {
+  return vselect(u * g > V(0), V(1), V(0));
+}
 
 // Kingma, Ba: Adam, https://arxiv.org/abs/1412.6980; decoupled: AdamW, https://arxiv.org/abs/1711.05101;
 // kAmsgrad: https://arxiv.org/abs/1904.09237. c = {beta1, beta2, eps}.
@@ -133,34 +159,42 @@ struct Momentum : OnePass {
 
 // Chen et al.: Symbolic Discovery of Optimization Algorithms, https://arxiv.org/abs/2302.06675. c = {beta1, beta2}.
 //   p = p - lr sign(beta1 m + (1 - beta1) g)          m = beta2 m + (1 - beta2) g          sign(NaN) = 0, as in torch
-template <class A>
-struct Lion : OnePass {
+template <class A, bool kCautious = false>
+struct Lion : MaybeCautious<kCautious> {
   static constexpr int kStates = 1;
   WeightDecay<A> decay;
   A lr, beta1, rate1, beta2, rate2;
-  FUSEDTRAIN_HD Lion(const Hyper& h, double, double)
-      : decay(h), lr(A(h.lr)), beta1(A(h.c[0])), rate1(A(1 - h.c[0])), beta2(A(h.c[1])), rate2(A(1 - h.c[1])) {}
+  FUSEDTRAIN_HD Lion(const Hyper& h, double, double ratio)
+      : decay(h), lr(A(h.lr * ratio)), beta1(A(h.c[0])), rate1(A(1 - h.c[0])), beta2(A(h.c[1])), rate2(A(1 - h.c[1])) {}
+  template <class V>
+  FUSEDTRAIN_HD void norms(V p, V g, const V* s, V* squares) const {
+    decay(p, g);
+    squares[0] = agreeing(V(beta1) * s[0] + V(rate1) * g, g);
+  }
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
     decay(p, g);
-    const V u = V(beta1) * s[0] + V(rate1) * g;
+    V u = V(beta1) * s[0] + V(rate1) * g;
     s[0] = V(beta2) * s[0] + V(rate2) * g;
+    if constexpr (kCautious) u = u * agreeing(u, g);
     return p - vselect(u > V(A(0)), V(lr), vselect(u < V(A(0)), V(-lr), V(A(0))));
   }
 };
+template <class A>
+using LionCautious = Lion<A, true>;
 
 // Hinton: lecture 6e, https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf; centered: Graves,
 // https://arxiv.org/abs/1308.0850. c = {alpha, eps, eps in the root: 0 or 1, momentum, lr in the momentum: 0 or 1}; the
 // flags are 0 in torch.optim.RMSprop and 1 in TensorFlow.
 //   v = alpha v + (1 - alpha) g^2          a = a + (1 - alpha) (g - a)          u = g / (sqrt(v - a^2) + eps)
 //   p = p - lr u, or b = momentum b + u, p = p - lr b          states: v, b, a, as many as there are
-template <class A, bool kMomentum = false, bool kCentered = false>
-struct Rmsprop : OnePass {
+template <class A, bool kMomentum = false, bool kCentered = false, bool kCautious = false>
+struct Rmsprop : MaybeCautious<kCautious> {
   static constexpr int kStates = 1 + kMomentum + kCentered;
   static constexpr unsigned kUnsigned = 0b1;
   WeightDecay<A> decay;
   A alpha, rate, eps, eps_in_root, momentum, into_buffer, from_buffer;
-  FUSEDTRAIN_HD Rmsprop(const Hyper& h, double, double)
+  FUSEDTRAIN_HD Rmsprop(const Hyper& h, double, double ratio)
       : decay(h),
         alpha(A(h.c[0])),
         rate(A(1 - h.c[0])),
@@ -168,10 +202,10 @@ struct Rmsprop : OnePass {
         eps_in_root(A(h.c[2] != 0 ? h.c[1] : 0)),
         momentum(A(h.c[3])),
         into_buffer(A(h.c[4] != 0 ? h.lr : 1)),
-        from_buffer(A(h.c[4] != 0 ? 1 : h.lr)) {}
+        from_buffer(A((h.c[4] != 0 ? 1 : h.lr) * ratio)) {}
+  // The states become the new ones; returns the direction without the momentum.
   template <class V>
-  FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
-    decay(p, g);
+  FUSEDTRAIN_HD V advance(V g, V* s) const {
     V v = s[0] = V(alpha) * s[0] + V(rate) * g * g;
     if constexpr (kCentered) {
       V& mean = s[1 + kMomentum];
@@ -179,8 +213,23 @@ struct Rmsprop : OnePass {
       v = at_least(v - mean * mean, V(A(0)));  // a constant gradient has no variance, whatever the rounding
     }
     const V u = g / (vsqrt(v + V(eps_in_root)) + V(eps));
+    if constexpr (kMomentum) s[1] = V(momentum) * s[1] + V(into_buffer) * u;
+    return u;
+  }
+  template <class V>
+  FUSEDTRAIN_HD void norms(V p, V g, const V* s, V* squares) const {
+    V own[kStates];
+    for (int k = 0; k < kStates; ++k) own[k] = s[k];
+    decay(p, g);
+    advance(g, own);
+    squares[0] = agreeing(own[1], g);
+  }
+  template <class V>
+  FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
+    decay(p, g);
+    const V u = advance(g, s);
     if constexpr (!kMomentum) return p - V(into_buffer * from_buffer) * u;
-    s[1] = V(momentum) * s[1] + V(into_buffer) * u;
+    if constexpr (kCautious) return p - V(from_buffer) * (s[1] * agreeing(s[1], g));
     return p - V(from_buffer) * s[1];
   }
 };
@@ -190,12 +239,12 @@ struct Rmsprop : OnePass {
 //   d' = g - g_before (0 at first)          m = m + (1 - beta1) (g - m)          d = beta2 d + (1 - beta2) d'
 //   v = beta3 v + (1 - beta3) (g + beta2 d')^2
 //   p = (p - lr (m / (1 - beta1^t) + beta2 d / (1 - beta2^t)) / (sqrt(v) / sqrt(1 - beta3^t) + eps)) / (1 + lr decay)
-template <class A>
-struct Adan : OnePass {
+template <class A, bool kCautious = false>
+struct Adan : MaybeCautious<kCautious> {
   static constexpr int kStates = 4;
   static constexpr unsigned kUnsigned = 0b10;
   A shrink, prox, rate1, beta2, rate2, beta3, rate3, size_m, size_d, scale, eps;
-  FUSEDTRAIN_HD Adan(const Hyper& h, double step, double)
+  FUSEDTRAIN_HD Adan(const Hyper& h, double step, double ratio)
       : shrink(A(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
         prox(A(h.decoupled ? 1 : 1 / (1 + h.lr * h.weight_decay))),
         rate1(A(1 - h.c[0])),
@@ -203,10 +252,14 @@ struct Adan : OnePass {
         rate2(A(1 - h.c[1])),
         beta3(A(h.c[2])),
         rate3(A(1 - h.c[2])),
-        size_m(A(h.lr / (1 - ::pow(h.c[0], step)))),
+        size_m(A(h.lr * ratio / (1 - ::pow(h.c[0], step)))),
         size_d(A(h.lr * h.c[1] / (1 - ::pow(h.c[1], step)))),
         scale(A(1 / ::sqrt(1 - ::pow(h.c[2], step)))),
         eps(A(h.c[3])) {}
+  template <class V>
+  FUSEDTRAIN_HD void norms(V, V g, const V* s, V* squares) const {
+    squares[0] = agreeing(s[0] + V(rate1) * (g - s[0]), g);
+  }
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
     const V difference = vselect(s[3] == s[3], s[3] + g, V(A(0)));
@@ -215,10 +268,13 @@ struct Adan : OnePass {
     const V ahead = g + V(beta2) * difference;
     s[1] = V(beta3) * s[1] + V(rate3) * ahead * ahead;
     s[3] = -g;
-    const V u = (V(size_m) * s[0] + V(size_d) * s[2]) / (vsqrt(s[1]) * V(scale) + V(eps));
+    const V m = kCautious ? s[0] * agreeing(s[0], g) : s[0];
+    const V u = (V(size_m) * m + V(size_d) * s[2]) / (vsqrt(s[1]) * V(scale) + V(eps));
     return (p * V(shrink) - u) * V(prox);
   }
 };
+template <class A>
+using AdanCautious = Adan<A, true>;
 
 // You et al.: LAMB, https://arxiv.org/abs/1904.00962, as in timm. c = {beta1, beta2, eps, rate of the gradient in m,
 // bias correction: 0 or 1, trust ratio: 0 or 1, ratio at most 1: 0 or 1}. Decoupled decay shrinks p first.
@@ -226,7 +282,7 @@ struct Adan : OnePass {
 //   u = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + decay p          p = p - lr |p| / |u| u
 template <class A>
 struct Lamb {
-  static constexpr bool kNorms = true, kStatesFirst = true;
+  static constexpr bool kNorms = true, kStatesFirst = true, kShare = false;
   static constexpr int kStates = 2, kScalars = 0;
   static constexpr unsigned kUnsigned = 0b10;
   A shrink, l2, beta1, rate1, beta2, rate2, correction, scale, eps, step_size;
@@ -276,7 +332,7 @@ struct Lamb {
 //   p = p - lr m
 template <class A, bool kAmsgrad = false>
 struct Novograd {
-  static constexpr bool kNorms = true, kStatesFirst = false;
+  static constexpr bool kNorms = true, kStatesFirst = false, kShare = false;
   static constexpr int kStates = 1, kScalars = kAmsgrad ? 2 : 1;
   static constexpr unsigned kUnsigned = 0;
   WeightDecay<A> decay;
@@ -333,6 +389,14 @@ void visit_rule(Rule rule, F&& f) {
       return f.template operator()<Novograd<A>>();
     case Rule::kNovogradAmsgrad:
       return f.template operator()<Novograd<A, true>>();
+    case Rule::kLionCautious:
+      return f.template operator()<LionCautious<A>>();
+    case Rule::kRmspropMomentumCautious:
+      return f.template operator()<Rmsprop<A, true, false, true>>();
+    case Rule::kRmspropCenteredMomentumCautious:
+      return f.template operator()<Rmsprop<A, true, true, true>>();
+    case Rule::kAdanCautious:
+      return f.template operator()<AdanCautious<A>>();
   }
 }
 

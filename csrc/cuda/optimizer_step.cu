@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kThreads) optimizer_step_ratio_kernel(const __
     sums[k] = block_sum(sum, shared_memory<double>());
   }
   if (threadIdx.x > 0) return;
+  if (R::kShare && !a.sums_given) sums[1] = static_cast<double>(s.rows[row].numel);
   if (!a.sums_only) {
     a.ratio[s.begin + row] = R::ratio(hyper_of(a), sums, s.rows[row].scalars);
   } else {

@@ -27,6 +27,10 @@ RULES = (
     "lamb",
     "novograd",
     "novograd_amsgrad",
+    "lion_cautious",
+    "rmsprop_momentum_cautious",
+    "rmsprop_centered_momentum_cautious",
+    "adan_cautious",
 )
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 

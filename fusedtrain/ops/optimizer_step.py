@@ -6,7 +6,7 @@ r"""optimizer_step: clipping, unscaling, update, averaging and zeroing for a lis
     e \leftarrow e + (1 - d)(p - e)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ RULES = {
         ("exp_avg",), (*_BETAS, "grad_rate"), counts=True, scalars=("exp_avg_sq", "max_exp_avg_sq")
     ),
 }
+CAUTIOUS = ("lion", "rmsprop_momentum", "rmsprop_centered_momentum", "adan")
+RULES |= {f"{rule}_cautious": RULES[rule] for rule in CAUTIOUS}
 
 
 def is_signed(state: str) -> bool:
@@ -120,15 +122,21 @@ def _momentum(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) ->
     return p - h.lr * (g + momentum * s[0] if nesterov else s[0])
 
 
-def _lion(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+def _as_it_is(u: Tensor, g: Tensor) -> Tensor:
+    return u
+
+
+def _lion(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, caution=_as_it_is) -> Tensor:
     beta1, beta2 = h.coefficients
     p, g = h.decay(p, g)
-    update = (beta1 * s[0] + (1 - beta1) * g).sign()
+    update = caution((beta1 * s[0] + (1 - beta1) * g).sign(), g)
     s[0] = beta2 * s[0] + (1 - beta2) * g
     return p - h.lr * update
 
 
-def _rmsprop(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, momentum=False, centered=False) -> Tensor:
+def _rmsprop(
+    p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, momentum=False, centered=False, caution=_as_it_is
+) -> Tensor:
     alpha, eps, eps_in_root, rate, lr_in_momentum = h.coefficients
     p, g = h.decay(p, g)
     v = s[0] = alpha * s[0] + (1 - alpha) * g * g
@@ -139,10 +147,10 @@ def _rmsprop(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, mom
     if not momentum:
         return p - h.lr * u
     s[1] = rate * s[1] + (h.lr * u if lr_in_momentum else u)
-    return p - (s[1] if lr_in_momentum else h.lr * s[1])
+    return p - caution(s[1], g) * (1 if lr_in_momentum else h.lr)
 
 
-def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Tensor:
+def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, caution=_as_it_is) -> Tensor:
     beta1, beta2, beta3, eps = h.coefficients
     difference = torch.where(s[3].isnan(), 0.0, s[3] + g)
     s[0] = s[0].lerp(g, 1 - beta1)
@@ -152,7 +160,7 @@ def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> Ten
     s[3] = -g
     size_m, size_d = h.lr / (1 - beta1**step), h.lr * beta2 / (1 - beta2**step)
     scale = (1 - beta3**step).sqrt()
-    u = (size_m.to(p.dtype) * s[0] + size_d.to(p.dtype) * s[2]) / (s[1].sqrt() / scale.to(p.dtype) + eps)
+    u = (size_m.to(p.dtype) * caution(s[0], g) + size_d.to(p.dtype) * s[2]) / (s[1].sqrt() / scale.to(p.dtype) + eps)
     decay = h.lr * h.weight_decay
     return p * (1 - decay) - u if h.decoupled else (p - u) / (1 + decay)
 
@@ -194,6 +202,28 @@ def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, su
     return p - h.lr * s[0]
 
 
+def _share_of(function: Callable) -> Callable:
+    """How many elements of a rule's direction have the sign of the gradient, and of how many."""
+
+    def sums(*arguments) -> Tensor:
+        found = []
+        function(*arguments, caution=lambda u, g: found.append((u * g > 0).sum().double()) or u)
+        return torch.stack([found[0], torch.full_like(found[0], arguments[0].numel())])
+
+    return sums
+
+
+def _cautious(function: Callable) -> Callable:
+    """The rule without those elements of its direction, see csrc/core/update_rule.h."""
+
+    def rule(*arguments) -> Tensor:
+        *arguments, sums = arguments
+        over = 1 / (sums[0] / sums[1]).clamp(min=1e-3)
+        return function(*arguments, caution=lambda u, g: u * ((u * g > 0).to(u.dtype) * over.to(u.dtype)))
+
+    return rule
+
+
 # Of the rules that need sums over the whole parameter first.
 SUMMED = {"lamb": _lamb_sums, "novograd": _novograd_sums, "novograd_amsgrad": _novograd_sums}
 _FUNCTIONS = {
@@ -211,6 +241,9 @@ _FUNCTIONS = {
     "novograd": _novograd,
     "novograd_amsgrad": _novograd,
 }
+for _rule in CAUTIOUS:
+    SUMMED[f"{_rule}_cautious"] = _share_of(_FUNCTIONS[_rule])
+    _FUNCTIONS[f"{_rule}_cautious"] = _cautious(_FUNCTIONS[_rule])
 
 
 def _factor_and_skip(o: Options, clip_eps: float) -> tuple[Tensor, bool]:

@@ -27,6 +27,7 @@ class FusedStep(torch.optim.Optimizer):
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
     _step_is_int = False  # they are saved as int, as the counterpart has them
+    _refused: ClassVar[tuple[str, ...]] = ()  # options of the counterpart
 
     # GradScaler then hands over its scale and what it found instead of a pass of its own.
     _step_supports_amp_scaling = True
@@ -360,10 +361,10 @@ class FusedStep(torch.optim.Optimizer):
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
 
         Raises:
-            NotImplementedError: a group was trained with ``caution=True``.
+            NotImplementedError: a group was trained with an option that is not supported here.
         """
         for group in state_dict["param_groups"]:
-            self._refuse(caution=group.get("caution"))
+            self._refuse(**{name: group.get(name) for name in self._refused})
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             if self._step_of_group and "step" in group and group["params"]:

@@ -22,14 +22,13 @@ class Adan(FusedStep):
         eps: :math:`\epsilon`.
         weight_decay: :math:`\lambda`.
         no_prox: the parameter shrinks by :math:`1 - \eta \lambda` before the step instead.
-        caution: not supported.
+        caution: leaves out what has another sign than the gradient, as timm does.
         foreach: chooses among timm's implementations; without effect here.
         **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
             ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``caution`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
@@ -53,7 +52,6 @@ class Adan(FusedStep):
         **extras,
     ):
         check_arguments(betas, learning_rate=lr, epsilon_value=eps, weight_decay_value=weight_decay)
-        self._refuse(caution=caution)
         self._set_options(**extras)
         defaults = {
             "lr": lr,
@@ -68,7 +66,7 @@ class Adan(FusedStep):
 
     def _rule(self, group: dict) -> dict:
         return {
-            "rule": "adan",
+            "rule": "adan" + "_cautious" * group["caution"],
             "coefficients": (*map(float, group["betas"]), group["eps"]),
             "weight_decay": float(group["weight_decay"]),
             "decoupled": group["no_prox"],

@@ -1,5 +1,7 @@
 """LAMB with the arguments and the state of timm's."""
 
+from typing import ClassVar
+
 from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
 
 
@@ -21,7 +23,7 @@ class Lamb(FusedStep):
         max_grad_norm: divides all gradients by norm / max_grad_norm where the norm of all is larger; None: never.
         trust_clip: the ratio of the norms is 1 at most.
         always_adapt: scales parameters without weight decay too.
-        caution: not supported.
+        caution: not supported: the trust ratio needs the norm of what caution leaves.
         decoupled_decay: the parameter shrinks by :math:`1 - \eta \lambda` instead.
         corrected_weight_decay: decoupled decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
@@ -41,6 +43,7 @@ class Lamb(FusedStep):
     """
 
     _step_of_group = True
+    _refused: ClassVar = ("caution",)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ class Lion(FusedStep):
         lr: learning rate :math:`\eta`, a number or a tensor.
         betas: :math:`\beta_1, \beta_2`.
         weight_decay: :math:`\lambda`.
-        caution: not supported.
+        caution: leaves out what has another sign than the gradient, as timm does.
         corrected_weight_decay: the decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
         maximize: ascends.
@@ -25,7 +25,6 @@ class Lion(FusedStep):
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``caution`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
@@ -46,7 +45,6 @@ class Lion(FusedStep):
         **extras,
     ):
         check_arguments(betas, learning_rate=lr, weight_decay_value=weight_decay)
-        self._refuse(caution=caution)
         self._set_options(**extras)
         defaults = {
             "lr": lr,
@@ -62,7 +60,7 @@ class Lion(FusedStep):
 
     def _rule(self, group: dict) -> dict:
         return {
-            "rule": "lion",
+            "rule": "lion" + "_cautious" * group["caution"],
             "coefficients": tuple(map(float, group["betas"])),
             "weight_decay": corrected_decay(group),
             "decoupled": True,

@@ -8,7 +8,9 @@ from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay,
 
 
 def _rule(group: dict, eps_in_root: bool, lr_in_momentum: bool) -> dict:
-    name = "rmsprop" + "_centered" * bool(group["centered"]) + "_momentum" * (group["momentum"] > 0)
+    momentum = group["momentum"] > 0
+    name = "rmsprop" + "_centered" * bool(group["centered"]) + "_momentum" * momentum
+    name += "_cautious" * (momentum and group.get("caution", False))
     numbers = (group["alpha"], group["eps"], eps_in_root, group["momentum"], lr_in_momentum)
     return {"rule": name, "coefficients": tuple(map(float, numbers)), "weight_decay": float(group["weight_decay"])}
 
@@ -91,14 +93,13 @@ class RMSpropTF(FusedStep):
         corrected_weight_decay: decoupled decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
         lr_in_momentum: the buffer holds steps; else it holds directions, as torch's does.
-        caution: not supported.
+        caution: leaves out of the buffer's step what has another sign than the gradient, as timm does.
         foreach: chooses among timm's implementations; without effect here.
         **extras: ``max_grad_norm``, ``nonfinite``, ``ema_decay``, ``zero_grads``, ``state_dtype``,
             ``rounding``, ``master_weights``, ``seed``, see :class:`fusedtrain.optim.Adam`.
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``caution`` is set.
 
     Cost: reads the gradients once for the norm; then reads and writes everything once. No temporaries.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
@@ -132,7 +133,6 @@ class RMSpropTF(FusedStep):
             weight_decay_value=weight_decay,
             alpha_value=alpha,
         )
-        self._refuse(caution=caution)
         self._set_options(**extras)
         defaults = {
             "lr": lr,
