@@ -85,14 +85,31 @@ def _steps_of_timm() -> dict[str, tuple]:
     }
 
 
+def _steps_in_fewer_bits(dtype: torch.dtype) -> dict[str, tuple]:
+    """Beside torch's AdamW, which keeps all states in the dtype of the parameters."""
+    forms = {
+        "states in bfloat16": ((5, 0), torch.float32, {"state_dtype": torch.bfloat16}),
+        "states in 8 bits": ((4, 0), torch.float32, {"state_dtype": "8bit"}),
+        "stochastic rounding": ((7, 0), torch.bfloat16, {"rounding": "stochastic"}),
+        "Kahan": ((9, 0), torch.bfloat16, {"rounding": "kahan"}),
+        "master weights": ((3, 6), torch.bfloat16, {"master_weights": True}),
+    }
+    stock = _stock(torch.optim.AdamW, fused=True)
+    return {
+        f"AdamW, {name}": (passes, _steps(optim.AdamW, **arguments), stock)
+        for name, (passes, of, arguments) in forms.items()
+        if of == dtype
+    }
+
+
 def cases(dtype: torch.dtype) -> list[ListCase]:
-    found = []
-    for name, (passes, ours, stock) in (_steps_of_torch() | _steps_of_timm()).items():
+    found, narrow = [], _steps_in_fewer_bits(dtype)
+    for name, (passes, ours, stock) in (_steps_of_torch() | _steps_of_timm() | narrow).items():
         for network in NETWORKS:
             forms = dict(stock)
             if network == "efficientnet_b0" and "eager foreach" in forms:
                 forms["compile foreach"] = _compiled(forms["eager foreach"])
-            found.append(ListCase(f"{name} {network}", name, network, passes, ours, forms))
+            found.append(ListCase(f"{name} {network}", name, network, passes, ours, forms, name not in narrow))
     return found
 
 
