@@ -82,20 +82,21 @@ class _Where(NamedTuple):
 
 
 # CPUs with AVX-512: (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and
-# "eager" of benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv. A contiguous row shorter than a vector
-# wastes lanes; ragged channels cross lines and cannot be stored past the caches.
+# "eager" of benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the later table
+# of benchmarks/LOG.md. A contiguous row shorter than a vector wastes lanes; ragged channels cross lines and cannot be
+# stored past the caches.
 # Kernels that are not square, and other sizes up to those listed, go to stock at any size of x from _SMALL on. Larger
 # kernels, multipliers and dilation never do: stock bfloat16 convolutions with 31x31 kernels may not return, and stock
 # float32 gradients with a multiplier corrupt the heap.
 _VECTOR_BYTES = 64
 _SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
 _ALWAYS, _NEVER = _Where(mib=float("inf")), _Where()
-_SHORT, _RAGGED = _Where(columns=16), _Where(ragged_mib=float("inf"))
+_SHORT, _RAGGED = _Where(columns=14), _Where(ragged_mib=float("inf"))
 _STOCK_FASTER = {
     "forward": {
-        ("contiguous", torch.float32, 1): {3: _SHORT, 5: _SHORT, 7: _SHORT},
+        ("contiguous", torch.float32, 1): {3: _Where(columns=8), 5: _Where(columns=10), 7: _SHORT},
         ("contiguous", torch.float32, 2): {3: _Where(columns=8), 5: _SHORT},
-        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=14), 5: _SHORT, 7: _SHORT},
+        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=8), 5: _SHORT, 7: _SHORT},
         ("contiguous", torch.bfloat16, 2): {3: _Where(columns=8), 5: _SHORT},
         ("channels_last", torch.float32, 1): {3: _Where(ragged_mib=14), 5: _NEVER},
         ("channels_last", torch.float32, 2): {3: _Where(mib=50), 5: _ALWAYS},
@@ -103,7 +104,7 @@ _STOCK_FASTER = {
         ("channels_last", torch.bfloat16, 2): {3: _Where(mib=6), 5: _ALWAYS},
     },
     "backward": {
-        ("contiguous", torch.float32, 1): {3: _Where(columns=14)},
+        ("contiguous", torch.float32, 1): {3: _Where(columns=8)},
         ("contiguous", torch.bfloat16, 1): {3: _Where(columns=8)},
         ("channels_last", torch.float32, 1): {3: _NEVER},
         ("channels_last", torch.float32, 2): {3: _NEVER},
