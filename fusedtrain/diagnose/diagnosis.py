@@ -51,6 +51,7 @@ class Diagnosis:
         self.overhead = 0.0
         self.failure = ""
         self.keep_state, self.before = restore, None
+        self.remedies: dict = {}  # all that were considered, by name
         self.arm = Arm()
 
     @property
@@ -66,9 +67,16 @@ class Diagnosis:
 
     def plan(self, driver: Driver):
         """Yields the runs of the diagnosis to the driver."""
+        try:
+            yield from self._plan(driver)
+        finally:
+            for remedy in self.remedies.values():
+                if remedy.on_loader:
+                    remedy.source.close()
+
+    def _plan(self, driver: Driver):
         self.driver, self.inputs = driver, driver.instrument.inputs
         self.before = verify.Snapshot(driver) if self.keep_state else None
-        self.remedies: dict = {}
         self.stage("warming up")
         sizes = yield from measure.warm_up(driver)
         self.stage("A/A: the same run twice, how noisy is the machine?")

@@ -131,6 +131,10 @@ class LoaderSource:
                 return
 
     def close(self) -> None:
+        """Ends the workers. Left to the garbage collector, each may be waited for for 5 seconds."""
+        for owner in (self.iterator, self.loader):
+            if hasattr(owner, "_shutdown_workers"):
+                owner._shutdown_workers()
         self.iterator = None
 
 

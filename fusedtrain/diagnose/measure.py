@@ -174,7 +174,9 @@ def loader_rate(driver: Driver, workers: int) -> LoaderRate:
                 break
         waited = waits.read() - waited if workers == 0 else 0.0
         seconds = (time.perf_counter() - start - waited) / count
-        return agree(LoaderRate(workers, seconds, (time.process_time() - cpu) / count if workers == 0 else None))
+        cpu = (time.process_time() - cpu) / count if workers == 0 else None
+        source.close()
+        return agree(LoaderRate(workers, seconds, cpu))
 
 
 def loader_rates(driver: Driver, facts: Facts) -> None:

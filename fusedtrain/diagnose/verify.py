@@ -159,6 +159,7 @@ def check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
                 generator.set_state(state)
             source = LoaderSource(_Seeded(driver, extra))
             values.append((yield from losses(driver, Arm((*base, *new), source), snapshot)))
+            source.close()
         plain, changed = values
     else:
         source = CachedSource(driver.batches)
@@ -197,10 +198,13 @@ class _Seeded:
         torch.manual_seed(0)
         try:
             # the order of the samples is drawn at the first batch, or before it where there are workers
-            batches = iter(self.loader)
-            return itertools.chain([next(batches)], batches)
+            self.batches = iter(self.loader)
+            return itertools.chain([next(self.batches)], self.batches)
         finally:
             set_random_state(state)
+
+    def _shutdown_workers(self) -> None:
+        getattr(self.batches, "_shutdown_workers", lambda: None)()
 
 
 def _distance(one: list[float], other: list[float]) -> float:
