@@ -265,11 +265,11 @@ def fault_cost() -> float:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    tensor, times = torch.frombuffer(memory, dtype=torch.float32), []
+    tensor, times, waits = torch.frombuffer(memory, dtype=torch.float32), [], Waits()
     for _ in range(3):
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), waits.read()
         tensor.fill_(1.0)
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start - (waits.read() - waited))
     return agree(max(0.0, times[0] - min(times[1:])) / (size / mmap.PAGESIZE))
 
 
