@@ -206,6 +206,9 @@ def write(*new: dict) -> None:
     text += (
         f" processes in {len(verified)} scripts, and made {slower} of them slower. An empty cell was not measured.\n\n"
     )
+    present = sum(row.get("code") == code(FOLDER / f"{row['script']}.py") for row in table)
+    text += f"{present} of {len(table)} rows are of the present version of script and package (`code`); the next call"
+    text += " measures the others again.\n\n"
     aa = read(AA)
     if aa:
         total, won = (sum(int(row[name]) for row in aa) for name in ("runs", "false_wins"))
