@@ -19,6 +19,18 @@ FINISH_PARTS = 64  # parts that it adds at a time
 
 
 @triton.jit
+def moments(x, mask, count, first, shift, total, squares):
+    """Adds a tile of ``count`` pixels to sums about ``shift``, which the ``first`` sets; x is 0 outside the mask."""
+    mean = tl.sum(x, axis=1) / count
+    d = tl.where(mask, x - mean[:, None], 0.0)
+    shift = tl.where(first, mean, shift)
+    step, rest = mean - shift, tl.sum(d, axis=1)
+    total += rest + count * step
+    squares += tl.sum(d * d, axis=1) + step * (2.0 * rest + count * step)
+    return shift, total, squares
+
+
+@triton.jit
 def batch_norm_act_stats_kernel(
     x_ptr,  # images
     shift_ptr,  # [parts, c]: near the mean
@@ -44,12 +56,7 @@ def batch_norm_act_stats_kernel(
         offsets, mask = _images.tile(start, sample, channels, c, hw, BLOCK_HW, VEC, CHANNELS_LAST)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         count = tl.minimum(end - start, BLOCK_HW).to(tl.float32)
-        mean = tl.sum(x, axis=1) / count
-        d = tl.where(mask, x - mean[:, None], 0.0)
-        shift = tl.where(start == begin, mean, shift)
-        step, rest = mean - shift, tl.sum(d, axis=1)
-        total += rest + count * step
-        squares += tl.sum(d * d, axis=1) + step * (2.0 * rest + count * step)
+        shift, total, squares = moments(x, mask, count, start == begin, shift, total, squares)
     part = chunk * planes + sample * c + channels
     tl.store(shift_ptr + part, shift, mask=inside)
     tl.store(total_ptr + part, total, mask=inside)
@@ -123,7 +130,7 @@ def batch_norm_act_update_kernel(
 
 
 @triton.jit
-def _affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+def affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     """mean, rstd, weight and bias of a program's channels, as columns."""
     mean = tl.load(mean_ptr + at, mask=inside, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + at, mask=inside, other=0.0)[:, None]
@@ -137,6 +144,16 @@ def _affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT: tl.con
 
 
 @triton.jit
+def normalised(x_ptr, before_ptr, offsets, mask, mean, rstd, weight, bias, BEFORE: tl.constexpr):
+    """xhat and z of a tile."""
+    xhat = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+    z = weight * xhat + bias
+    if BEFORE:
+        z += tl.load(before_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return xhat, z
+
+
+@triton.jit
 def batch_norm_act_kernel(
     x_ptr,  # images
     mean_ptr,  # [features]
@@ -144,12 +161,14 @@ def batch_norm_act_kernel(
     weight_ptr,  # [features], with WEIGHT
     bias_ptr,  # [features], with BIAS
     residual_ptr,  # images, with BEFORE or AFTER
+    gate_ptr,  # [planes], before GATE, with GATE
     y_ptr,  # images
     features,
     c,
     hw,
     chunks,
     ACT: tl.constexpr,
+    GATE: tl.constexpr,  # None, or the activation of what scales y
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -163,13 +182,13 @@ def batch_norm_act_kernel(
 ):
     begin, _, sample, channels, _ = _images.program(c, hw, chunks, CHUNK, BLOCK_C, CHANNELS_LAST, WIDE)
     at, inside = channels % features, channels < c
-    mean, rstd, weight, bias = _affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
+    mean, rstd, weight, bias = affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
     offsets, mask = _images.tile(begin, sample, channels, c, hw, BLOCK_HW, VEC, CHANNELS_LAST)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    z = weight * ((x - mean) * rstd) + bias
-    if BEFORE:
-        z += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    _, z = normalised(x_ptr, residual_ptr, offsets, mask, mean, rstd, weight, bias, BEFORE)
     y = _activation.value(z, ACT)
+    if GATE is not None:
+        gate = tl.load(gate_ptr + sample * c + channels, mask=inside, other=0.0)
+        y *= _activation.value(gate, GATE)[:, None]
     if AFTER:
         y += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -204,16 +223,13 @@ def batch_norm_act_reduce_kernel(
 ):
     begin, end, sample, channels, chunk = _images.program(c, hw, chunks, CHUNK, BLOCK_C, CHANNELS_LAST, WIDE)
     at, inside = channels % features, channels < c
-    mean, rstd, weight, bias = _affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
+    mean, rstd, weight, bias = affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
     total = tl.zeros([BLOCK_C, BLOCK_HW], tl.float32)
     total_xhat = tl.zeros([BLOCK_C, BLOCK_HW], tl.float32)
     for start in range(begin, end, BLOCK_HW):
         offsets, mask = _images.tile(start, sample, channels, c, hw, BLOCK_HW, VEC, CHANNELS_LAST)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        xhat = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-        z = weight * xhat + bias
-        if BEFORE:
-            z += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        xhat, z = normalised(x_ptr, residual_ptr, offsets, mask, mean, rstd, weight, bias, BEFORE)
         dz = tl.where(mask, _activation.gradient(dy, z, ACT), 0.0)
         total += dz
         total_xhat += tl.where(mask, dz * xhat, 0.0)
@@ -258,6 +274,8 @@ def batch_norm_act_backward_kernel(
     residual_ptr,  # images, with BEFORE
     sum_dz_ptr,  # [features], with TRAINED
     sum_dz_xhat_ptr,  # [features], with TRAINED
+    gate_ptr,  # [planes], with GATED
+    dpooled_ptr,  # [planes], with GATED
     dx_ptr,  # images, with DX
     dresidual_ptr,  # images, with DRESIDUAL
     per_count,
@@ -266,6 +284,7 @@ def batch_norm_act_backward_kernel(
     hw,
     chunks,
     ACT: tl.constexpr,
+    GATED: tl.constexpr,  # a(z) has been scaled by a gate, and pooled
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -281,13 +300,14 @@ def batch_norm_act_backward_kernel(
 ):
     begin, _, sample, channels, _ = _images.program(c, hw, chunks, CHUNK, BLOCK_C, CHANNELS_LAST, WIDE)
     at, inside = channels % features, channels < c
-    mean, rstd, weight, bias = _affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
+    mean, rstd, weight, bias = affine(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, at, inside, WEIGHT, BIAS)
     offsets, mask = _images.tile(begin, sample, channels, c, hw, BLOCK_HW, VEC, CHANNELS_LAST)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    xhat = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-    z = weight * xhat + bias
-    if BEFORE:
-        z += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(gate_ptr + sample * c + channels, mask=inside, other=0.0)
+        dpooled = tl.load(dpooled_ptr + sample * c + channels, mask=inside, other=0.0)
+        dy = dy * gate[:, None] + (dpooled / hw)[:, None]
+    xhat, z = normalised(x_ptr, residual_ptr, offsets, mask, mean, rstd, weight, bias, BEFORE)
     dz = _activation.gradient(dy, z, ACT)
     if DRESIDUAL:
         tl.store(dresidual_ptr + offsets, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
@@ -299,20 +319,28 @@ def batch_norm_act_backward_kernel(
         tl.store(dx_ptr + offsets, (weight * rstd * dz).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _vectors(x: Tensor, **vectors: Tensor | None) -> list[Tensor]:
-    """Dense vectors; ``x`` stands for one that is not there, and no kernel reads it."""
-    return [x if v is None else v.contiguous() for v in vectors.values()]
+def dense(x: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Dense copies, images as they are; ``x`` stands for one that is not there, and no kernel reads it."""
+    return [x if t is None else t if t.dim() == 4 else t.contiguous() for t in tensors]
 
 
-def _flags(act: int, weight: Tensor | None, bias: Tensor | None) -> dict:
+def flags(act: int, weight: Tensor | None, bias: Tensor | None) -> dict:
     return {"ACT": act, "WEIGHT": weight is not None, "BIAS": bias is not None}
 
 
-def _finish_programs(c: int) -> tuple[int]:
+def finish_programs(c: int) -> tuple[int]:
     return (triton.cdiv(c, FINISH_BLOCK),)
 
 
 FINISH = {"BLOCK": FINISH_BLOCK, "PARTS": FINISH_PARTS, **_images.OPTIONS}
+
+
+def finish_stats(parts: list[Tensor], hw: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """mean and m2 from shift, total and squares ``[chunks, N, C]`` of ``chunk`` pixels each."""
+    chunks, n, c = parts[0].shape
+    mean, m2 = (parts[0].new_empty(c) for _ in range(2))
+    batch_norm_act_stats_finish_kernel[finish_programs(c)](*parts, mean, m2, n, c, hw, chunks, CHUNK=chunk, **FINISH)
+    return mean, m2
 
 
 def batch_norm_act_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,14 +348,10 @@ def batch_norm_act_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return x.new_zeros(c, dtype=torch.float32), x.new_zeros(c, dtype=torch.float32)
     grid = _images.grid(x)
-    mean, m2 = (x.new_empty(c, dtype=torch.float32) for _ in range(2))
-    parts = [mean.new_empty(grid.chunks, n, c) for _ in range(3)]
+    parts = [x.new_empty(grid.chunks, n, c, dtype=torch.float32) for _ in range(3)]
     with _images.on_device(x):
         batch_norm_act_stats_kernel[grid.programs](x, *parts, grid.planes, **grid.arguments)
-        batch_norm_act_stats_finish_kernel[_finish_programs(c)](
-            *parts, mean, m2, n, c, grid.hw, grid.chunks, CHUNK=grid.chunk, **FINISH
-        )
-    return mean, m2
+        return finish_stats(parts, grid.hw, grid.chunk)
 
 
 def batch_norm_act_update_(
@@ -348,6 +372,31 @@ def batch_norm_act_update_(
     return rstd
 
 
+def images_forward(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act: int,
+    *,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_act: int | None = None,
+) -> Tensor:
+    """y = a(z) * gate_act(gate) + after, each term where it is given."""
+    y, grid, residual = torch.empty_like(x), _images.grid(x, one_step=True), before if after is None else after
+    added = {"BEFORE": before is not None, "AFTER": after is not None}
+    with _images.on_device(x):
+        batch_norm_act_kernel[grid.programs](
+            *(x, *dense(x, mean, rstd, weight, bias, residual, gate), y, x.shape[1]),
+            **flags(act, weight, bias) | added | grid.arguments,
+            GATE=gate_act,
+        )
+    return y
+
+
 def batch_norm_act(
     x: Tensor,
     mean: Tensor,
@@ -358,14 +407,8 @@ def batch_norm_act(
     act: int,
     residual_after: bool,
 ) -> Tensor:
-    y, grid, added = torch.empty_like(x), _images.grid(x, one_step=True), residual is not None
-    flags = _flags(act, weight, bias) | {"BEFORE": added and not residual_after, "AFTER": added and residual_after}
-    vectors = _vectors(x, mean=mean, rstd=rstd, weight=weight, bias=bias)
-    with _images.on_device(x):
-        batch_norm_act_kernel[grid.programs](
-            x, *vectors, residual if added else x, y, x.shape[1], **flags, **grid.arguments
-        )
-    return y
+    added = {"after" if residual_after else "before": residual}
+    return images_forward(x, mean, rstd, weight, bias, act, **added)
 
 
 def batch_norm_act_reduce(
@@ -380,17 +423,50 @@ def batch_norm_act_reduce(
     residual_after: bool,
 ) -> tuple[Tensor, Tensor]:
     n, c = x.shape[:2]
-    grid, before = _images.grid(x), residual is not None and not residual_after
+    grid, before = _images.grid(x), None if residual_after else residual
     sums = [x.new_empty(c, dtype=torch.float32) for _ in range(2)]
     parts = [sums[0].new_empty(grid.chunks, n, c) for _ in range(2)]
-    flags = _flags(act, weight, bias) | {"BEFORE": before}
-    vectors = _vectors(x, mean=mean, rstd=rstd, weight=weight, bias=bias)
     with _images.on_device(x):
         batch_norm_act_reduce_kernel[grid.programs](
-            dy, x, *vectors, residual if before else x, *parts, grid.planes, c, **flags, **grid.arguments
+            *(dy, x, *dense(x, mean, rstd, weight, bias, before), *parts, grid.planes, c),
+            **flags(act, weight, bias) | grid.arguments,
+            BEFORE=before is not None,
         )
-        batch_norm_act_reduce_finish_kernel[_finish_programs(c)](*parts, *sums, c, grid.chunks * n, **FINISH)
+        batch_norm_act_reduce_finish_kernel[finish_programs(c)](*parts, *sums, c, grid.chunks * n, **FINISH)
     return tuple(sums)
+
+
+def images_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sum_dz: Tensor | None,
+    sum_dz_xhat: Tensor | None,
+    count: float,
+    act: int,
+    *,
+    before: Tensor | None = None,
+    gate: Tensor | None = None,
+    dpooled: Tensor | None = None,
+    need_dx: bool = True,
+    need_dz: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """dx and dz; with a gate those of y = a(z) * gate and of pooled = mean a(z)."""
+    grid = _images.grid(x, one_step=True)
+    dx, dz = (torch.empty_like(x) if needed else x.new_empty(0) for needed in (need_dx, need_dz))
+    wanted = {"TRAINED": sum_dz is not None, "DX": need_dx, "DRESIDUAL": need_dz}
+    with _images.on_device(x):
+        batch_norm_act_backward_kernel[grid.programs](
+            *(dy, x, *dense(x, mean, rstd, weight, bias, before, sum_dz, sum_dz_xhat, gate, dpooled)),
+            *(dx if need_dx else x, dz if need_dz else x, 1 / count, x.shape[1]),
+            **flags(act, weight, bias) | wanted | grid.arguments,
+            BEFORE=before is not None,
+            GATED=gate is not None,
+        )
+    return dx, dz
 
 
 def batch_norm_act_backward(
@@ -409,17 +485,5 @@ def batch_norm_act_backward(
     need_dx: bool,
     need_dresidual: bool,
 ) -> tuple[Tensor, Tensor]:
-    grid, before = _images.grid(x, one_step=True), residual is not None and not residual_after
-    dx, dresidual = (torch.empty_like(x) if needed else x.new_empty(0) for needed in (need_dx, need_dresidual))
-    flags = _flags(act, weight, bias) | {"BEFORE": before, "TRAINED": sum_dz is not None}
-    flags |= {"DX": need_dx, "DRESIDUAL": need_dresidual}
-    vectors = _vectors(x, mean=mean, rstd=rstd, weight=weight, bias=bias)
-    sums = _vectors(x, sum_dz=sum_dz, sum_dz_xhat=sum_dz_xhat)
-    with _images.on_device(x):
-        batch_norm_act_backward_kernel[grid.programs](
-            *(dy, x, *vectors, residual if before else x, *sums),
-            *(dx if need_dx else x, dresidual if need_dresidual else x, 1 / count, x.shape[1]),
-            **flags,
-            **grid.arguments,
-        )
-    return dx, dresidual
+    inputs, before = (mean, rstd, weight, bias, sum_dz, sum_dz_xhat, count, act), None if residual_after else residual
+    return images_backward(dy, x, *inputs, before=before, need_dx=need_dx, need_dz=need_dresidual)

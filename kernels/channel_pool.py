@@ -117,6 +117,18 @@ def channel_pool_finish_kernel(
     tl.store(pooled_ptr + plane, _pooled(total, peak, hw, MAX), mask=inside)
 
 
+def _finish(partials: tuple[Tensor, ...], results: tuple[Tensor, ...], grid: _images.Grid, avg_max: bool) -> None:
+    """Adds the chunks ``[chunks, planes]`` of sum, maximum and ties; the last two are there for avg_max only."""
+    channel_pool_finish_kernel[(triton.cdiv(grid.planes, FINISH_BLOCK),)](
+        *(*partials, *results, grid.planes, grid.hw, grid.chunks), MAX=avg_max, BLOCK=FINISH_BLOCK, **_images.OPTIONS
+    )
+
+
+def finish(partial: Tensor, pooled: Tensor, grid: _images.Grid) -> None:
+    """pooled: the mean, from sums ``[chunks, planes]``."""
+    _finish((partial,) * 3, (pooled,) * 3, grid, False)
+
+
 def channel_pool(x: Tensor, pool: int, in_act: int) -> tuple[Tensor, Tensor, Tensor]:
     grid, avg_max = _images.grid(x), pool == AVG_MAX
 
@@ -130,16 +142,7 @@ def channel_pool(x: Tensor, pool: int, in_act: int) -> tuple[Tensor, Tensor, Ten
             x, *partial, grid.planes, IN_ACT=in_act, MAX=avg_max, ONE_CHUNK=grid.chunks == 1, **grid.arguments
         )
         if grid.chunks > 1:
-            channel_pool_finish_kernel[(triton.cdiv(grid.planes, FINISH_BLOCK),)](
-                *partial,
-                *results,
-                grid.planes,
-                grid.hw,
-                grid.chunks,
-                MAX=avg_max,
-                BLOCK=FINISH_BLOCK,
-                **_images.OPTIONS,
-            )
+            _finish(partial, results, grid, avg_max)
     return results
 
 

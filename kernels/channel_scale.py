@@ -160,21 +160,25 @@ def images_forward(x: Tensor, gate: Tensor, in_act: int, gate_act: int) -> Tenso
     return y
 
 
+def finish(partial: Tensor, gate: Tensor, gate_act: int, grid: _images.Grid) -> Tensor:
+    """The gradient of ``gate`` from sums ``[chunks, planes]`` of that of gate_act(gate)."""
+    dgate = torch.empty_like(gate, dtype=torch.float32)
+    channel_scale_finish_kernel[(triton.cdiv(grid.planes, FINISH_BLOCK),)](
+        partial, gate, dgate, grid.planes, grid.chunks, GATE=gate_act, BLOCK=FINISH_BLOCK, **_images.OPTIONS
+    )
+    return dgate
+
+
 def images_dot(dy: Tensor, x: Tensor, gate: Tensor, in_act: int, gate_act: int, dx: Tensor | None = None) -> Tensor:
     """Returns the gradient of ``gate``; writes that of x through y where ``dx`` is given."""
     grid, gate = _images.grid(x), gate.contiguous()
-    dgate = x.new_empty(x.shape[:2], dtype=torch.float32)
-    partial = dgate if grid.chunks == 1 else dgate.new_empty(grid.chunks, grid.planes)
+    partial = x.new_empty(grid.chunks, *x.shape[:2], dtype=torch.float32)
     flags = {"IN_ACT": in_act, "GATE": gate_act, "DX": dx is not None, "ONE_CHUNK": grid.chunks == 1}
     with _images.on_device(x):
         channel_scale_dot_kernel[grid.programs](
             dy, x, gate, partial, x if dx is None else dx, grid.planes, **flags, **grid.arguments
         )
-        if grid.chunks > 1:
-            channel_scale_finish_kernel[(triton.cdiv(grid.planes, FINISH_BLOCK),)](
-                partial, gate, dgate, grid.planes, grid.chunks, GATE=gate_act, BLOCK=FINISH_BLOCK, **_images.OPTIONS
-            )
-    return dgate
+        return partial[0] if grid.chunks == 1 else finish(partial, gate, gate_act, grid)
 
 
 def images_backward(

@@ -10,6 +10,7 @@ cache. dw and db are summed over chunks of CHUNK pixels, which a second kernel a
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +33,53 @@ def _offsets(n, channels, pixels, c, plane, VEC: tl.constexpr, CHANNELS_LAST: tl
     else:
         offsets = (n * c + channels) * plane + pixels
     return offsets
+
+
+@triton.jit
+def convolved(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    n,
+    channels,
+    pixels,
+    c,
+    h,
+    w,
+    ho,
+    wo,
+    sh,
+    sw,
+    top,
+    left,
+    dil_h,
+    dil_w,
+    M: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BIAS: tl.constexpr,
+    VEC: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """The convolution at channels x pixels of sample n in float32, their offsets in y, and their mask."""
+    oy, ox = pixels // wo, pixels % wo
+    inside_c, inside_p = channels < c // VEC * VEC * M, pixels < ho * wo
+    y = tl.zeros([channels.shape[0], pixels.shape[0]], tl.float32)
+    for ky in range(KH):
+        iy = oy * sh + (ky * dil_h - top)
+        inside_y = inside_p & (iy >= 0) & (iy < h)
+        for kx in tl.range(KW, loop_unroll_factor=UNROLL):
+            ix = ox * sw + (kx * dil_w - left)
+            mask = inside_c[:, None] & (inside_y & (ix >= 0) & (ix < w))[None, :]
+            offsets = _offsets(n, (channels // M)[:, None], (iy * w + ix)[None, :], c, h * w, VEC, CHANNELS_LAST)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            tap = tl.load(weight_ptr + (channels * KH + ky) * KW + kx, mask=inside_c, other=0.0).to(tl.float32)
+            y += x * tap[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + channels, mask=inside_c, other=0.0).to(tl.float32)[:, None]
+    offsets = _offsets(n, channels[:, None], pixels[None, :], c * M, ho * wo, VEC, CHANNELS_LAST)
+    return y, offsets, inside_c[:, None] & inside_p[None, :]
 
 
 @triton.jit
@@ -69,23 +117,10 @@ def depthwise_conv2d_kernel(
     n = tl.cast(pid // blocks_c // blocks_p, INT)
     channels = pid % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
     pixels = tl.cast(pid // blocks_c % blocks_p, INT) * BLOCK_P + tl.arange(0, BLOCK_P)
-    oy, ox = pixels // wo, pixels % wo
-    inside_c, inside_p = channels < c // VEC * VEC * M, pixels < ho * wo
-    y = tl.zeros([BLOCK_C, BLOCK_P], tl.float32)
-    for ky in range(KH):
-        iy = oy * sh + (ky * dil_h - top)
-        inside_y = inside_p & (iy >= 0) & (iy < h)
-        for kx in tl.range(KW, loop_unroll_factor=UNROLL):
-            ix = ox * sw + (kx * dil_w - left)
-            mask = inside_c[:, None] & (inside_y & (ix >= 0) & (ix < w))[None, :]
-            offsets = _offsets(n, (channels // M)[:, None], (iy * w + ix)[None, :], c, h * w, VEC, CHANNELS_LAST)
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            tap = tl.load(weight_ptr + (channels * KH + ky) * KW + kx, mask=inside_c, other=0.0).to(tl.float32)
-            y += x * tap[:, None]
-    if BIAS:
-        y += tl.load(bias_ptr + channels, mask=inside_c, other=0.0).to(tl.float32)[:, None]
-    offsets = _offsets(n, channels[:, None], pixels[None, :], c * M, ho * wo, VEC, CHANNELS_LAST)
-    mask = inside_c[:, None] & inside_p[None, :]
+    y, offsets, mask = convolved(
+        *(x_ptr, weight_ptr, bias_ptr, n, channels, pixels, c, h, w, ho, wo, sh, sw, top, left, dil_h, dil_w),
+        *(M, KH, KW, UNROLL, BIAS, VEC, CHANNELS_LAST),
+    )
     tl.store(y_ptr + offsets, _activation.value(y, ACT).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -270,6 +305,32 @@ def _blocks(c: int, pixels: int, channels_last: bool) -> tuple[int, int]:
     return (8, 64) if pixels <= 64 else (2, 256)
 
 
+class Launch(NamedTuple):
+    """What the kernels that write y are told."""
+
+    y: Tensor
+    block_c: int
+    block_p: int
+    geometry: tuple
+    flags: dict
+
+    def programs(self, chunk: int) -> tuple[int]:
+        n, co, ho, wo = self.y.shape
+        return (n * triton.cdiv(co, self.block_c) * triton.cdiv(ho * wo, chunk),)
+
+
+def launch_of(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Launch:
+    (n, _, h, w), (co, _, kh, kw), (left, right, top, bottom) = x.shape, weight.shape, padding
+    ho = (h + top + bottom - dilation[0] * (kh - 1) - 1) // stride[0] + 1
+    wo = (w + left + right - dilation[1] * (kw - 1) - 1) // stride[1] + 1
+    flags = _flags(x, weight, ho, wo)
+    layout = torch.channels_last if flags["CHANNELS_LAST"] else torch.contiguous_format
+    y = torch.empty((n, co, ho, wo), dtype=x.dtype, device=x.device, memory_format=layout)
+    block_c, block_p = _blocks(co, ho * wo, flags["CHANNELS_LAST"])
+    flags |= {"UNROLL": _unroll(kw), "BLOCK_C": block_c, "BLOCK_P": block_p}
+    return Launch(y, block_c, block_p, _geometry(x, ho, wo, stride, padding, dilation), flags)
+
+
 def depthwise_conv2d(
     x: Tensor,
     weight: Tensor,
@@ -279,30 +340,15 @@ def depthwise_conv2d(
     dilation: list[int],
     act: int,
 ) -> Tensor:
-    (n, _, h, w), (co, _, kh, kw) = x.shape, weight.shape
-    left, right, top, bottom = padding
-    ho = (h + top + bottom - dilation[0] * (kh - 1) - 1) // stride[0] + 1
-    wo = (w + left + right - dilation[1] * (kw - 1) - 1) // stride[1] + 1
-    flags = _flags(x, weight, ho, wo)
-    layout = torch.channels_last if flags["CHANNELS_LAST"] else torch.contiguous_format
-    y = torch.empty((n, co, ho, wo), dtype=x.dtype, device=x.device, memory_format=layout)
-    block_c, block_p = _blocks(co, ho * wo, flags["CHANNELS_LAST"])
-    programs = n * triton.cdiv(co, block_c) * triton.cdiv(ho * wo, block_p)
+    launch = launch_of(x, weight, stride, padding, dilation)
     with _images.on_device(x):
-        depthwise_conv2d_kernel[(programs,)](
-            x,
-            weight,
-            weight if bias is None else bias,
-            y,
-            *_geometry(x, ho, wo, stride, padding, dilation),
+        depthwise_conv2d_kernel[launch.programs(launch.block_p)](
+            *(x, weight, weight if bias is None else bias, launch.y, *launch.geometry),
+            **launch.flags,
             BIAS=bias is not None,
             ACT=act,
-            UNROLL=_unroll(kw),
-            BLOCK_C=block_c,
-            BLOCK_P=block_p,
-            **flags,
         )
-    return y
+    return launch.y
 
 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], geometry: tuple, flags: dict) -> Tensor:

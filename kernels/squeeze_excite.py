@@ -126,7 +126,7 @@ def _launch(kernel, rows: int, cols: int, *args, **flags) -> None:
     kernel[(programs,)](*args, **flags, **blocks, **_images.OPTIONS)
 
 
-def _layer(x: Tensor, w: Tensor, b: Tensor | None, act: int) -> Tensor:
+def layer(x: Tensor, w: Tensor, b: Tensor | None, act: int) -> Tensor:
     (n, inputs), outputs = x.shape, w.shape[0]
     y = x.new_empty(n, outputs)
     bias = w if b is None else b
@@ -148,6 +148,19 @@ def _weight_backward(dy: Tensor, x: Tensor, w: Tensor, act: int) -> tuple[Tensor
     return dw, db
 
 
+def backward(
+    dlogits: Tensor, w1: Tensor, w2: Tensor, pooled: Tensor, hidden: Tensor, act: int, need_dpooled: bool, need_dw: bool
+) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """dpooled, and dw1, db1, dw2 and db2."""
+    dws, dpooled = tuple(w1.new_empty(0) for _ in range(4)), None
+    dhidden = _layer_backward(dlogits, w2, hidden, act)
+    if need_dw:
+        dws = *_weight_backward(dhidden, pooled, w1, IDENTITY), *_weight_backward(dlogits, hidden, w2, act)
+    if need_dpooled:
+        dpooled = _layer_backward(dhidden, w1, pooled, IDENTITY)
+    return dpooled, dws
+
+
 def squeeze_excite(
     x: Tensor,
     w1: Tensor,
@@ -161,8 +174,8 @@ def squeeze_excite(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _images.on_device(x):
         pooled, peak, ties = pool_kernels.channel_pool(x, pool, in_act)
-        hidden = _layer(pooled, w1, b1, IDENTITY)
-        logits = _layer(hidden, w2, b2, act)
+        hidden = layer(pooled, w1, b1, IDENTITY)
+        logits = layer(hidden, w2, b2, act)
         y = scale_kernels.images_forward(x, logits, in_act, gate)
     return y, pooled, hidden, logits, peak, ties
 
@@ -185,14 +198,10 @@ def squeeze_excite_backward(
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx = x.new_empty(0)
-    dws = tuple(w1.new_empty(0) for _ in range(4))
     with _images.on_device(x):
         dlogits = scale_kernels.images_dot(dy, x, logits, in_act, gate)
-        dhidden = _layer_backward(dlogits, w2, hidden, act)
-        if need_dw:
-            dws = *_weight_backward(dhidden, pooled, w1, IDENTITY), *_weight_backward(dlogits, hidden, w2, act)
+        dpooled, dws = backward(dlogits, w1, w2, pooled, hidden, act, need_dx, need_dw)
         if need_dx:
-            dpooled = _layer_backward(dhidden, w1, pooled, IDENTITY)
             dx = scale_kernels.images_backward(
                 x,
                 in_act,

@@ -26,6 +26,7 @@ from fusedtrain.kernels import (
     batch_norm_act,
     channel_pool,
     channel_scale,
+    depthwise_bn_act_se,
     depthwise_conv2d,
     grad_norm,
     optimizer_step,
@@ -102,6 +103,19 @@ def batch_norm_acts(device):
         batch_norm_act.batch_norm_act_backward(y, *inputs[:6], *sums, 98.0, *inputs[6:], True, True)
 
 
+def depthwise_bn_act_ses(device):
+    for shape, memory_format, dtype in SHAPES[::3]:
+        x = torch.ones(shape, device=device, dtype=dtype).to(memory_format=memory_format)
+        c, r = shape[1], 8
+        kernels, bias = x.new_ones(c, 1, 3, 3), x.new_ones(c)
+        z, mean, m2 = depthwise_bn_act_se.depthwise_bn_act_se_conv(x, kernels, bias, (1, 1), (1, 1, 1, 1), (1, 1))
+        w1, w2 = x.new_ones(r, c), x.new_ones(c, r)
+        inputs, codes = (z, mean, m2, bias, bias), (GELU, GELU, SIGMOID)
+        y, *small = depthwise_bn_act_se.depthwise_bn_act_se(*inputs, w1, x.new_ones(r), w2, bias, *codes)
+        sums = depthwise_bn_act_se.depthwise_bn_act_se_reduce(y, *inputs, w1, w2, *small, *codes, True)
+        depthwise_bn_act_se.depthwise_bn_act_se_backward(y, *inputs, *sums[2:4], *sums[:2], 98.0, GELU)
+
+
 # The rules that need the most registers and those with a pass of their own, with all that rides along.
 STEPS = (("amsgrad", torch.float32), ("adan", torch.bfloat16), ("lamb", torch.float32), ("novograd", torch.float16))
 
@@ -135,6 +149,7 @@ CASES = {
     "batch_norm_act": batch_norm_acts,
     "squeeze_excite": squeeze_excites,
     "depthwise_conv2d": depthwise_conv2ds,
+    "depthwise_bn_act_se": depthwise_bn_act_ses,
     "optimizer_step": optimizer_steps,
     "off_by_one": off_by_one,
 }

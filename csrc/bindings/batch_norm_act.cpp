@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "bindings/common.h"
+#include "bindings/operators.h"
 
 namespace fusedtrain::bindings {
 namespace {
@@ -83,6 +83,8 @@ BatchNormInputs inputs_of(const Tensor& x, const Images& images, const std::opti
           .bias = v.bias.const_data_ptr()};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
   const auto [m, fold] = batch_of(x);
   const Tensor mean = empty_acc(x, {x.size(1)}), m2 = empty_acc(x, {x.size(1)});
@@ -104,6 +106,8 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
   }
   return {mean, m2};
 }
+
+namespace {
 
 Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
                               const std::optional<Tensor>& running_var, double count, double momentum, double eps) {

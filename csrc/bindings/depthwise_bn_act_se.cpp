@@ -4,6 +4,7 @@
 
 #include "bindings/channels.h"
 #include "bindings/depthwise_gradients.h"
+#include "bindings/operators.h"
 #include "squeeze_excite.h"
 
 namespace fusedtrain::bindings {
@@ -36,6 +37,14 @@ BnAct input_of(const Tensor& z, const Small& s, int64_t act) {
            .bias = s.bias.const_data_ptr()};
   if (in.images.hw == 1) in.images.layout = Layout::kChannelsLast;  // the same memory, in longer rows
   return in;
+}
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv(const Tensor& x, const Tensor& weight,
+                                                            const std::optional<Tensor>& bias, const Ints& stride,
+                                                            const Ints& padding, const Ints& dilation) {
+  const Tensor z = depthwise_conv2d(x, weight, bias, stride, padding, dilation, 0);
+  const auto [mean, m2] = batch_norm_act_stats(z);
+  return {z, mean, m2};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, const Tensor& mean, const Tensor& rstd,
@@ -235,6 +244,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("depthwise_bn_act_se", TORCH_BOX(&depthwise_bn_act_se));
   m.impl("depthwise_bn_act_se_backward", TORCH_BOX(&depthwise_bn_act_se_backward));
+  m.impl("depthwise_bn_act_se_conv", TORCH_BOX(&depthwise_bn_act_se_conv));
   m.impl("depthwise_bn_act_se_conv_backward", TORCH_BOX(&depthwise_bn_act_se_conv_backward));
   m.impl("depthwise_bn_act_se_reduce", TORCH_BOX(&depthwise_bn_act_se_reduce));
 }

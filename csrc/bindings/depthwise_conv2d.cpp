@@ -5,6 +5,7 @@
 #include <new>
 
 #include "bindings/depthwise_gradients.h"
+#include "bindings/operators.h"
 
 namespace fusedtrain::bindings {
 namespace {
@@ -94,6 +95,8 @@ void parallel_units(const DepthwiseSizes& s, int64_t items, int64_t first, int64
   });
 }
 
+}  // namespace
+
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
                         const Ints& padding, const Ints& dilation, int64_t act) {
   const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
@@ -121,6 +124,8 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
   });
   return y;
 }
+
+namespace {
 
 // Writes dx, partial, dw and db on the CPU; units(groups, f) runs f(dy, begin, end) on parts of all groups.
 template <class Units>

@@ -40,6 +40,8 @@ SCHEMAS = {
     " Tensor w2, Tensor? b2, int act, int se_act, int gate) -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits)",
     "depthwise_bn_act_se_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? gate, Tensor? dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act) -> Tensor dz",
+    "depthwise_bn_act_se_conv": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation)"
+    " -> (Tensor z, Tensor mean, Tensor m2)",
     "depthwise_bn_act_se_conv_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? gate, Tensor? dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act, Tensor x,"
     " Tensor kernel, int[] stride, int[] padding, int[] dilation, bool need_dx, bool need_dw, bool need_db)"

@@ -320,12 +320,15 @@ def batch_norm_act(
 
 
 @torch.no_grad()
-def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl):
-    """Returns mean, rstd and how many values per channel they come from, None for fixed statistics."""
+def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=()):
+    """Returns mean, rstd and how many values per channel they come from, None for fixed statistics.
+
+    ``moments`` are mean and m2 of x where they are known.
+    """
     dtype = _common.acc_dtype(x)
     if not training:
         return running_mean.to(dtype), torch.rsqrt(running_var.to(dtype) + eps), None
-    mean, m2 = impl.stats(x)
+    mean, m2 = moments or impl.stats(x)
     count = float(x.shape[0] * x.shape[2] * x.shape[3])
     if group is not None:
         mean, m2, count = _gathered(mean, m2, count, group)

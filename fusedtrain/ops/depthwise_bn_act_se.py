@@ -3,10 +3,11 @@ r"""depthwise_bn_act_se: a depthwise convolution, batch normalisation, an activa
 .. math:: z = w \star x + b, \quad u = \gamma \frac{z - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta, \quad
     y = a(u) \cdot \sigma(W_2\, \phi(W_1\, \mathrm{mean}_{hw}(a(u)) + b_1) + b_2)
 
-The convolution and the statistics are the operators of depthwise_conv2d and batch_norm_act. The operators here are what
-follows, on z: ``depthwise_bn_act_se`` pools, computes the gate and writes y; ``_reduce`` gathers in one pass over dy
-and z all sums of the backward pass, and the gradients of the gate's weights; ``_backward`` writes dz, or
-``_conv_backward`` what the convolution's backward pass makes of it. Without a gate, batch_norm_act writes y and sums.
+``depthwise_bn_act_se_conv`` convolves and gathers the statistics of z as it writes it; on CPUs, where stock may be
+faster, depthwise_conv2d and batch_norm_act do. The other operators are what follows, on z: the one named as the op
+pools, computes the gate and writes y; ``_reduce`` gathers in one pass over dy and z all sums of the backward pass, and
+the gradients of the gate's weights; ``_backward`` writes dz, or ``_conv_backward`` what the convolution's backward pass
+makes of it. Without a gate, batch_norm_act writes y and sums.
 """
 
 import functools
@@ -21,13 +22,14 @@ from torch.autograd.function import once_differentiable
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
-from fusedtrain.ops.batch_norm_act import _all_reduced, _check_statistics, _statistics, batch_norm_act
+from fusedtrain.ops.batch_norm_act import _all_reduced, _check_statistics, _fake_stats, _statistics, batch_norm_act
 from fusedtrain.ops.batch_norm_act import _check as _check_norm
 from fusedtrain.ops.batch_norm_act import reference as norm_reference
 from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPLS
 from fusedtrain.ops.depthwise_conv2d import IMPLS as CONV_IMPLS
 from fusedtrain.ops.depthwise_conv2d import _autocast, _geometry, _in_format_of, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import _check as _check_conv
+from fusedtrain.ops.depthwise_conv2d import _fake as _fake_convolved
 from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
 from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
@@ -50,6 +52,12 @@ def _single_ops(x, conv, norm, se, geometry, act: str, se_act: str, gate: str, g
 
 def _vectors(z: Tensor, *lengths: int) -> list[Tensor]:
     return [z.new_empty(z.shape[0], length, dtype=_common.acc_dtype(z)) for length in lengths]
+
+
+@_schema.register_fake("depthwise_bn_act_se_conv")
+def _fake_conv(x, weight, bias, stride, padding, dilation):
+    z = _fake_convolved(x, weight, bias, stride, padding, dilation, 0)
+    return z, *_fake_stats(z)
 
 
 @_schema.register_fake("depthwise_bn_act_se")
@@ -79,31 +87,34 @@ def _fake_conv_backward(
 
 @dataclass(frozen=True, slots=True)
 class _BlockImpl(Impl):
-    """``reduce`` gathers the sums that ``backward`` needs for dz, ``conv_backward`` for the convolution's gradients."""
+    """``reduce`` gathers the sums that ``backward`` needs for dz, ``conv_backward`` for the convolution's gradients.
+
+    ``convolve`` makes z with its statistics; ``norm`` are the operators of batch_norm_act.
+    """
 
     reduce: Callable | None = None
     conv_backward: Callable | None = None
+    convolve: Callable | None = None
+    norm: Impl | None = None
 
 
 def _why_not_cuda(x: Tensor, *_) -> str:
     return _common.why_not_cuda(x) or "depthwise_bn_act_se has no CUDA kernels yet; its single ops run"
 
 
-def _why_not_triton(x: Tensor, *_) -> str:
-    return _common.why_not_triton(x) or "depthwise_bn_act_se has no Triton kernels yet; its single ops run"
+def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
+    parts = ("", "_backward", "_reduce", "_conv_backward", "_conv")
+    ops = (getattr(getattr(torch.ops.fusedtrain, f"depthwise_bn_act_se{part}"), overload) for part in parts)
+    forward, backward, *others = ops
+    return _BlockImpl(forward, backward, why_not, slower, *others, norm)
 
 
-_OP, _BACKWARD = torch.ops.fusedtrain.depthwise_bn_act_se, torch.ops.fusedtrain.depthwise_bn_act_se_backward
 IMPLS = register(
     "depthwise_bn_act_se",
     {
-        "cuda": _BlockImpl(_OP.default, _BACKWARD.default, _why_not_cuda),
-        "cpu": _BlockImpl(
-            *(_OP.default, _BACKWARD.default, _common.why_not_cpu, None),
-            torch.ops.fusedtrain.depthwise_bn_act_se_reduce.default,
-            torch.ops.fusedtrain.depthwise_bn_act_se_conv_backward.default,
-        ),
-        "triton": _BlockImpl(_OP.triton, _BACKWARD.triton, _why_not_triton),
+        "cuda": _impl("default", NORM_IMPLS["cuda"], _why_not_cuda),
+        "cpu": _impl("default", NORM_IMPLS["cpu"], _common.why_not_cpu),
+        "triton": _impl("triton", NORM_IMPLS["triton"], _common.why_not_triton, _common.triton_slower),
         "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
     },
 )
@@ -331,10 +342,10 @@ def depthwise_bn_act_se(
         TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
-    Cost: forward reads x and writes z; reads z for the statistics, again to pool, and, from cache where a group of
-        samples fits, to write y. Backward reads dy and z twice, the second time to make dz, a few images at a time,
-        which the convolution's gradient takes from cache; that reads x and writes dx. Stock modules take about twice as
-        many passes and keep four images instead of two. On backends without kernels of this op, and where
+    Cost: forward reads x and writes z, on a GPU with its statistics, which elsewhere read z once more; reads z to pool,
+        and, on a CPU from cache where a group of samples fits, to write y. Backward reads dy and z twice, the second
+        time to make dz, on a CPU a few images at a time, which the convolution's gradient takes from cache; that reads
+        x and writes dx. Stock modules take about twice as many passes and keep four images instead of two. Where
         ``fusedtrain.explain`` says so, the three ops run one after another.
     Numerics: as the three ops; the normalised and activated images are never rounded to the dtype. Deterministic,
         independent of threads.
@@ -357,7 +368,7 @@ def depthwise_bn_act_se(
         _check_projection(conv[0], conv[1].shape[0], *after)
     group = process_group if training else None
     impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
-    if impl.backward is None or 0 in x.shape or (se is None and impl is not IMPLS["cpu"]):
+    if impl.backward is None or 0 in x.shape:
         norm = (*running, *affine, training, momentum, eps)
         y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
         return F.conv2d(y, *after) if after else y
@@ -366,10 +377,13 @@ def depthwise_bn_act_se(
         dtype = _weight_dtype(x, *se)
         se = [w if w is None else w.to(dtype).contiguous() for w in se]
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
-    convolve, norm = _convolve(impl, x, weight, bias, *geometry), NORM_IMPLS["cpu"]
+    norm, moments = impl.norm, ()
     with torch.no_grad():
-        z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
-        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm)
+        if training and impl is not IMPLS["cpu"]:  # where stock convolutions may be faster
+            z, *moments = impl.convolve(x, weight, bias, *geometry)
+        else:
+            z = _common.dense_like(_convolve(impl, x, weight, bias, *geometry)(x, weight, bias, *geometry, 0), x)
+        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     if se is None:
         again, kept = functools.partial(_without_gate, norm, names[0]), (z, mean, rstd, *affine)
     else:
