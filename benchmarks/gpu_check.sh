@@ -45,7 +45,7 @@ sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes application-only \
     pytest -n0 -q -x -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
     tests/test_squeeze_excite.py tests/test_depthwise_conv2d.py tests/test_batch_norm_act.py \
-    tests/test_optimizer_step.py tests/test_grad_norm.py \
+    tests/test_depthwise_bn_act_se.py tests/test_optimizer_step.py tests/test_grad_norm.py \
     -k 'cuda-cuda and (as_good_as_torch and (odd or long or vectors or one_pixel) or large_mean or any_list or skipped)'
 }
 

@@ -14,8 +14,8 @@
 //
 // mean and rstd come from csrc/batch_norm_act.h, which says what `count` is; with fixed statistics (evaluation)
 // dz = weight rstd du. acc is the accumulation type: float, double for kFloat64.
-#include "core/isa.h"
-#include "core/types.h"
+#include "batch_norm_act.h"
+#include "depthwise_conv2d.h"
 
 namespace fusedtrain {
 
@@ -27,6 +27,18 @@ struct BnAct {
   const void* rstd;    // acc [c]
   const void* weight;  // acc [c]
   const void* bias;    // acc [c]
+};
+
+// z = conv(x) and its statistics, as csrc/batch_norm_act.h has them.
+struct BnActConv {
+  DepthwiseSizes sizes;
+  const void* x;       // [n, c, h, w] or [n, h, w, c]
+  const void* weight;  // [c * m, kh, kw]
+  const void* bias;    // [c * m] or null
+  void* z;             // [n, c * m, ho, wo] or [n, ho, wo, c * m]
+  void* partial;       // acc [bn_act_conv_partial_size(sizes)]
+  void* mean;          // acc [c * m]
+  void* m2;            // acc [c * m]
 };
 
 struct BnActPool {
@@ -95,5 +107,15 @@ void bn_act_combine(const BnActCombine& a, int64_t begin, int64_t end);
 template <Isa I>
 void bn_act_backward(const BnActBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
+
+namespace cuda {
+int64_t bn_act_conv_partial_size(const DepthwiseSizes& s);
+[[nodiscard]] int bn_act_conv(const BnActConv& a, void* stream);
+[[nodiscard]] int bn_act_pool(const BnActPool& a, void* stream);
+[[nodiscard]] int bn_act_scale(const BnActScale& a, void* stream);
+[[nodiscard]] int bn_act_reduce(const BnActReduce& a, void* stream);
+[[nodiscard]] int bn_act_combine(const BnActCombine& a, void* stream);
+[[nodiscard]] int bn_act_backward(const BnActBackward& a, void* stream);
+}  // namespace cuda
 
 }  // namespace fusedtrain

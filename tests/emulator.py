@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedtrain.backend import Impl
 from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.batch_norm_act import _BatchNormImpl
+from fusedtrain.ops.depthwise_bn_act_se import _BlockImpl
 from fusedtrain.ops.depthwise_conv2d import output_size
 from fusedtrain.ops.optimizer_step import RULES, Options
 
@@ -72,10 +73,12 @@ def structs() -> dict[str, type[ctypes.Structure]]:
     types |= {"double": ctypes.c_double, "float": ctypes.c_float, "bool": ctypes.c_bool}
     for header in CSRC.glob("core/*.h"):
         types |= {name: ctypes.c_int32 for name in re.findall(r"enum class (\w+) : int32_t", header.read_text())}
-    headers = (CSRC / f"{source.stem}.h" for source in sorted(CSRC.glob("cuda/*.cu")))
+    headers = [CSRC / f"{source.stem}.h" for source in CSRC.glob("cuda/*.cu")]
+    headers.sort(key=lambda path: path.stem == "depthwise_bn_act_se")  # it includes others
     for header in [CSRC / "core/types.h", CSRC / "core/update_rule.h", *filter(Path.exists, headers)]:
         text = re.sub(r"//.*", "", header.read_text())
         for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL):
+            body = re.sub(r"static constexpr [^;(]*;", "", body)
             if "(" in body or "static" in body:
                 continue  # has functions: not for others to fill
             fields = []
@@ -172,22 +175,29 @@ def squeeze_excite(x, w1, b1, w2, b2, act, gate, pool, in_act):
     return channel_scale(x, gates, in_act), pooled, hidden, logits, peak, ties
 
 
-def squeeze_excite_backward(
-    dy, x, w1, w2, pooled, hidden, logits, peak, ties, act, gate, pool, in_act, need_dx, need_dw
-):
+def _excite_backward(dgate, x, w1, w2, pooled, hidden, logits, act, gate, need_dw):
+    """The gradients of the small tensors by name, and those of weights and biases."""
     n, c, r = *x.shape[:2], w1.shape[0]
     small = {name: _acc(x, n, c) for name in ("gate", "dlogits", "dpooled")}
     small |= {name: _acc(x, n, r) for name in ("activated", "dhidden")}
     dw = {"dw1": _acc(x, *w1.shape), "db1": _acc(x, r), "dw2": _acc(x, *w2.shape), "db2": _acc(x, c)}
     fields = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
-    fields |= {"dgate": _scale_dot(dy, x, in_act), "pooled": pooled, "hidden": hidden, "logits": logits}
+    fields |= {"dgate": dgate, "pooled": pooled, "hidden": hidden, "logits": logits}
     fields |= {"w1": _small(w1, x), "w2": _small(w2, x)} | small | dw
     call("squeeze_excite_backward", "SqueezeExciteBackward", **fields)
-    slopes = {"gate": small["gate"], "dpooled": small["dpooled"], "peak": peak, "ties": ties}
-    dx = _scale_backward(x, in_act, pool, dy=dy, **slopes) if need_dx else x.new_empty(0)
     if need_dw:
         call("squeeze_excite_weight_backward", "SqueezeExciteBackward", **fields)
-    return dx, *(d.to(w1.dtype) if need_dw else w1.new_empty(0) for d in dw.values())
+    return small, [d.to(w1.dtype) if need_dw else w1.new_empty(0) for d in dw.values()]
+
+
+def squeeze_excite_backward(
+    dy, x, w1, w2, pooled, hidden, logits, peak, ties, act, gate, pool, in_act, need_dx, need_dw
+):
+    dgate = _scale_dot(dy, x, in_act)
+    small, dw = _excite_backward(dgate, x, w1, w2, pooled, hidden, logits, act, gate, need_dw)
+    slopes = {"gate": small["gate"], "dpooled": small["dpooled"], "peak": peak, "ties": ties}
+    dx = _scale_backward(x, in_act, pool, dy=dy, **slopes) if need_dx else x.new_empty(0)
+    return dx, *dw
 
 
 def _sizes(x: Tensor, weight: Tensor, stride, padding, dilation):
@@ -328,10 +338,78 @@ def batch_norm_act_backward(
     return dx, dresidual
 
 
+def depthwise_bn_act_se_conv(x, weight, bias, stride, padding, dilation):
+    sizes = _sizes(x, weight, stride, padding, dilation)
+    c, layout = sizes.c * sizes.m, torch.channels_last if sizes.layout else torch.contiguous_format
+    z = torch.empty((sizes.n, c, sizes.ho, sizes.wo), dtype=x.dtype, memory_format=layout).fill_(torch.nan)
+    partial_size = library()["_ZN10fusedtrain4cuda24bn_act_conv_partial_sizeERKNS_14DepthwiseSizesE"]
+    partial_size.restype = ctypes.c_int64
+    work = {"partial": _acc(x, partial_size(ctypes.byref(sizes))), "mean": _acc(x, c), "m2": _acc(x, c)}
+    call("bn_act_conv", "BnActConv", sizes=sizes, x=x, weight=weight, bias=bias, z=z, **work)
+    return z, work["mean"], work["m2"]
+
+
+def _block_inputs(z, mean, rstd, weight, bias, act):
+    """The struct, and the tensors it points to."""
+    images = _images(z, act)
+    images.layout = images.layout or int(images.hw == 1)
+    weight = torch.ones_like(mean) if weight is None else _small(weight, z)
+    bias = torch.zeros_like(mean) if bias is None else _small(bias, z)
+    tensors = {"z": z, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
+    return structs()["BnAct"](images=images, **{name: t.data_ptr() for name, t in tensors.items()}), tensors
+
+
+def depthwise_bn_act_se(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate):
+    inputs, _alive = _block_inputs(z, mean, rstd, weight, bias, act)
+    n, c, r = *z.shape[:2], w1.shape[0]
+    pooled, hidden, logits, gates = _acc(z, n, c), _acc(z, n, r), _acc(z, n, c), _acc(z, n, c)
+    y = torch.empty_like(z).fill_(torch.nan)
+    call("bn_act_pool", "BnActPool", **{"in": inputs}, partial=_partial(z, 1), pooled=pooled)
+    codes = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": se_act, "gate_act": gate}
+    weights = {name: _small(t, z) for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()}
+    results = {"hidden": hidden, "logits": logits, "gate": gates}
+    call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **weights, **results)
+    call("bn_act_scale", "BnActScale", **{"in": inputs}, gate=gates, y=y)
+    return y, pooled, hidden, logits
+
+
+def depthwise_bn_act_se_reduce(
+    dy, z, mean, rstd, weight, bias, w1, w2, pooled, hidden, logits, act, se_act, gate, need_dw
+):
+    inputs, _alive = _block_inputs(z, mean, rstd, weight, bias, act)
+    n, c = z.shape[:2]
+    sums, dgate = _acc(z, n, 4, c), _acc(z, n, c)
+    call("bn_act_reduce", "BnActReduce", **{"in": inputs}, dy=dy, partial=_partial(z, 5), sums=sums, dgate=dgate)
+    small, dw = _excite_backward(dgate, z, w1, w2, pooled, hidden, logits, se_act, gate, need_dw)
+    totals = {"sum_du": _acc(z, c), "sum_du_xhat": _acc(z, c)}
+    sizes = {"n": n, "c": c, "hw": z.shape[2] * z.shape[3], "dtype": _DTYPES[pooled.dtype]}
+    gates = {"gate": small["gate"], "dpooled": small["dpooled"]}
+    call("bn_act_combine", "BnActCombine", **sizes, sums=sums, rstd=rstd, **gates, **totals)
+    return *totals.values(), *gates.values(), *dw
+
+
+def depthwise_bn_act_se_backward(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act):
+    inputs, _alive = _block_inputs(z, mean, rstd, weight, bias, act)
+    dz = torch.empty_like(z).fill_(torch.nan)
+    fields = {"gate": gate, "dpooled": dpooled, "sum_du": sum_du, "sum_du_xhat": sum_du_xhat}
+    call("bn_act_backward", "BnActBackward", **{"in": inputs}, count=count, dy=dy, **fields, dz=dz)
+    return dz
+
+
+def depthwise_bn_act_se_conv_backward(*args):
+    inputs, (x, kernel, *geometry_and_needs) = args[:12], args[12:]
+    return depthwise_conv2d_backward(depthwise_bn_act_se_backward(*inputs), x, kernel, *geometry_and_needs)
+
+
+_NORM = _BatchNormImpl(
+    *(batch_norm_act, batch_norm_act_backward, _common.never_why_not, None),
+    *(batch_norm_act_stats, batch_norm_act_update_, batch_norm_act_reduce),
+)
 IMPLS = {
-    "batch_norm_act": _BatchNormImpl(
-        *(batch_norm_act, batch_norm_act_backward, _common.never_why_not, None),
-        *(batch_norm_act_stats, batch_norm_act_update_, batch_norm_act_reduce),
+    "batch_norm_act": _NORM,
+    "depthwise_bn_act_se": _BlockImpl(
+        *(depthwise_bn_act_se, depthwise_bn_act_se_backward, _common.never_why_not, None),
+        *(depthwise_bn_act_se_reduce, depthwise_bn_act_se_conv_backward, depthwise_bn_act_se_conv, _NORM),
     ),
     "grad_norm": Impl(grad_norm, None, _common.never_why_not),
     "optimizer_step": Impl(optimizer_step_, None, _common.never_why_not),

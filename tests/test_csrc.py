@@ -94,6 +94,19 @@ def test_the_library_implements_every_schema(operator):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedtrain::{operator}", key) == wanted, key
 
 
+def test_bindings_register_every_schema_for_cuda():
+    """What the test above can see only in a build with CUDA."""
+    found = set()
+    for path in CSRC.glob("bindings/*.cpp"):
+        text = path.read_text()
+        registered = re.search(r"_LIBRARY_IMPL\(fusedtrain, CUDA, m\) \{(.*?)\}", text, re.DOTALL)
+        shared = re.search(r"void implement\(Library& m\) \{(.*?)\}", text, re.DOTALL)
+        if registered is not None:
+            body = shared[1] if "implement(m)" in registered[1] else registered[1]
+            found |= set(re.findall(r'm\.impl\("(\w+)"', body))
+    assert found == set(_schema.SCHEMAS)
+
+
 @needs_compiler
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_variants_share_no_symbol(tmp_path):

@@ -19,6 +19,7 @@ import test_activation
 import test_batch_norm_act as batch_norm
 import test_channel_pool
 import test_channel_scale
+import test_depthwise_bn_act_se as block
 import test_depthwise_conv2d as depthwise
 import test_grad_norm
 import test_optimizer_step
@@ -147,6 +148,35 @@ def test_every_path_through_the_kernels_of_batch_norm_act(shape, layout, monkeyp
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 def test_a_large_mean_hides_no_variance(layout):
     batch_norm.test_a_large_mean_hides_no_variance("cpu", "cuda", layout, torch.float32)
+    block.test_a_large_mean_hides_no_variance("cpu", "cuda", layout, torch.float32)
+
+
+def check_block(shape: tuple, form: dict, training: bool, options: tuple, monkeypatch) -> None:
+    draws = [block.make("cpu", shape, **form, seed=seed) for seed in range(4 if shape[1] > 1 else 32)]
+    arguments = draws[0], training, form["form"], options, True
+    calls = block.function(*arguments), block.reference_of(*arguments)
+    monkeypatch.setenv("CUDA_EMU_ORDER", ORDERS[0])
+    frozen = ("bias",) if training else ()  # its gradient is zero but for rounding
+    results = harness.assert_op_as_good_as_torch(*calls, draws, f"depthwise_bn_act_se {form}", frozen=frozen)
+    for order in ORDERS[1:]:
+        monkeypatch.setenv("CUDA_EMU_ORDER", order)
+        again = harness.evaluate(calls[0], draws[-1], frozen=frozen)
+        harness.assert_bitwise_equal(again, results, f"thread order {order}")
+
+
+@pytest.mark.parametrize("case", block.CASES[::10], ids=cases.label)
+def test_depthwise_bn_act_se_is_as_good_as_torch_in_every_thread_order(case, monkeypatch):
+    shape, options = cases.SHAPES[case["shape"]], tuple(case[name] for name in ("act", "se_act", "gate"))
+    training = case["training"] and shape[:1] + shape[2:] != (1, 1, 1)
+    check_block(shape, {name: case[name] for name in ("layout", "dtype", "form")}, training, options, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_path_through_the_kernels_of_depthwise_bn_act_se(shape, layout, monkeypatch):
+    for dtype, name in zip(harness.DTYPES, ("strided", "plain", "bare")):
+        form = {"layout": layout, "dtype": dtype, "form": name}
+        check_block(SHAPES[shape], form, True, block.OPTIONS, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)

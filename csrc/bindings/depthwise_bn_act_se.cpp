@@ -28,7 +28,6 @@ Small small_of(const Tensor& z, const Tensor& mean, const Tensor& rstd, const st
 }
 
 BnAct input_of(const Tensor& z, const Small& s, int64_t act) {
-  STD_TORCH_CHECK(z.is_cpu(), "fusedtrain: depthwise_bn_act_se has no CUDA kernels yet");
   BnAct in{.images = images_of(z, act),
            .z = z.const_data_ptr(),
            .mean = s.mean.const_data_ptr(),
@@ -42,6 +41,25 @@ BnAct input_of(const Tensor& z, const Small& s, int64_t act) {
 std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv(const Tensor& x, const Tensor& weight,
                                                             const std::optional<Tensor>& bias, const Ints& stride,
                                                             const Ints& padding, const Ints& dilation) {
+  if constexpr (kWithCuda) {
+    if (x.is_cuda()) {
+      const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
+      const Tensor z = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
+      const Tensor mean = empty_acc(x, {s.c * s.m}), m2 = empty_acc(x, {s.c * s.m});
+      const Tensor partial = empty_acc(x, {cuda::bn_act_conv_partial_size(s)});
+      const BnActConv a{.sizes = s,
+                        .x = x.const_data_ptr(),
+                        .weight = weight.const_data_ptr(),
+                        .bias = bias ? bias->const_data_ptr() : nullptr,
+                        .z = z.mutable_data_ptr(),
+                        .partial = partial.mutable_data_ptr(),
+                        .mean = mean.mutable_data_ptr(),
+                        .m2 = m2.mutable_data_ptr()};
+      const CudaLaunch launch("depthwise_bn_act_se_conv", x);
+      launch(cuda::bn_act_conv(a, launch.stream));
+      return {z, mean, m2};
+    }
+  }
   const Tensor z = depthwise_conv2d(x, weight, bias, stride, padding, dilation, 0);
   const auto [mean, m2] = batch_norm_act_stats(z);
   return {z, mean, m2};
@@ -79,6 +97,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
                              .logits = logits.mutable_data_ptr(),
                              .gate = gate.mutable_data_ptr()};
   const BnActScale scale{.in = in, .gate = gate.const_data_ptr(), .y = y.mutable_data_ptr()};
+  if constexpr (kWithCuda) {
+    if (z.is_cuda()) {
+      const CudaLaunch launch("depthwise_bn_act_se", z);
+      launch(cuda::bn_act_pool(squeeze, launch.stream));
+      launch(cuda::squeeze_excite(excite, launch.stream));
+      launch(cuda::bn_act_scale(scale, launch.stream));
+      return {y, pooled, hidden, logits};
+    }
+  }
   for_sample_groups(m, 1, [&](int64_t n, int64_t end) {
     parallel_samples(m, reduce_items(m), n, end,
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_pool_partial<I>(squeeze, b, e); });
@@ -146,16 +173,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
                              .dpooled = dpooled.const_data_ptr(),
                              .sum_du = sum_du.mutable_data_ptr(),
                              .sum_du_xhat = sum_du_xhat.mutable_data_ptr()};
-  parallel_samples(m, reduce_items(m), 0, m.n,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_partial<I>(reduce, b, e); });
-  parallel_items(0, m.n, BnActReduce::kSums * m.c * reduce_chunks(m),
-                 [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_finish<I>(reduce, b, e); });
-  parallel_items(0, m.n, m.c * r, [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_backward<I>(excite, b, e); });
-  if (need_dw) {
-    parallel_items(0, r + m.c, m.n * std::max(r, m.c),
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_weight_backward<I>(excite, b, e); });
+  if (!z.is_cuda()) {
+    parallel_samples(m, reduce_items(m), 0, m.n,
+                     [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_partial<I>(reduce, b, e); });
+    parallel_items(0, m.n, BnActReduce::kSums * m.c * reduce_chunks(m),
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_finish<I>(reduce, b, e); });
+    parallel_items(0, m.n, m.c * r,
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_backward<I>(excite, b, e); });
+    if (need_dw) {
+      parallel_items(0, r + m.c, m.n * std::max(r, m.c),
+                     [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_weight_backward<I>(excite, b, e); });
+    }
+    parallel_items(0, m.c, 4 * m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_combine<I>(combine, b, e); });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("depthwise_bn_act_se_reduce", z);
+    launch(cuda::bn_act_reduce(reduce, launch.stream));
+    launch(cuda::squeeze_excite_backward(excite, launch.stream));
+    if (need_dw) launch(cuda::squeeze_excite_weight_backward(excite, launch.stream));
+    launch(cuda::bn_act_combine(combine, launch.stream));
   }
-  parallel_items(0, m.c, 4 * m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_combine<I>(combine, b, e); });
   const auto as_weight = [&](const Tensor& t) {
     return t.scalar_type() == w1.scalar_type() ? t : torch::stable::to(t, w1.scalar_type());
   };
@@ -196,7 +232,13 @@ Backward backward_of(const Tensor& dy, const Tensor& z, const Tensor& mean, cons
   return b;
 }
 
-void write_dz(const BnActBackward& a) {
+void write_dz(const BnActBackward& a, const Tensor& z) {
+  if constexpr (kWithCuda) {
+    if (z.is_cuda()) {
+      const CudaLaunch launch("depthwise_bn_act_se_backward", z);
+      return launch(cuda::bn_act_backward(a, launch.stream));
+    }
+  }
   const Images& m = a.in.images;
   parallel_samples(m, map_items(m), 0, m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_backward<I>(a, b, e); });
 }
@@ -209,7 +251,7 @@ Tensor depthwise_bn_act_se_backward(const Tensor& dy, const Tensor& z, const Ten
   Backward b = backward_of(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act);
   const Tensor dz = torch::stable::empty_like(z);
   b.args.dz = dz.mutable_data_ptr();
-  write_dz(b.args);
+  write_dz(b.args, z);
   return dz;
 }
 
@@ -219,6 +261,11 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
     const std::optional<Tensor>& sum_du, const std::optional<Tensor>& sum_du_xhat, double count, int64_t act,
     const Tensor& x, const Tensor& kernel, const Ints& stride, const Ints& padding, const Ints& dilation, bool need_dx,
     bool need_dw, bool need_db) {
+  if (z.is_cuda()) {
+    const Tensor dz =
+        depthwise_bn_act_se_backward(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act);
+    return depthwise_conv2d_backward(dz, x, kernel, stride, padding, dilation, need_dx, need_dw, need_db);
+  }
   const Backward whole = backward_of(dy, z, mean, rstd, weight, bias, gate, dpooled, sum_du, sum_du_xhat, count, act);
   const Images& m = whole.args.in.images;
   STD_TORCH_CHECK(x.size(0) == m.n && kernel.size(0) == m.c && x.scalar_type() == z.scalar_type() &&
@@ -234,19 +281,25 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
     part.gate = shifted(part.gate, begin * vector);
     part.dpooled = shifted(part.dpooled, begin * vector);
     part.dz = dz;
-    write_dz(part);
+    write_dz(part, z);
   };
   return depthwise_conv2d_backward_from(write, x, kernel, stride, padding, dilation, need_dx, need_dw, need_db);
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+template <class Library>
+void implement(Library& m) {
   m.impl("depthwise_bn_act_se", TORCH_BOX(&depthwise_bn_act_se));
   m.impl("depthwise_bn_act_se_backward", TORCH_BOX(&depthwise_bn_act_se_backward));
   m.impl("depthwise_bn_act_se_conv", TORCH_BOX(&depthwise_bn_act_se_conv));
   m.impl("depthwise_bn_act_se_conv_backward", TORCH_BOX(&depthwise_bn_act_se_conv_backward));
   m.impl("depthwise_bn_act_se_reduce", TORCH_BOX(&depthwise_bn_act_se_reduce));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace fusedtrain::bindings

@@ -1,6 +1,4 @@
 // Tensors -> DepthwiseConv2d -> kernels.
-#include "depthwise_conv2d.h"
-
 #include <memory>
 #include <new>
 
@@ -43,15 +41,6 @@ DepthwiseSizes sizes_of(const Tensor& x, const Tensor& weight, const Ints& strid
                          .layout = images.layout};
   STD_TORCH_CHECK(s.ho > 0 && s.wo > 0, "fusedtrain: the kernel does not fit into the padded image");
   return s;
-}
-
-// A tensor [n, channels, h, w] in the layout of x. The stable ABI has no empty() with strides for every torch, so a
-// channels_last one is a permuted contiguous one.
-Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
-  const int64_t n = x.size(0);
-  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
-  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
-  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
 }
 
 bool is_channels_last(const Tensor& t) {
@@ -97,12 +86,26 @@ void parallel_units(const DepthwiseSizes& s, int64_t items, int64_t first, int64
 
 }  // namespace
 
-Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
-                        const Ints& padding, const Ints& dilation, int64_t act) {
+DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                               const Ints& stride, const Ints& padding, const Ints& dilation) {
   const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
   STD_TORCH_CHECK(!bias || (bias->numel() == s.c * s.m && bias->is_contiguous() &&
                             bias->scalar_type() == x.scalar_type() && bias->get_device() == x.get_device()),
                   "fusedtrain: bias must be a dense [C * m] with the dtype and device of x");
+  return s;
+}
+
+// The stable ABI has no empty() with strides for every torch, so a channels_last one is a permuted contiguous one.
+Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
+  const int64_t n = x.size(0);
+  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
+  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
+  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
+}
+
+Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
+                        const Ints& padding, const Ints& dilation, int64_t act) {
+  const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
   const Tensor y = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
   const DepthwiseConv2d a{.sizes = s,
                           .act = static_cast<Activation>(act),
@@ -172,6 +175,8 @@ DepthwiseConv2dBackward backward_of(const DepthwiseSizes& s, const Tensor& x, co
           .partial = nullptr};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                                              const Ints& stride, const Ints& padding,
                                                              const Ints& dilation, bool need_dx, bool need_dw,
@@ -200,6 +205,8 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
   backward(a, weight, [&](int64_t groups, auto&& run) { run(dy.const_data_ptr(), 0, groups); });
   return {to.dx, to.dw, to.db};
 }
+
+namespace {
 
 template <class Library>
 void implement(Library& m) {

@@ -4,12 +4,24 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "depthwise_conv2d.h"
 
 namespace fusedtrain::bindings {
 
+// The sizes of a convolution, whose arguments are checked.
+DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                               const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                               const std::vector<int64_t>& dilation);
+// A tensor [n, channels, h, w] in the layout of x.
+Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w);
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                         const std::vector<int64_t>& dilation, int64_t act);
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                                             const std::vector<int64_t>& stride,
+                                                             const std::vector<int64_t>& padding,
+                                                             const std::vector<int64_t>& dilation, bool need_dx,
+                                                             bool need_dw, bool need_db);
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x);
 
 }  // namespace fusedtrain::bindings

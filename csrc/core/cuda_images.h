@@ -115,10 +115,10 @@ __device__ __forceinline__ RowTile row_tile(const RowTiles& g, int column) {
   return t;
 }
 
-// Merges the stats of all rows of the block into row 0, as a tree. Every thread of the block calls it.
+// Merges the stats of all rows of the block, whose threads are `step` apart, into row 0, as a tree. Every thread of the
+// block calls it.
 template <class Stat, class A, int N>
-__device__ __forceinline__ void merge_rows(Stat (&stats)[N], int rows, int columns, A* shared) {
-  const int row = threadIdx.x / columns;
+__device__ __forceinline__ void merge_rows(Stat (&stats)[N], int row, int rows, int step, A* shared) {
   int half = rows > 1 ? 1 : 0;
   while (2 * half < rows && half > 0) half *= 2;
   for (; half > 0; half /= 2) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void merge_rows(Stat (&stats)[N], int rows, int colum
         Stat other;
 #pragma unroll
         for (int p = 0; p < Stat::kParts; ++p) {
-          other.part[p] = shared[(j * Stat::kParts + p) * blockDim.x + threadIdx.x + half * columns];
+          other.part[p] = shared[(j * Stat::kParts + p) * blockDim.x + threadIdx.x + half * step];
         }
         stats[j].merge(other);
       }
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (i + u * g.rows < t.end) term.template add<N>(raw[u], factors, stats);
     }
   }
-  merge_rows(stats, g.rows, g.columns, shared_memory<typename Term::A>());
+  merge_rows(stats, row, g.rows, g.columns, shared_memory<typename Term::A>());
   if (row != 0 || !inside) return;
   typename Term::A* p = partial + (t.sample * int64_t{g.chunks} + t.chunk) * Stat::kParts * g.c + t.channel;
 #pragma unroll

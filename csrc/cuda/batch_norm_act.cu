@@ -13,7 +13,7 @@ template <class T>
 struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
   using Base = ChannelFactors<MomentsTerm<T>, Acc<T>, 1>;
   using A = Acc<T>;
-  using Stat = TwoSums<A>;
+  using Stat = Sums<A, 2>;
   template <int N>
   using Factors = typename Base::template Factors<N>;
   template <int N>
@@ -42,7 +42,7 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
     }
   }
 
-  __device__ void channel(int64_t channel, A (&shift)[1]) const {
+  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&shift)[1]) const {
     shift[0] = A(0);
 #pragma unroll
     for (int k = 0; k < kSome; ++k) shift[0] += to_acc(x[some[k] + channel * stride]);
@@ -64,7 +64,12 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
     }
   }
 
-  __device__ void finish(int64_t plane, const Stat& sums) const { store_part(partial, this->channels, plane, sums); }
+  __device__ void finish(int64_t plane, const Stat& sums) const {
+    store_part<2>(partial, this->channels, plane, sums.part);
+  }
+  __device__ void add_part(int64_t part, int64_t channel, double (&sums)[2]) const {
+    load_part(partial, this->channels, part, channel, sums);
+  }
 
   __device__ void finish_channel(int64_t channel, double sum, double squares) const {
     if (count == 0) {
@@ -72,7 +77,7 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
       return;
     }
     A shift[1];
-    this->channel(channel, shift);
+    this->channel(channel, channel, shift);
     const double moved = sum / static_cast<double>(count);
     mean[channel] = static_cast<A>(static_cast<double>(shift[0]) + moved);
     m2[channel] = static_cast<A>(at_least(squares - sum * moved, 0.0));
@@ -128,7 +133,7 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
         bias(static_cast<const A*>(a.in.bias)),
         y(static_cast<T*>(a.y)) {}
 
-  __device__ void channel(int64_t channel, A (&out)[3]) const {
+  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const {
     out[0] = mean[channel];
     out[1] = weight[channel] * rstd[channel];
     out[2] = bias[channel];
@@ -176,7 +181,7 @@ int batch_norm_act_update(const BatchNormUpdate& a, void* stream) {
 }
 
 int batch_norm_act(const BatchNormAct& a, void* stream) {
-  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     return map(a.in.images, ForwardTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.after, a.y), stream);
   });
 }

@@ -53,7 +53,7 @@ template <class T, class Activate>
 struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
   using Base = ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3>;
   using A = Acc<T>;
-  using Stat = TwoSums<A>;
+  using Stat = Sums<A, 2>;
   template <int N>
   using Factors = typename Base::template Factors<N>;
   template <int N>
@@ -71,7 +71,7 @@ struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
         sum_dz(static_cast<A*>(a.sum_dz)),
         sum_dz_xhat(static_cast<A*>(a.sum_dz_xhat)) {}
 
-  __device__ void channel(int64_t channel, A (&out)[3]) const {
+  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const {
     out[0] = gradient.mean[channel];
     out[1] = gradient.weight[channel] * gradient.rstd[channel];
     out[2] = gradient.bias[channel];
@@ -93,7 +93,12 @@ struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
     }
   }
 
-  __device__ void finish(int64_t plane, const Stat& sums) const { store_part(partial, this->channels, plane, sums); }
+  __device__ void finish(int64_t plane, const Stat& sums) const {
+    store_part<2>(partial, this->channels, plane, sums.part);
+  }
+  __device__ void add_part(int64_t part, int64_t channel, double (&sums)[2]) const {
+    load_part(partial, this->channels, part, channel, sums);
+  }
 
   __device__ void finish_channel(int64_t channel, double dz, double dz_centred) const {
     sum_dz[channel] = static_cast<A>(dz);
@@ -126,7 +131,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
         dbefore(static_cast<T*>(a.dbefore)),
         per_count(A(1 / a.count)) {}
 
-  __device__ void channel(int64_t channel, A (&out)[5]) const {
+  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[5]) const {
     const A rstd = gradient.rstd[channel];
     out[0] = gradient.mean[channel];
     out[1] = gradient.weight[channel] * rstd;
@@ -158,13 +163,13 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
 }  // namespace
 
 int batch_norm_act_reduce(const BatchNormReduce& a, void* stream) {
-  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     return reduce_batch(a.in.images, SumsTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.dy), stream);
   });
 }
 
 int batch_norm_act_backward(const BatchNormBackward& a, void* stream) {
-  return visit_batch(a.in, [&]<class T, class Activate>() -> int {
+  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     const bool aligned = is_aligned(a.in.x, a.in.before, a.dy, a.dx, a.dbefore);
     return map(a.in.images, BackwardTerm<T, Activate>(a), aligned, stream);
   });

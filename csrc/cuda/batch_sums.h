@@ -39,13 +39,13 @@ struct RunTimeAct {
 
 // Returns f.template operator()<T, Act>(): what convolutional networks use has kernels of its own.
 template <class F>
-[[nodiscard]] int visit_batch(const BatchNormInputs& in, F&& f) {
+[[nodiscard]] int visit_batch(DType dtype, Activation act, F&& f) {
   using enum Activation;
-  return visit_element(in.images.dtype, [&]<class T>() -> int {
+  return visit_element(dtype, [&]<class T>() -> int {
     int code = cudaErrorInvalidValue;
     if constexpr (!std::is_same_v<T, double>) {
       if (visit<kIdentity, kRelu, kSilu, kHardSwish>(
-              in.act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
+              act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
         return code;
       }
     }
@@ -53,7 +53,7 @@ template <class F>
   });
 }
 
-// The channel of a plane; c <= 2^30. Rows belong to one sample, so that their plane is the channel.
+// The channel of a plane; c <= 2^30.
 struct Channels {
   int64_t c;
   double inverse;
@@ -64,7 +64,7 @@ struct Channels {
   }
 };
 
-// K factors of a channel, which Derived::factor_of(k, channel) computes.
+// K factors of a plane, which Derived::channel(channel, plane, factors) computes.
 template <class Derived, class A, int K>
 struct ChannelFactors {
   template <int N>
@@ -72,58 +72,62 @@ struct ChannelFactors {
   Channels channels;
 
   template <int N>
-  __device__ void factors(int64_t channel, Factors<N>& out) const {
+  __device__ void factors(int64_t plane, Factors<N>& out) const {
+    const int64_t channel = channels(plane);
 #pragma unroll
-    for (int j = 0; j < N; ++j) set(channel + j, j, out);
+    for (int j = 0; j < N; ++j) set(channel + j, plane + j, j, out);
   }
   template <int N>
   __device__ void factor(int64_t plane, int j, Factors<N>& out) const {
-    set(channels(plane), j, out);
+    set(channels(plane), plane, j, out);
   }
 
  private:
   template <int N>
-  __device__ void set(int64_t channel, int j, Factors<N>& out) const {
+  __device__ void set(int64_t channel, int64_t plane, int j, Factors<N>& out) const {
     A values[K];
-    static_cast<const Derived*>(this)->channel(channel, values);
+    static_cast<const Derived*>(this)->channel(channel, plane, values);
 #pragma unroll
     for (int k = 0; k < K; ++k) out.f[k].v[j] = values[k];
   }
 };
 
-template <class A>
-struct TwoSums {
-  static constexpr int kParts = 2;
-  A part[kParts] = {A(0), A(0)};
+template <class A, int K>
+struct Sums {
+  static constexpr int kParts = K;
+  A part[kParts] = {};
 
-  __device__ void merge(const TwoSums& o) {
-    part[0] += o.part[0];
-    part[1] += o.part[1];
+  __device__ void merge(const Sums& o) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) part[k] += o.part[k];
   }
 };
 
-// Where a Term leaves the sums of a plane: partial [n, 2, c].
+// Where a Term leaves sums of a plane: partial [n, K, c]; and the two of part p of a channel.
+template <int K, class A>
+__device__ __forceinline__ void store_part(A* partial, const Channels& channels, int64_t plane, const A* sums) {
+  const int64_t channel = channels(plane), at = K * (plane - channel) + channel;
+#pragma unroll
+  for (int k = 0; k < K; ++k) partial[at + k * channels.c] = sums[k];
+}
 template <class A>
-__device__ __forceinline__ void store_part(A* partial, const Channels& channels, int64_t plane,
-                                           const TwoSums<A>& sums) {
-  const int64_t channel = channels(plane), at = 2 * (plane - channel) + channel;
-  partial[at] = sums.part[0];
-  partial[at + channels.c] = sums.part[1];
+__device__ __forceinline__ void load_part(const A* partial, const Channels& channels, int64_t p, int64_t channel,
+                                          double (&sums)[2]) {
+  sums[0] += static_cast<double>(partial[2 * p * channels.c + channel]);
+  sums[1] += static_cast<double>(partial[(2 * p + 1) * channels.c + channel]);
 }
 
 constexpr int kFinishChannels = 8;  // one 32-byte access; the other threads of a block split the parts
 constexpr int kFinishLanes = kThreads / kFinishChannels;
 
-// term.finish_channel(channel, sum, sum) with the totals of partial [parts, 2, c].
+// term.finish_channel(channel, sum, sum) with the totals of what term.add_part(part, channel, sums) adds.
 template <class Term>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
-    finish_batch_kernel(Term term, const typename Term::A* __restrict__ partial, int64_t parts, int64_t c) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) finish_batch_kernel(Term term, int64_t parts, int64_t c) {
   const int64_t channel = int64_t{blockIdx.x} * kFinishChannels + threadIdx.x % kFinishChannels;
   double sums[2] = {0, 0};
 #pragma unroll 4
   for (int64_t p = threadIdx.x / kFinishChannels; p < parts && channel < c; p += kFinishLanes) {
-    sums[0] += static_cast<double>(partial[2 * p * c + channel]);
-    sums[1] += static_cast<double>(partial[(2 * p + 1) * c + channel]);
+    term.add_part(p, channel, sums);
   }
   double* shared = shared_memory<double>();  // [2, kThreads]
   for (int half = kThreads / 2; half >= kFinishChannels; half /= 2) {
@@ -137,15 +141,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 }
 
 template <class Term>
+[[nodiscard]] int finish_batch(const Term& term, int64_t parts, int64_t c, void* stream) {
+  return launch(finish_batch_kernel<Term>, ceil_div<int64_t>(c, kFinishChannels), kThreads,
+                2 * kThreads * sizeof(double), stream, term, parts, c);
+}
+
+template <class Term>
 [[nodiscard]] int reduce_batch(const Images& images, const Term& term, bool aligned, void* stream) {
   constexpr int64_t kMostParts = 1024;
   int64_t parts = 0;
   const int64_t chunk = std::max(kReduceChunk, ceil_div(images.hw, kMostParts));
   const int code = reduce(images, term, aligned, chunk, term.partial, stream, &parts);
-  if (code != cudaSuccess) return code;
-  return launch(finish_batch_kernel<Term>, ceil_div<int64_t>(images.c, kFinishChannels), kThreads,
-                2 * kThreads * sizeof(double), stream, term, static_cast<const typename Term::A*>(term.partial), parts,
-                images.c);
+  return code != cudaSuccess ? code : finish_batch(term, parts, images.c, stream);
 }
 
 }  // namespace fusedtrain::cuda

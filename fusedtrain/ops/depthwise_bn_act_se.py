@@ -98,10 +98,6 @@ class _BlockImpl(Impl):
     norm: Impl | None = None
 
 
-def _why_not_cuda(x: Tensor, *_) -> str:
-    return _common.why_not_cuda(x) or "depthwise_bn_act_se has no CUDA kernels yet; its single ops run"
-
-
 def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
     parts = ("", "_backward", "_reduce", "_conv_backward", "_conv")
     ops = (getattr(getattr(torch.ops.fusedtrain, f"depthwise_bn_act_se{part}"), overload) for part in parts)
@@ -112,7 +108,7 @@ def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
 IMPLS = register(
     "depthwise_bn_act_se",
     {
-        "cuda": _impl("default", NORM_IMPLS["cuda"], _why_not_cuda),
+        "cuda": _impl("default", NORM_IMPLS["cuda"], _common.why_not_cuda),
         "cpu": _impl("default", NORM_IMPLS["cpu"], _common.why_not_cpu),
         "triton": _impl("triton", NORM_IMPLS["triton"], _common.why_not_triton, _common.triton_slower),
         "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
