@@ -126,11 +126,10 @@ def _ours(benchmark: Benchmark, case: Case, layout: str, inputs: tuple[Tensor, .
 def candidates(benchmark: Benchmark, case: Case, device: torch.device) -> list[Candidate]:
     """Every backend that can run, the automatic choice, and the stock paths, in both layouts, on the same values."""
     torch.manual_seed(0)
-    x, *others = case.inputs(device)
-    others = [t.requires_grad_(t.is_floating_point()) for t in others]
+    tensors = case.inputs(device)
     found = []
     for layout in LAYOUTS:
-        inputs = (in_layout(x, layout).detach().requires_grad_(), *others)
+        inputs = tuple(in_layout(t, layout).detach().requires_grad_(t.is_floating_point()) for t in tensors)
         found += _ours(benchmark, case, layout, inputs)
         for name, call in benchmark.stock.items():
             eager = _own_code(call, case.options)

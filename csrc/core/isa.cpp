@@ -1,7 +1,6 @@
 #include "core/isa.h"
 
 #include <cstdlib>
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -17,31 +16,55 @@ bool cpu_has(Isa isa) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && cpu_has(Isa::kAvx2);
   }
+  if (isa == Isa::kAvx512Bf16) return __builtin_cpu_supports("avx512bf16") && cpu_has(Isa::kAvx512);
 #endif
   return isa == Isa::kPortable;
 }
 
+constexpr Isa kBestFirst[] = {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kPortable};
+
 Isa choose_isa() {
   const char* wanted = std::getenv("FUSEDTRAIN_ISA");
   if (wanted == nullptr || *wanted == '\0') {
-    return cpu_has(Isa::kAvx512) ? Isa::kAvx512 : cpu_has(Isa::kAvx2) ? Isa::kAvx2 : Isa::kPortable;
+    for (Isa isa : kBestFirst) {
+      if (cpu_has(isa)) return isa;
+    }
   }
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+  for (Isa isa : kBestFirst) {
     if (std::string(wanted) != isa_name(isa)) continue;
     if (!cpu_has(isa))
       throw std::runtime_error(std::string("FUSEDTRAIN_ISA=") + wanted + ": this CPU does not have it");
     return isa;
   }
-  throw std::runtime_error(std::string("FUSEDTRAIN_ISA=") + wanted + ": expected portable, avx2 or avx512");
+  throw std::runtime_error(std::string("FUSEDTRAIN_ISA=") + wanted +
+                           ": expected portable, avx2, avx512 or avx512_bf16");
 }
 
 }  // namespace
 
+bool rounds_to_bf16_by_instruction = false;
+
 Isa active_isa() {
-  static const Isa isa = choose_isa();
+  static const Isa isa = [] {
+    const Isa chosen = choose_isa();
+    rounds_to_bf16_by_instruction = chosen == Isa::kAvx512Bf16;
+    return chosen;
+  }();
   return isa;
 }
 
-const char* isa_name(Isa isa) { return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : "portable"; }
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx512Bf16:
+      return "avx512_bf16";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kPortable:
+      break;
+  }
+  return "portable";
+}
 
 }  // namespace fusedtrain

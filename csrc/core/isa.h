@@ -2,13 +2,19 @@
 // Which variant of the CPU kernels runs. Every csrc/cpu file is compiled once per variant, with that variant's flags
 // and FUSEDTRAIN_ISA set to its name; the variants differ only in the template argument, e.g.
 // cpu::channel_scale<Isa::kAvx2>.
+//
+// kAvx512Bf16 has no variant of its own: it is kAvx512, rounding to bfloat16 by the instruction that does so.
 namespace fusedtrain {
 
-enum class Isa { kPortable, kAvx2, kAvx512 };
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
 
-// The best variant this CPU supports, or the one the environment variable FUSEDTRAIN_ISA (portable, avx2, avx512)
-// names. Read once. Throws std::runtime_error when the name is unknown or the CPU lacks it.
+// The best one this CPU supports, or the one the environment variable FUSEDTRAIN_ISA (portable, avx2, avx512,
+// avx512_bf16) names. Read once. Throws std::runtime_error when the name is unknown or the CPU lacks it.
 Isa active_isa();
+
+// Whether active_isa() was asked and is kAvx512Bf16.
+extern bool rounds_to_bf16_by_instruction;
+
 const char* isa_name(Isa isa);
 
 // f.template operator()<I>() with I = active_isa(), or the variants this build contains.
@@ -16,6 +22,7 @@ template <class F>
 void visit_isa(F&& f) {
 #if defined(__x86_64__)
   switch (active_isa()) {
+    case Isa::kAvx512Bf16:
     case Isa::kAvx512:
       return f.template operator()<Isa::kAvx512>();
     case Isa::kAvx2:

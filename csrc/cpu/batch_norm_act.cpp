@@ -96,17 +96,15 @@ template <class T, Activation A>
 struct Forward {
   using Element = T;
   using V = Vec<Acc<T>>;
-  const T *x, *before, *after;
-  const Acc<T>*mean, *rstd, *weight, *bias;
+  PreActivation<T> z;
+  const T* after;
 
-  struct Params {
-    V mean, rstd, weight, bias;
-  };
-  Params params(auto at) const { return {at(mean), at(rstd), at(weight), at(bias)}; }
-  void prefetch(int64_t i) const { fetch(x + i); }
-  V operator()(int64_t i, const Params& p, auto lanes) const {
-    const V z = (load<V>(x + i, lanes) - p.mean) * p.rstd * p.weight + p.bias;
-    return Act<A, T>::value(z + load_or_zero<V>(before, i, lanes)) + load_or_zero<V>(after, i, lanes);
+  auto params(auto at) const { return z.params(at); }
+  void prefetch(int64_t i) const { fetch(z.x + i); }
+  V operator()(int64_t i, const auto& p, auto lanes) const {
+    V y = Act<A, T>::value(z(i, z.centred(i, p, lanes), p, lanes));
+    if (after != nullptr) y += load<V>(after + i, lanes);
+    return y;
   }
 };
 
@@ -180,10 +178,7 @@ template <>
 void batch_norm_act<Isa::FUSEDTRAIN_ISA>(const BatchNormAct& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
     visit_act(a.in.act, [&]<Activation A>() {
-      const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-      const auto images = [](const void* p) { return static_cast<const T*>(p); };
-      const Forward<T, A> y{images(a.in.x),    images(a.in.before), images(a.after),  vector(a.in.mean),
-                            vector(a.in.rstd), vector(a.in.weight), vector(a.in.bias)};
+      const Forward<T, A> y{PreActivation<T>(a.in), static_cast<const T*>(a.after)};
       map_items(a.in.images, static_cast<T*>(a.y), y, begin, end);
     });
   });

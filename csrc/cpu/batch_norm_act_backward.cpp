@@ -8,43 +8,36 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// What dz depends on.
+// dz of one vector, and x - mean.
 template <class T, Activation A>
 struct Gradient {
   using Lane = Acc<T>;
   using V = Vec<Lane>;
-  const T *dy, *x, *before;
-  const Lane *mean, *rstd, *weight, *bias;
+  using Params = typename PreActivation<T>::Params;
+  PreActivation<T> z;
+  const T* dy;
 
-  struct Params {
-    V mean, rstd, weight, bias;
-  };
-  Params params(auto at) const { return {at(mean), at(rstd), at(weight), at(bias)}; }
+  Params params(auto at) const { return z.params(at); }
   void prefetch(int64_t i) const {
-    fetch(x + i);
+    fetch(z.x + i);
     fetch(dy + i);
   }
   struct Pair {
     V dz, centred;
   };
   Pair operator()(int64_t i, const Params& p, auto lanes) const {
-    const V centred = load<V>(x + i, lanes) - p.mean;
-    const V da = load<V>(dy + i, lanes);
+    const V centred = z.centred(i, p, lanes), da = load<V>(dy + i, lanes);
     if constexpr (A == Activation::kIdentity) {
       return {da, centred};
     } else {
-      const V z = centred * p.rstd * p.weight + p.bias + load_or_zero<V>(before, i, lanes);
-      return {Act<A, T>::slope(z) * da, centred};
+      return {Act<A, T>::slope(z(i, centred, p, lanes)) * da, centred};
     }
   }
 };
 
 template <class T, Activation A>
 Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy) {
-  const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-  const auto images = [](const void* p) { return static_cast<const T*>(p); };
-  return {images(dy),      images(in.x),      images(in.before), vector(in.mean),
-          vector(in.rstd), vector(in.weight), vector(in.bias)};
+  return {PreActivation<T>(in), static_cast<const T*>(dy)};
 }
 
 // sum dz, sum dz (x - mean).
@@ -118,14 +111,14 @@ struct Backward {
   };
   Params params(auto at) const {
     if (sum_dz == nullptr) return {gradient.params(at), V(0), V(0)};
-    return {gradient.params(at), at(sum_dz) * V(per_count), at(sum_dz_xhat) * V(per_count) * at(gradient.rstd)};
+    return {gradient.params(at), at(sum_dz) * V(per_count), at(sum_dz_xhat) * V(per_count) * at(gradient.z.rstd)};
   }
   void prefetch(int64_t i) const { gradient.prefetch(i); }
   V operator()(int64_t i, const Params& p, auto lanes) const {
     const auto [dz, centred] = gradient(i, p.z, lanes);
     if (!with_dx) return dz;
     if (dbefore != nullptr) store(dbefore + i, dz, lanes);
-    return p.z.weight * p.z.rstd * (dz - p.base - centred * p.slope);
+    return p.z.scale * (dz - p.base - centred * p.slope);
   }
 };
 

@@ -5,6 +5,7 @@
 // A functor holds its images; f.params(at) gathers what a channel brings, where at(p) is the vector of p[c], repeated
 // for contiguous images. Rows are taken kGroup at a time, with the next ones fetched ahead: the processor by itself
 // follows few streams, and not across pages.
+#include "batch_norm_act.h"
 #include "cpu/channels.h"
 
 namespace fusedtrain::cpu {
@@ -34,15 +35,39 @@ inline V keep(V x, FirstLanes lanes) {
   return V(index < Int(lanes.count) ? x.v : V(0).v);
 }
 
-// An optional image: its vector at i, or zero.
-template <class V, class T>
-inline V load_or_zero(const T* p, int64_t i, auto lanes) {
-  return p ? load<V>(p + i, lanes) : V(0);
-}
+inline void fetch(const void* p) { __builtin_prefetch(p); }
 
-inline void fetch(const void* p) {
-  if (p) __builtin_prefetch(p);
-}
+// z = weight (x - mean) rstd + bias + before, of one vector. In double precision it takes two multiplications, as
+// the rounding of weight rstd is the same for all elements of a channel and adds up.
+template <class T>
+struct PreActivation {
+  using Lane = Acc<T>;
+  using V = Vec<Lane>;
+  const T *x, *before;
+  const Lane *mean, *rstd, *weight, *bias;
+
+  explicit PreActivation(const BatchNormInputs& in)
+      : x(static_cast<const T*>(in.x)),
+        before(static_cast<const T*>(in.before)),
+        mean(static_cast<const Lane*>(in.mean)),
+        rstd(static_cast<const Lane*>(in.rstd)),
+        weight(static_cast<const Lane*>(in.weight)),
+        bias(static_cast<const Lane*>(in.bias)) {}
+
+  struct Params {
+    V mean, rstd, weight, scale, bias;
+  };
+  Params params(auto at) const {
+    const V r = at(rstd), w = at(weight);
+    return {at(mean), r, w, r * w, at(bias)};
+  }
+  V centred(int64_t i, const Params& p, auto lanes) const { return load<V>(x + i, lanes) - p.mean; }
+  V operator()(int64_t i, V centred, const Params& p, auto lanes) const {
+    V z = std::is_same_v<T, double> ? centred * p.rstd * p.weight + p.bias : centred * p.scale + p.bias;
+    if (before != nullptr) z += load<V>(before + i, lanes);
+    return z;
+  }
+};
 
 // Sums over rows [begin, end) of [rows, c] into out [kSums, c]. F::State is the sums of one vector of channels:
 //   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
@@ -128,12 +153,17 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
       for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
     }
   } else {
-    constexpr int64_t kAhead = 64 * V::kLanes;
-    for (int64_t row = begin; row < end; ++row) {
+    // Rows share the loads of a channel's vectors; several streams past the caches would be slower than one.
+    constexpr int64_t kRows = kStream ? 1 : 4, kAhead = 64 * V::kLanes;
+    for (int64_t row = begin; row < end; row += kRows) {
+      const int64_t count = std::min(kRows, end - row);
       for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
-        f.prefetch(row * m.c + ch + kAhead);
-        write(row * m.c + ch, f(row * m.c + ch, params, lanes), lanes);
+        int64_t i = row * m.c + ch;
+        for (int64_t k = 0; k < count; ++k, i += m.c) {
+          f.prefetch(i + kAhead);
+          write(i, f(i, params, lanes), lanes);
+        }
       });
     }
   }
