@@ -53,7 +53,8 @@ def test_build_tells_what_was_built_or_why_not():
         assert found["build"] == {"extension": f"not loaded: {_extension.WHY_NOT}"} and found["cpu"]["isa"] is None
         return
     assert found["build"]["extension"] == "loaded" and found["build"]["compiler"]
-    assert found["cpu"]["isa"] in found["build"]["isa_variants"]
+    variant = found["cpu"]["isa"].removesuffix("_bf16")  # the code of avx512 with another rounding
+    assert variant in found["build"]["isa_variants"]
 
 
 @pytest.mark.parametrize("name", fusedtrain.backend.BACKENDS)
