@@ -118,8 +118,9 @@ inline Vec<float> widen(Half bits, BFloat16) {
 
 inline Half narrow(Vec<float> x, BFloat16) {
 #if defined(__AVX512F__)
-  // Takes subnormal numbers for 0. Not as an intrinsic, which the flags of this variant forbid.
-  if (rounds_to_bf16_by_instruction) [[likely]] {
+  // The instruction takes subnormal numbers for 0. Not as an intrinsic, which the flags of this variant forbid.
+  constexpr int kSubnormal = 0x20;
+  if (rounds_to_bf16_by_instruction && _mm512_fpclass_ps_mask(x.v, kSubnormal) == 0) [[likely]] {
     Half bits;
     asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x.v));
     return bits;
