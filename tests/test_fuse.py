@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 
 import harness
 import pytest
@@ -263,6 +264,17 @@ def test_gradients_have_the_strides_of_their_parameters(zoo):
     model(harness.images((2, 3, 32, 32), "channels_last")).sum().backward()
     for name, p in model.named_parameters():
         assert p.grad.stride() == p.stride(), name
+
+
+def test_blocks_are_one_op_on_every_backend_that_is_forced(zoo, device, backend, monkeypatch):
+    module, calls = sys.modules["fusedtrain.nn.depthwise_bn_act_se"], []
+    real = module.depthwise_bn_act_se
+    monkeypatch.setattr(
+        module, "depthwise_bn_act_se", lambda *args, **options: calls.append(1) or real(*args, **options)
+    )
+    (block,) = timm_model(zoo, "mobilenetv3_small_050").blocks[0]
+    fusedtrain.fuse(block)
+    assert block(harness.images((2, block.conv_dw.in_channels, 5, 6))).isfinite().all() and calls == [1]
 
 
 def check_training(model, what):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusedtrain.backend import current_backend
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
@@ -86,7 +85,7 @@ def _is_projection(layer: nn.Module) -> bool:
 def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
     if type(conv) not in CONVOLUTIONS or type(norm) not in NORMS or observed(conv) or observed(norm):
         return False
-    return conv.padding_mode == "zeros" and current_backend() not in ("cuda", "triton")  # they have the single ops only
+    return conv.padding_mode == "zeros"
 
 
 def _as_one(

@@ -325,7 +325,7 @@ def depthwise_bn_act_se(
         process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as for
             :func:`batch_norm_act`.
         projection: weight ``[D, C * m, 1, 1]`` and bias (``[D]`` or None) of a 1x1 convolution to follow, in the dtype
-            of ``x``. On CPUs it does not keep a large :math:`y` but computes it again in backward.
+            of ``x``. It does not keep a large :math:`y` but computes it again in backward.
 
     Returns:
         ``[N, C * m, Ho, Wo]``, or what ``projection`` makes of it, in the dtype and memory format of ``x``; under
