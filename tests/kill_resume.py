@@ -52,7 +52,9 @@ STOPS = [
     Kind(stop="evaluation", number=signal.SIGUSR1),
     Kind(stop="forward", precision="bf16"),
     Kind(stop="forward", processes=2, number=signal.SIGUSR1),  # one of the two gets the signal
+    Kind(stop="data", processes=2, number=signal.SIGINT),
     Kind(stop="evaluation", processes=2, asynchronous=True),
+    Kind(stop="data", loader="plain"),  # what half a batch has drawn is drawn again
 ]
 
 
@@ -86,7 +88,7 @@ class Trap:
         if self.left == 0 and not self.file.exists():
             self.file.touch()
             os.kill(self.process, self.number)
-            while wait and os.getpid() == self.process and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            while wait and os.getpid() == self.process:
                 time.sleep(60)  # the sample never comes
 
 
@@ -120,7 +122,7 @@ def train(kind: Kind, folder: Path, workers: int | None = None) -> None:
         valid_sampler = EpochSampler(SAMPLES, 32, shuffle=False, rank=rank, world_size=kind.processes)
         valid = DataLoader(SeededDataset(Images(traps.get("evaluation")), 2), batch_sampler=valid_sampler)
     else:
-        data = DataLoader(Images(), batch_size=8, shuffle=True, num_workers=workers)
+        data = DataLoader(Images(traps.get("data")), batch_size=8, shuffle=True, num_workers=workers)
         valid = DataLoader(Images(), batch_size=32)
     config = TrainConfig(
         epochs=EPOCHS,

@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(tmp_path):
 
 @forks
 def test_a_run_that_is_stopped_by_a_signal_saves_and_goes_on_bit_by_bit(tmp_path):
-    assert run(tmp_path, "--kinds", "--kills", "0", "--stops").count("stopped at step") == 6
+    assert run(tmp_path, "--kinds", "--kills", "0", "--stops").count("stopped at step") == 8
 
 
 def images(count: int, size: int, channels: int = 1, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

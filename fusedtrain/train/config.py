@@ -55,6 +55,10 @@ class TrainConfig:
         seed: of everything random in the loop; the model and the order of the data are seeded by who makes them.
         channels_last: keep the model and the images in channels_last memory, the faster one for convolutions.
         compile: mode of ``torch.compile``: default, reduce-overhead (CUDA graphs), max-autotune; None does not.
+        cuda_graphs: launch the whole step, from forward to the update, as one CUDA graph where batches have one shape;
+            others, such as the last of an epoch, are made as always. For one GPU and an optimizer of
+            ``fusedtrain.optim``, with ``capturable=True`` where it has that. What ``training_step`` decides or draws on
+            the CPU stays as it was at the capture, hooks of the optimizer are not called.
         cudnn_benchmark: let cuDNN try its algorithms, once per shape.
         max_grad_norm: clip the L2 norm of all gradients together to this; None does not.
         ema_decay: keep averages of the weights; evaluation and the saved weights are those. None does not.
@@ -81,6 +85,7 @@ class TrainConfig:
     seed: int = 0
     channels_last: bool = True
     compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    cuda_graphs: bool = False
     cudnn_benchmark: bool = True
     max_grad_norm: float | None = None
     ema_decay: float | None = None
@@ -117,6 +122,12 @@ class TrainConfig:
                 require(Path(path).parent.is_dir(), f"the folder for the weights does not exist: {Path(path).parent}")
         budget = self.activation_checkpointing.activation_budget_gib
         require(not budget or self.compile is None, "activation_budget_gib measures blocks, which compile= fuses")
+        if self.cuda_graphs:
+            require(self.compile is None, 'cuda_graphs does not go with compile; compile="reduce-overhead" has its own')
+            require(self.precision.precision != "fp16", "cuda_graphs does not go with precision fp16; take bf16")
+            require(self.schedule.schedule != "onecycle", "cuda_graphs does not go with onecycle, which moves momentum")
+            checkpoints = bool(budget or self.activation_checkpointing.checkpoint_modules)
+            require(not checkpoints, "cuda_graphs does not go with activation checkpointing")
         fsdp16 = self.distributed.strategy == "fsdp" and self.precision.precision == "fp16"
         require(not fsdp16, "strategy fsdp does not go with precision fp16; take bf16")
 

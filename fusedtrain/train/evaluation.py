@@ -19,8 +19,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
         with trainer.averaged_weights(), trainer.no_gradients():
             feed.begin()
             for index in itertools.count():
-                with trainer._stop.interruptible():
-                    item = feed.next(index)
+                item = trainer._stop.wait(feed.next, index)
                 if item is None:
                     break
                 batch, counts = item

@@ -1,14 +1,15 @@
 """The batches of a loader, epoch by epoch: with a position, weights, and equally many on every process."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError
-from fusedtrain.train.rng import rng_state, set_rng_state
+from fusedtrain.train.preemption import Preempted
+from fusedtrain.train.rng import SeededDataset, cpu_state, rng_state, set_rng_state
 
 
 class Feed:
@@ -33,6 +34,7 @@ class Feed:
         self._owners = [owner for owner in owners if owner is not None]
         self._position = self._first("advance", "state_dict", "load_state_dict")
         self._sampler = self._first("counts", "remaining")
+        self._loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
         if isinstance(batches, Iterator):
             raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
         if world.size > 1:
@@ -46,7 +48,7 @@ class Feed:
     def _check_shards(self) -> None:
         if not hasattr(self.batches, "__len__"):
             raise InputError(f"several processes need {self.name} data with a length, to take equally many steps")
-        loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
+        loader = self._loader
         if loader is None or isinstance(loader.dataset, IterableDataset):
             return
         if type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler) and self._sampler is None:
@@ -148,33 +150,45 @@ class Feed:
         if self._position is not None:
             self._position.advance()
 
-    def groups(self, group: Group, guard=contextlib.nullcontext) -> Iterator[Iterator]:
+    def groups(self, group: Group, wait: Callable) -> Iterator[Iterator]:
         """Yields, for each update of the rest of the epoch, an iterator over (batch, counts, last of the group).
 
         Args:
             group: says how many micro-batches are still to come.
-            guard: context in which batches are waited for.
+            wait: calls what it is given; raises Preempted, instead or afterwards, where the run is to stop.
         """
+        loader = self._loader
+        if loader is not None and not loader.num_workers and not isinstance(loader.dataset, SeededDataset):
+            wait = functools.partial(_with_generators_put_back, wait)  # the samples draw in this process
         while True:
-            with guard():
-                first = self.next()
+            first = wait(self.next)
             if first is None and not group.done:
                 return
-            yield self._group(first, group, guard)
+            yield self._group(first, group, wait)
 
-    def _group(self, first, group: Group, guard) -> Iterator:
-        item = first
+    def _group(self, first, group: Group, wait: Callable) -> Iterator:
+        item, missing = first, group.size - group.done
         while item is not None:
-            last = group.done + 1 == group.size or self._left == 0
+            missing -= 1
+            last = missing == 0 or self._left == 0
             yield *item, last
             if last:
                 return
-            with guard():
-                item = self.next()
+            item = wait(self.next)
 
     def close(self) -> None:
         """Lets go of the iterator, and so of its workers."""
         self._iterator = self._batch = None
+
+
+def _with_generators_put_back(wait: Callable, fetch: Callable):
+    """``wait(fetch)``, where a batch that is not used leaves no trace in the generators."""
+    state = cpu_state()
+    try:
+        return wait(fetch)
+    except Preempted:
+        set_rng_state(state)
+        raise
 
 
 def set_epoch(batches: Iterable, epoch: int) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
@@ -111,30 +112,42 @@ class _Interruptible(contextlib.AbstractContextManager):
 class Stops(StopSignals):
     """Stops all processes of a run at the same place, whichever of them got the signal.
 
-    Args:
-        world: the processes. One alone may be left at once inside :meth:`interruptible`; several stop after an update.
+    They agree, by one small sum, each time they have waited for data, in training and in evaluation, and after every
+    epoch. So nobody is in a collective of the model while another one waits for its data, or has left.
     """
 
     def __init__(self, world):
         super().__init__()
-        self.world, self.agreed = world, None
+        self.world = world
 
-    def interruptible(self):
-        return super().interruptible() if self.world.size == 1 else contextlib.nullcontext()
-
-    def asked(self) -> list[bool]:
-        """One value per signal, for :meth:`agree` to get the sums over all processes."""
-        return [self.requested == number for number in SIGNALS]
-
-    def agree(self, asked: list[float]) -> None:
-        self.agreed = next((number for number, count in zip(SIGNALS, asked) if count), None)
-
-    def check_agreed(self) -> None:
-        """Raises :class:`Preempted` where all have agreed to stop."""
-        if self.agreed is not None:
-            raise Preempted(self.agreed)
+    def wait(self, fetch: Callable, *arguments):
+        """Returns ``fetch(*arguments)``, which a signal interrupts; raises :class:`Preempted`, in all processes, where
+        one has come to any of them. All call it equally often."""
+        if self.world.size == 1:
+            with self.interruptible():
+                return fetch(*arguments)
+        item = None
+        try:
+            self._interruptible = True
+            if self.requested is None:
+                item = fetch(*arguments)
+            self._interruptible = False
+        except Preempted:  # not yet: the others wait to hear of it
+            pass
+        except Exception:
+            self._interruptible = False
+            if self.requested is None:  # else it comes of workers that got the signal too
+                raise
+        self._interruptible = False
+        self.together()
+        return item
 
     def together(self) -> None:
         """Agrees and stops; all processes call it."""
-        self.agree(self.world.sum(*self.asked()))
-        self.check_agreed()
+        try:
+            number = int(self.world.max(self.requested or 0)[0])
+        except RuntimeError:
+            self.check()  # the others were asked before there was anything to save, and have left
+            raise
+        if number:
+            raise Preempted(number)

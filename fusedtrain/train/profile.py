@@ -8,7 +8,7 @@ import torch
 
 from fusedtrain.train.errors import require
 
-SPANS = ("data", "copy", "forward", "backward", "optimizer", "evaluation", "checkpoint", "other")
+SPANS = ("data", "copy", "forward", "backward", "optimizer", "graph", "evaluation", "checkpoint", "other")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 def rng_state() -> dict:
     """Returns the state of Python's, NumPy's (where it is imported), torch's and all CUDA devices' default generators,
     as plain values and tensors that a checkpoint holds."""
-    state = _cpu_state()
+    state = cpu_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -31,7 +31,8 @@ def set_rng_state(state: dict) -> None:
         torch.cuda.set_rng_state(value.cpu(), device)
 
 
-def _cpu_state() -> dict:
+def cpu_state() -> dict:
+    """The same without the CUDA devices."""
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -97,7 +98,7 @@ class SeededDataset(Dataset):
     def __getitems__(self, indices: list) -> list:
         if get_worker_info() is not None:  # nothing else in a worker draws numbers
             return [self._sample(index) for index in indices]
-        state = _cpu_state()
+        state = cpu_state()
         try:
             return [self._sample(index) for index in indices]
         finally:

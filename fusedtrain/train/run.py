@@ -189,6 +189,8 @@ def check(options: Options) -> None:
     smoothing = options.label_smoothing
     require(0 <= smoothing < 1, f"label_smoothing must lie in [0, 1), got {smoothing}")
     require(min(options.mixup, options.cutmix) >= 0, "mixup and cutmix must be at least 0")
+    mixed = options.mixup or options.cutmix
+    require(not (options.train.cuda_graphs and mixed), "cuda_graphs does not go with mixup and cutmix")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
@@ -315,7 +317,8 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
 def _optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     own = groups.parameter_groups(model, options.lr, options.weight_decay, not options.decay_all, options.layer_decay)
     momentum = {"momentum": 0.9} if options.optimizer == "sgd" else {}
-    return OPTIMIZERS[options.optimizer](own, lr=options.lr, **momentum)
+    capturable = {"capturable": True} if options.train.cuda_graphs and options.optimizer.startswith("adam") else {}
+    return OPTIMIZERS[options.optimizer](own, lr=options.lr, **momentum, **capturable)
 
 
 def _mix(options: Options, classes: int):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fusedtrain.monitor import RunUsage
-from fusedtrain.train import activation, budget, check, schedule
+from fusedtrain.train import activation, budget, check, graphs, schedule
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.config import TrainConfig, resolve_device
@@ -102,6 +102,8 @@ class Trainer:
         self.update = Update(self.model, optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
         self._buffers = Buffers(self.model) if may_skip else None
+        if config.cuda_graphs:
+            graphs.check(self)
         self._stop, self.spans = Stops(self.world), Spans()
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
@@ -196,14 +198,11 @@ class Trainer:
     def _agree(self) -> tuple[float, bool]:
         """Returns the weight of the group over all processes, and whether the loss is finite on all of them."""
         self._group_weight = total = self.group.weight
-        if self.world.size == 1:
-            return total, self.late or math.isfinite(self._group_loss)
         if self.late:  # nobody waits for the loss: the gradients tell
-            total, *asked = self.world.sum(total, *self._stop.asked())
-        else:
-            total, self._group_loss, *asked = self.world.sum(total, self._group_loss, *self._stop.asked())
+            (total,) = self.world.sum(total)
+        elif self.world.size > 1:
+            total, self._group_loss = self.world.sum(total, self._group_loss)
             self._group_weight = total
-        self._stop.agree(asked)
         return total, self.late or math.isfinite(self._group_loss)
 
     def _follow(self) -> None:
@@ -236,13 +235,13 @@ class Trainer:
         with self._stop:
             with self._stop.interruptible():  # so far there is nothing to save
                 self._prepare(train, valid)
+            self._stop.together()
             self._run(valid)
         return self.history
 
     def _run(self, valid: Iterable | None) -> None:
         error = None
         try:
-            self._stop.together()
             with self.progress:
                 self.callbacks.call("on_fit_start", self)
                 while self.feed.epoch < self.config.epochs and not self.best.stop:
@@ -292,6 +291,7 @@ class Trainer:
         self.loggers = self._own_loggers + (config.logging.open(asdict(config), self.step_count) if shown else [])
         self.usage = RunUsage() if config.logging.log_usage and self.loggers else None
         self.spans.usage = self.usage and self.usage.stages
+        self._make_step = graphs.Graphs(self).step if config.cuda_graphs else self.step
         self._tracer = Tracer(config.profile, self.spans) if config.profile.profile_dir is not None and shown else None
 
     def _epoch(self, valid: Iterable | None) -> None:
@@ -301,10 +301,10 @@ class Trainer:
         feed.start()
         self.numbers.start = time.perf_counter() - self.numbers.seconds
         self.spans.enter("data")
-        for group in feed.groups(self.group, self._stop.interruptible):
+        for group in feed.groups(self.group, self._stop.wait):
             if self._tracer is not None:
                 self._tracer.step()
-            self._after_step(self.step(group))
+            self._after_step(self._make_step(group))
         self.numbers.read(wait=True)
         self.numbers.seconds = time.perf_counter() - self.numbers.start
         self.spans.enter("evaluation")
@@ -325,7 +325,6 @@ class Trainer:
         if self.callbacks.on_step_end is not None:
             self.callbacks.on_step_end(self)
         self.saving.after_step()
-        self._stop.check_agreed()
         self.spans.enter("data")
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:

@@ -1,0 +1,182 @@
+"""CUDA graphs of the whole step: everything around the capture on the CPU, the capture itself on a GPU."""
+
+import contextlib
+import math
+
+import harness
+import pytest
+import torch
+from torch import nn
+
+from fusedtrain import optim
+from fusedtrain.train import ActivationCheckpointing, Batches, InputError, Schedule, TrainConfig, Trainer, graphs
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def data(spoilt: bool = False) -> Batches:
+    """9 batches in an epoch, the last one of 2 samples."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(66, 1, 4, 4, generator=generator), torch.randint(4, (66,), generator=generator)
+    if spoilt:
+        inputs[[45, 60]] = math.nan
+    return Batches(inputs, targets, 8, shuffle=False)
+
+
+def make(optimizer=None, model=None, **config) -> Trainer:
+    model = model or net()
+    optimizer = optimizer or optim.AdamW(model.parameters(), lr=2.0**-5)
+    schedule = Schedule("exponential", gamma=0.5, warmup_epochs=0)  # rates that float32 holds
+    config = {"epochs": 3, "device": "cpu", "schedule": schedule, "nonfinite": "skip", **config}
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(**config))
+
+
+def outcome(run: Trainer) -> dict[str, torch.Tensor]:
+    history = run.fit(data(spoilt=run.config.nonfinite == "skip"), data())
+    result = dict(run.model.state_dict()) | {"losses": torch.tensor(history.step_losses, dtype=torch.float64)}
+    result |= {f"epoch {e.epoch}": torch.tensor(e.train_loss, dtype=torch.float64) for e in history.epochs}
+    if run.averages is not None:
+        with run.averaged_weights():
+            result |= {f"average of {name}": p.detach().clone() for name, p in run.model.named_parameters()}
+    return {name: torch.atleast_1d(t) for name, t in result.items()}
+
+
+class Fake:
+    """A recorder that, like the real one, does not run what it records, and keeps the rates that it was shown."""
+
+    replays = 0
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def aside(self):
+        return contextlib.nullcontext()
+
+    def record(self, work):
+        seen = [group["lr"] for group in self.groups]
+        assert all(isinstance(lr, torch.Tensor) for lr in seen)
+
+        def replay():
+            Fake.replays += 1
+            own = [group["lr"] for group in self.groups]
+            for group, lr in zip(self.groups, seen):
+                group["lr"] = lr
+            result = work()
+            for group, lr in zip(self.groups, own):
+                group["lr"] = lr
+            return result
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("options", "replays", "eager"),
+    [
+        ({}, 3 * 8 - 3, "1 x (2x1x4x4, 2)"),
+        ({"accumulation": 2, "max_grad_norm": 0.5, "ema_decay": 0.5}, 3 * 4 - 3, "1 x (2x1x4x4, 2)"),
+        ({"accumulation": 4, "precision": "bf16", "nonfinite": "raise"}, 3 * 2 - 3, "1 x (2x1x4x4, 2)"),
+    ],
+)
+def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replays, eager):
+    expected = outcome(make(**options))
+    capsys.readouterr()
+    run = make(**options)
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "Recorder", lambda: Fake(run.optimizer.param_groups))
+    monkeypatch.setattr(Fake, "replays", 0)
+    run.config = make(cuda_graphs=True, **options).config
+    harness.assert_bitwise_equal(outcome(run), expected, str(options))
+    assert Fake.replays == replays and run.skipped == (0 if "nonfinite" in options else 3 * 2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs" in line]
+    assert len(lines) == 2 and f"captured the step of {run.group.size} x (8x1x4x4, 8)" in lines[0]
+    assert lines[1].endswith(f"steps of {eager} run without the graph")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_steps_are_as_good_as_eager_ones(capsys, accumulate, kind, precision):
+    results = []
+    for device, cuda_graphs, dtype in (("cuda", True, precision), ("cuda", False, precision), ("cpu", False, "fp64")):
+        model = net()
+        extra = {"capturable": True} if kind == "AdamW" and device == "cuda" else {}
+        optimizer = getattr(optim, kind)(model.parameters(), lr=2.0**-5, **extra)
+        options = {"accumulation": accumulate, "max_grad_norm": 0.5, "ema_decay": 0.5}
+        run = make(optimizer, model, device=device, cuda_graphs=cuda_graphs, precision=dtype, **options)
+        results.append({name: t.cpu() for name, t in outcome(run).items()})
+    assert capsys.readouterr().out.count("captured the step of") == 1
+    for name, ours in results[0].items():
+        if ours.is_floating_point():
+            harness.assert_as_good_as_torch(ours, results[1][name], results[2][name].double(), name)
+        else:
+            assert torch.equal(ours, results[2][name]), name
+
+
+def test_a_step_that_is_never_the_same_is_made_eagerly_and_the_run_says_so(monkeypatch, capsys):
+    class Tokens(Trainer):
+        def weight(self, batch):
+            return next(weights)
+
+    weights = iter(range(1, 10_000))
+    model = net()
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "KINDS", 4)
+    optimizer = optim.AdamW(model.parameters())
+    monkeypatch.setattr(graphs, "Recorder", lambda: Fake(optimizer.param_groups))
+    config = TrainConfig(epochs=2, device="cpu", accumulation=2, cuda_graphs=True)
+    Tokens(model, nn.CrossEntropyLoss(), optimizer, config).fit(data())
+    out = capsys.readouterr().out
+    assert out.count("nothing is captured: steps differ in shapes, weights or hyperparameters") == 1
+    assert "captured the step" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "cuda_graphs needs a GPU, and this run is on the cpu"),
+        ({"compile": "default"}, 'compile="reduce-overhead" has its own'),
+        ({"precision": "fp16"}, "does not go with precision fp16; take bf16"),
+        ({"schedule": "onecycle"}, "does not go with onecycle"),
+        ({"activation_checkpointing": ActivationCheckpointing(("1",))}, "does not go with activation checkpointing"),
+    ],
+)
+def test_options_that_cannot_be_captured_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make(cuda_graphs=True, **options)
+
+
+def test_optimizers_and_processes_that_cannot_be_captured_are_refused():
+    model = net()
+    run = make(model=model)
+    run.device = torch.device("cuda")
+    for optimizer, message in [
+        (torch.optim.SGD(model.parameters()), "needs an optimizer of fusedtrain.optim, .* got SGD"),
+        (optim.AdamW(model.parameters()), "construct AdamW with capturable=True"),
+        (optim.SGD(model.parameters(), state_dtype="8bit"), "the host seeds"),
+    ]:
+        run.optimizer = optimizer
+        with pytest.raises(InputError, match=message):
+            graphs.check(run)
+    run.optimizer = optim.RMSprop(model.parameters(), capturable=True)
+    graphs.check(run)
+    run.world.size = 2
+    with pytest.raises(InputError, match="is for one process"):
+        graphs.check(run)
+
+
+def test_a_step_that_fails_to_be_captured_ends_the_run_with_the_reason(monkeypatch):
+    class Stuck(Fake):
+        def record(self, work):
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors ...")
+
+    run = make()
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "Recorder", lambda: Stuck(run.optimizer.param_groups))
+    run.config = make(cuda_graphs=True).config
+    with pytest.raises(InputError, match=r"this step cannot be captured: operation not permitted .*capturing$"):
+        run.fit(data())
+    assert [type(group["lr"]) for group in run.optimizer.param_groups] == [float]
