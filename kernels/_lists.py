@@ -1,7 +1,7 @@
 """How the kernels walk over lists of tensors: a program to each chunk of a tensor, whose address it finds in a table.
 
 The table is one int64 tensor: columns of numbers or addresses, one per tensor, then the tensor of each program. Tensors
-are sorted by dtype, so a launch for each dtype takes a range of programs.
+are sorted by kind, which is at least their dtype, so a launch for each kind takes a range of programs.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ NUMEL, FIRST = tl.constexpr(0), tl.constexpr(1)  # columns of every table: eleme
 
 
 class Launch(NamedTuple):
-    """The programs for the tensors of one dtype."""
+    """The programs for the tensors of one kind."""
 
-    like: Tensor  # one of them
+    row: int  # the first of them
+    like: Tensor
     first: int
     programs: int
     vec: int  # elements that every address is a multiple of, up to 16 bytes
@@ -42,17 +43,22 @@ class Table(NamedTuple):
     launches: list[Launch]
 
 
-def sort(tensors: Sequence[Tensor]) -> list[int]:
-    """The order of the tensors in a table."""
-    return sorted(range(len(tensors)), key=lambda i: str(tensors[i].dtype))
+def sort(kinds: Sequence) -> list[int]:
+    """The order of tensors of these kinds in a table."""
+    return sorted(range(len(kinds)), key=lambda i: str(kinds[i]))
 
 
-def table(columns: Sequence[Sequence[Tensor | None]], numbers: Sequence[Sequence[Tensor | None]] = ()) -> Table:
+def table(
+    columns: Sequence[Sequence[Tensor | None]],
+    numbers: Sequence[Sequence[Tensor | int | None]] = (),
+    kinds: Sequence = (),
+) -> Table:
     """A table of sorted tensors.
 
     Args:
         columns: the tensors themselves first, then others of their shapes; None for what there is not.
-        numbers: tensors of one element that belong to them.
+        numbers: small tensors or integers that belong to them.
+        kinds: of the tensors; their dtypes, if not given.
     """
     tensors = columns[0]
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -64,15 +70,15 @@ def table(columns: Sequence[Sequence[Tensor | None]], numbers: Sequence[Sequence
     chunks = torch.tensor([triton.cdiv(size, CHUNK) for size in sizes])
     first = chunks.cumsum(0) - chunks
     addresses = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
-    others = [[0 if t is None else t.data_ptr() for t in column] for column in numbers]
+    others = [[t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in column] for column in numbers]
     rows = torch.tensor([sizes, first.tolist(), *addresses, *others])
     content = torch.cat([rows.flatten(), torch.arange(len(sizes)).repeat_interleave(chunks)])
     launches, begin = [], 0
-    for dtype, group in groupby(tensors, lambda t: t.dtype):
-        end = begin + len(list(group))
+    for _, group in groupby(kinds or [t.dtype for t in tensors]):
+        end, like = begin + len(list(group)), tensors[begin]
         aligned = all(address % 16 == 0 for column in addresses for address in column[begin:end])
         programs = int(chunks[begin:end].sum())
-        launches.append(Launch(tensors[begin], int(first[begin]), programs, 16 // dtype.itemsize if aligned else 1))
+        launches.append(Launch(begin, like, int(first[begin]), programs, 16 // like.itemsize if aligned else 1))
         begin = end
     if tensors[0].is_cuda:
         content = content.pin_memory()

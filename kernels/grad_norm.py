@@ -53,7 +53,7 @@ def grad_norm_finish_kernel(
 
 
 def grad_norm(grads: list[Tensor]) -> Tensor:
-    grads = [grads[i] for i in _lists.sort(grads)]
+    grads = [grads[i] for i in _lists.sort([g.dtype for g in grads])]
     table = _lists.table([grads])
     norm, partial = (grads[0].new_empty(shape, dtype=torch.float64) for shape in ((), table.programs))
     with _images.on_device(grads[0]):

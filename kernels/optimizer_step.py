@@ -7,15 +7,17 @@ element (``_update``) and, where it needs norms, its first pass (``_advance``, `
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedtrain.kernels import _images, _lists
+from fusedtrain.kernels import _images, _lists, _narrow
 from fusedtrain.ops import _codes, _common
-from fusedtrain.ops.optimizer_step import RULES, SUMMED, Options
+from fusedtrain.ops._narrow import ROUNDED, blocks, stream
+from fusedtrain.ops.optimizer_step import PLAIN, RULES, SUMMED, Options, is_signed
 
 ADAM = tl.constexpr(_codes.RULES.index("adam"))
 AMSGRAD = tl.constexpr(_codes.RULES.index("amsgrad"))
@@ -35,10 +37,13 @@ RMSPROP_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_momentum_ca
 RMSPROP_CENTERED_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_centered_momentum_cautious"))
 ADAN_CAUTIOUS = tl.constexpr(_codes.RULES.index("adan_cautious"))
 
-# Columns of the table. COUNTED holds the step where it is to be counted: neighbours may share one.
-PARAM, GRAD, STATE, EMA, SCALAR, STEP, COUNTED = (tl.constexpr(i) for i in (2, 3, 4, 8, 9, 11, 12))
+# Columns of the table. STREAM begins the random bits of a tensor; COUNTED holds the step where it is to be counted:
+# neighbours may share one.
+PARAM, GRAD, STATE, EMA, EXACT, SCALE = (tl.constexpr(i) for i in (2, 3, 4, 8, 9, 10))
+STREAM, SCALAR, STEP, COUNTED = (tl.constexpr(i) for i in (14, 15, 17, 18))
 MAX_STATES, MAX_SCALARS = 4, 2
-COLUMNS = tl.constexpr(13)
+COLUMNS = tl.constexpr(19)
+MASTER, KAHAN = tl.constexpr(1), tl.constexpr(2)  # what is kept beside a parameter
 RATIO_BLOCK, COUNT_BLOCK = 256, 256
 
 
@@ -250,57 +255,113 @@ def _runs(norm_ptr, found_inf_ptr, SKIP: tl.constexpr):
 def _step(table_ptr, count, row, COUNTS: tl.constexpr):
     step = tl.full([], 1.0, tl.float64)
     if COUNTS:
-        step += tl.load(_lists.entry(table_ptr, count, row, STEP).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        step += tl.load(_number(table_ptr, count, row, STEP)).to(tl.float64)
     return step
 
 
 @triton.jit
-def _state(table_ptr, count, row, K: tl.constexpr, STATES: tl.constexpr, like_ptr, VEC: tl.constexpr):
+def _state(table_ptr, count, row, K: tl.constexpr, STATES: tl.constexpr, like_ptr, state_ptr, VEC: tl.constexpr):
     """The address of state K; of the gradient, which is there, where the rule has no such state."""
-    return _lists.pointer(table_ptr, count, row, STATE + K if K < STATES else GRAD, like_ptr, VEC)
+    if K < STATES:
+        return _lists.pointer(table_ptr, count, row, STATE + K, state_ptr, VEC)
+    else:
+        return _lists.pointer(table_ptr, count, row, GRAD, like_ptr, VEC)
 
 
 @triton.jit
-def _pointers(table_ptr, count, row, STATES: tl.constexpr, like_ptr, VEC: tl.constexpr):
-    """The addresses of parameter, gradient and states."""
+def _number(table_ptr, count, row, COLUMN: tl.constexpr):
+    return _lists.entry(table_ptr, count, row, COLUMN).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _pointers(table_ptr, count, row, like_ptr, state_ptr, STATES: tl.constexpr, KEPT: tl.constexpr, VEC: tl.constexpr):
+    """The addresses of parameter, gradient, states, their scales, and what is kept beside the parameter."""
+    exact = _lists.entry(table_ptr, count, row, EXACT)
+    exact_ptr = exact.to(tl.pointer_type(tl.float32)) if KEPT == MASTER else exact.to(like_ptr.dtype)
     return (
         _lists.pointer(table_ptr, count, row, PARAM, like_ptr, VEC),
         _lists.pointer(table_ptr, count, row, GRAD, like_ptr, VEC),
-        _state(table_ptr, count, row, 0, STATES, like_ptr, VEC),
-        _state(table_ptr, count, row, 1, STATES, like_ptr, VEC),
-        _state(table_ptr, count, row, 2, STATES, like_ptr, VEC),
-        _state(table_ptr, count, row, 3, STATES, like_ptr, VEC),
+        _state(table_ptr, count, row, 0, STATES, like_ptr, state_ptr, VEC),
+        _state(table_ptr, count, row, 1, STATES, like_ptr, state_ptr, VEC),
+        _state(table_ptr, count, row, 2, STATES, like_ptr, state_ptr, VEC),
+        _state(table_ptr, count, row, 3, STATES, like_ptr, state_ptr, VEC),
+        _number(table_ptr, count, row, SCALE),
+        _number(table_ptr, count, row, SCALE + 1),
+        _number(table_ptr, count, row, SCALE + 2),
+        _number(table_ptr, count, row, SCALE + 3),
+        tl.multiple_of(exact_ptr, 16) if VEC > 1 else exact_ptr,
     )
 
 
 @triton.jit
-def _load_state(pointers, at, mask, K: tl.constexpr, STATES: tl.constexpr):
+def _load_param(pointers, at, mask, KEPT: tl.constexpr):
+    p = _narrow.widen(tl.load(pointers[0] + at, mask=mask, other=0.0))
+    if KEPT:
+        kept = _narrow.widen(tl.load(pointers[10] + at, mask=mask, other=0.0))
+        if KEPT == KAHAN:
+            p += kept
+        else:  # a parameter that was set by hand since counts, not what it was before
+            same = _narrow.widen(_narrow.to_nearest(kept, pointers[0].dtype.element_ty)) == p
+            p = tl.where(same, kept, p)
+    return p
+
+
+@triton.jit
+def _load_state(pointers, at, mask, K: tl.constexpr, STATES: tl.constexpr, SQUARES: tl.constexpr):
     s = 0.0
     if K < STATES:
-        s = tl.load(pointers[2 + K] + at, mask=mask, other=0.0).to(tl.float32)
+        s = _narrow.load(pointers[2 + K], pointers[6 + K], at, mask, (SQUARES >> K & 1) == 0)
     return s
 
 
 @triton.jit
-def _store_state(pointers, at, s, mask, K: tl.constexpr, STATES: tl.constexpr):
+def _store_state(
+    pointers,
+    at,
+    s,
+    mask,
+    key,
+    K: tl.constexpr,
+    STATES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    NARROW: tl.constexpr,
+    RANDOM: tl.constexpr,
+):
     if K < STATES:
-        tl.store(pointers[2 + K] + at, s.to(pointers[2 + K].dtype.element_ty), mask=mask)
+        if NARROW:
+            signed: tl.constexpr = (SQUARES >> K & 1) == 0
+            _narrow.store(pointers[2 + K], pointers[6 + K], at, s, mask, key, K + 1, signed, RANDOM)
+        else:
+            tl.store(pointers[2 + K] + at, s.to(pointers[2 + K].dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _first_pass(pointers, at, inside, factor, c, k, RULE: tl.constexpr, STATES: tl.constexpr):
+def _first_pass(
+    pointers,
+    at,
+    inside,
+    factor,
+    c,
+    k,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    KEPT: tl.constexpr,
+    NARROW: tl.constexpr,
+):
     """Renews the states of some elements where the rule wants that now; returns what is to be summed."""
-    p = tl.load(pointers[0] + at, mask=inside, other=0.0).to(tl.float32)
+    p = _load_param(pointers, at, inside, KEPT)
     g = tl.load(pointers[1] + at, mask=inside, other=0.0).to(tl.float32) * factor
-    s0 = _load_state(pointers, at, inside, 0, STATES)
-    s1 = _load_state(pointers, at, inside, 1, STATES)
+    s0 = _load_state(pointers, at, inside, 0, STATES, SQUARES)
+    s1 = _load_state(pointers, at, inside, 1, STATES, SQUARES)
     if RULE == LAMB:
         s0, s1 = _advance(g, s0, s1, c, RULE)
-        _store_state(pointers, at, s0, inside, 0, STATES)
-        _store_state(pointers, at, s1, inside, 1, STATES)
-        s0 = s0.to(pointers[2].dtype.element_ty).to(tl.float32)  # as the second pass reads them
-        s1 = s1.to(pointers[3].dtype.element_ty).to(tl.float32)
-    s2 = _load_state(pointers, at, inside, 2, STATES)
+        if not NARROW:  # else the second pass does that again, and stores
+            _store_state(pointers, at, s0, inside, (0, 0), 0, STATES, SQUARES, False, False)
+            _store_state(pointers, at, s1, inside, (0, 0), 1, STATES, SQUARES, False, False)
+            s0 = s0.to(pointers[2].dtype.element_ty).to(tl.float32)  # as the second pass reads them
+            s1 = s1.to(pointers[3].dtype.element_ty).to(tl.float32)
+    s2 = _load_state(pointers, at, inside, 2, STATES, SQUARES)
     first, second = _squares(p, g, s0, s1, s2, c, k, RULE)
     return tl.where(inside, first, 0.0), tl.where(inside, second, 0.0)
 
@@ -316,36 +377,52 @@ def _step_elements(
     ema_rate,
     c,
     k,
+    key,
     RULE: tl.constexpr,
     STATES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    KEPT: tl.constexpr,
+    NARROW: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
     WITH_EMA: tl.constexpr,
     ZERO_GRADS: tl.constexpr,
 ):
     there, inside = inside, inside & runs
-    p = tl.load(pointers[0] + at, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = pointers[0].dtype.element_ty
+    p = _load_param(pointers, at, inside, KEPT)
     g = tl.load(pointers[1] + at, mask=inside, other=0.0).to(tl.float32) * factor
-    s0 = _load_state(pointers, at, inside, 0, STATES)
-    s1 = _load_state(pointers, at, inside, 1, STATES)
-    s2 = _load_state(pointers, at, inside, 2, STATES)
-    s3 = _load_state(pointers, at, inside, 3, STATES)
+    s0 = _load_state(pointers, at, inside, 0, STATES, SQUARES)
+    s1 = _load_state(pointers, at, inside, 1, STATES, SQUARES)
+    s2 = _load_state(pointers, at, inside, 2, STATES, SQUARES)
+    s3 = _load_state(pointers, at, inside, 3, STATES, SQUARES)
+    if NARROW:
+        s0, s1 = _advance(g, s0, s1, c, RULE)
     p, s0, s1, s2, s3 = _update(p, g, s0, s1, s2, s3, c, k, RULE)
-    p = p.to(pointers[0].dtype.element_ty)
-    tl.store(pointers[0] + at, p, mask=inside)
-    if RULE != LAMB:  # its first pass has done that
-        _store_state(pointers, at, s0, inside, 0, STATES)
-        _store_state(pointers, at, s1, inside, 1, STATES)
-        _store_state(pointers, at, s2, inside, 2, STATES)
-        _store_state(pointers, at, s3, inside, 3, STATES)
+    stored = _narrow.round_to(p, key, at, 0, dtype, STOCHASTIC) if NARROW else p.to(dtype)
+    tl.store(pointers[0] + at, stored, mask=inside)
+    if RULE != LAMB or NARROW:  # else its first pass has done that
+        _store_state(pointers, at, s0, inside, key, 0, STATES, SQUARES, NARROW, RANDOM)
+        _store_state(pointers, at, s1, inside, key, 1, STATES, SQUARES, NARROW, RANDOM)
+        _store_state(pointers, at, s2, inside, key, 2, STATES, SQUARES, NARROW, RANDOM)
+        _store_state(pointers, at, s3, inside, key, 3, STATES, SQUARES, NARROW, RANDOM)
+    if KEPT == KAHAN:
+        tl.store(pointers[10] + at, _narrow.to_nearest(p - _narrow.widen(stored), dtype), mask=inside)
+    elif KEPT == MASTER:
+        tl.store(pointers[10] + at, p, mask=inside)
     if WITH_EMA:
+        if KEPT != MASTER:
+            p = _narrow.widen(stored)
         mean = tl.load(ema_ptr + at, mask=inside, other=0.0)
-        tl.store(ema_ptr + at, mean + ema_rate * (p.to(tl.float32) - mean), mask=inside)
+        tl.store(ema_ptr + at, mean + ema_rate * (p - mean), mask=inside)
     if ZERO_GRADS:
-        tl.store(pointers[1] + at, tl.zeros_like(g).to(p.dtype), mask=there)
+        tl.store(pointers[1] + at, tl.zeros_like(g).to(dtype), mask=there)
 
 
 @triton.jit
 def optimizer_step_norms_kernel(
     like_ptr,  # a parameter
+    state_ptr,  # a state
     table_ptr,
     partial_ptr,  # [2, programs]
     norm_ptr,  # [1] or None
@@ -359,7 +436,10 @@ def optimizer_step_norms_kernel(
     first_program,
     RULE: tl.constexpr,
     STATES: tl.constexpr,
+    SQUARES: tl.constexpr,
     COUNTS: tl.constexpr,
+    KEPT: tl.constexpr,
+    NARROW: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SKIP: tl.constexpr,
     VEC: tl.constexpr,
@@ -367,7 +447,7 @@ def optimizer_step_norms_kernel(
     BLOCK: tl.constexpr,
 ):
     pid, row, begin, end = _lists.program(table_ptr, count, first_program, COLUMNS, CHUNK)
-    pointers = _pointers(table_ptr, count, row, STATES, like_ptr, VEC)
+    pointers = _pointers(table_ptr, count, row, like_ptr, state_ptr, STATES, KEPT, VEC)
     factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
     runs = _runs(norm_ptr, found_inf_ptr, SKIP)
     k = _constants(c, _step(table_ptr, count, row, COUNTS), tl.full([], 1.0, tl.float64), RULE)
@@ -376,13 +456,13 @@ def optimizer_step_norms_kernel(
     whole = end // VEC * VEC  # so the mask leaves loads 16 bytes wide
     for start in range(begin, whole, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        squares = _first_pass(pointers, at, (at < whole) & runs, factor, c, k, RULE, STATES)
+        squares = _first_pass(pointers, at, (at < whole) & runs, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW)
         first += squares[0]
         second += squares[1]
     first, second = tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64))
     if VEC > 1:
         at = whole + tl.arange(0, VEC)
-        squares = _first_pass(pointers, at, (at < end) & runs, factor, c, k, RULE, STATES)
+        squares = _first_pass(pointers, at, (at < end) & runs, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW)
         first += tl.sum(squares[0].to(tl.float64))
         second += tl.sum(squares[1].to(tl.float64))
     tl.store(partial_ptr + pid, first)
@@ -413,12 +493,12 @@ def _ratio(table_ptr, count, row, first, second, runs, c, RULE: tl.constexpr, SH
         share = first / tl.where(second > 0.0, second, 1.0)
         ratio = 1.0 / tl.where(share > 1e-3, share, 1e-3)
     else:
-        v_ptr = _lists.entry(table_ptr, count, row, SCALAR).to(tl.pointer_type(tl.float32))
+        v_ptr = _number(table_ptr, count, row, SCALAR)
         v = tl.load(v_ptr)
         v = tl.where(v == 0.0, first, c[5] * v.to(tl.float64) + c[6] * first).to(tl.float32)
         tl.store(v_ptr, v, mask=runs)
         if RULE == NOVOGRAD_AMSGRAD:
-            top_ptr = _lists.entry(table_ptr, count, row, SCALAR + 1).to(tl.pointer_type(tl.float32))
+            top_ptr = _number(table_ptr, count, row, SCALAR + 1)
             top = tl.load(top_ptr)
             v = tl.where(top > v, top, v)
             tl.store(top_ptr, v, mask=runs)
@@ -462,6 +542,7 @@ def optimizer_step_ratio_kernel(
 @triton.jit
 def optimizer_step_kernel(
     like_ptr,  # a parameter
+    state_ptr,  # a state
     table_ptr,
     ratio_ptr,  # [count] or None
     norm_ptr,  # [1] or None
@@ -475,7 +556,12 @@ def optimizer_step_kernel(
     first_program,
     RULE: tl.constexpr,
     STATES: tl.constexpr,
+    SQUARES: tl.constexpr,
     COUNTS: tl.constexpr,
+    KEPT: tl.constexpr,
+    NARROW: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RANDOM: tl.constexpr,
     WITH_EMA: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SKIP: tl.constexpr,
@@ -485,8 +571,8 @@ def optimizer_step_kernel(
     BLOCK: tl.constexpr,
 ):
     _, row, begin, end = _lists.program(table_ptr, count, first_program, COLUMNS, CHUNK)
-    pointers = _pointers(table_ptr, count, row, STATES, like_ptr, VEC)
-    ema_ptr = _lists.entry(table_ptr, count, row, EMA).to(tl.pointer_type(tl.float32))
+    pointers = _pointers(table_ptr, count, row, like_ptr, state_ptr, STATES, KEPT, VEC)
+    ema_ptr = _number(table_ptr, count, row, EMA)
     if VEC > 1:
         ema_ptr = tl.multiple_of(ema_ptr, 16)
     factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
@@ -494,17 +580,23 @@ def optimizer_step_kernel(
     ratio = tl.full([], 1.0, tl.float64)
     if ratio_ptr is not None:
         ratio = tl.load(ratio_ptr + row)
-    k = _constants(c, _step(table_ptr, count, row, COUNTS), ratio, RULE)
-    whole = end // VEC * VEC  # so the mask leaves loads and stores 16 bytes wide
+    step = _step(table_ptr, count, row, COUNTS)
+    k = _constants(c, step, ratio, RULE)
+    key = _narrow.key(_lists.entry(table_ptr, count, row, STREAM), step if COUNTS else step - 1.0)
+    # Up to here the mask leaves loads and stores 16 bytes wide, and blocks of codes whole.
+    UNIT: tl.constexpr = _narrow.CODES if NARROW else VEC
+    whole = end // UNIT * UNIT
     for start in range(begin, whole, BLOCK):
         at = start + tl.arange(0, BLOCK)
         _step_elements(
-            pointers, ema_ptr, at, at < whole, runs, factor, ema_rate, c, k, RULE, STATES, WITH_EMA, ZERO_GRADS
+            *(pointers, ema_ptr, at, at < whole, runs, factor, ema_rate, c, k, key, RULE, STATES, SQUARES),
+            *(KEPT, NARROW, STOCHASTIC, RANDOM, WITH_EMA, ZERO_GRADS),
         )
-    if VEC > 1:
-        at = whole + tl.arange(0, VEC)
+    if UNIT > 1:
+        at = whole + tl.arange(0, UNIT)
         _step_elements(
-            pointers, ema_ptr, at, at < end, runs, factor, ema_rate, c, k, RULE, STATES, WITH_EMA, ZERO_GRADS
+            *(pointers, ema_ptr, at, at < end, runs, factor, ema_rate, c, k, key, RULE, STATES, SQUARES),
+            *(KEPT, NARROW, STOCHASTIC, RANDOM, WITH_EMA, ZERO_GRADS),
         )
 
 
@@ -524,10 +616,15 @@ def optimizer_step_count_kernel(
     tl.store(step_ptr, tl.load(step_ptr, mask=mask, other=0.0) + 1.0, mask=mask)
 
 
-def _check(params, grads, states, ema, elementwise: int) -> None:
+def _check(params, grads, states, ema, exact, narrow: bool) -> None:
     for i, p in enumerate(params):
-        like = [("grads", grads[i], p.dtype), *(("states", t, p.dtype) for t in states[i :: len(params)][:elementwise])]
-        for name, t, dtype in [*like, *(("ema", t, torch.float32) for t in ema[i : i + 1])]:
+        own = [("grads", grads[i], p.dtype), *(("ema", t, torch.float32) for t in ema[i : i + 1])]
+        kinds = (torch.float32, torch.bfloat16, torch.uint8) if narrow else ()
+        own += [
+            ("states", t, states[i].dtype if states[i].dtype in kinds else p.dtype) for t in states[i :: len(params)]
+        ]
+        own += [("exact", t, t.dtype if narrow else None) for t in exact[i : i + 1] if t.numel()]
+        for name, t, dtype in own:
             if t.dtype != dtype or t.shape != p.shape or t.device != p.device or not _same_strides(t, p):
                 raise RuntimeError(f"fusedtrain: {name} must have the shapes, dtypes, strides and device of params")
         if not _common.is_dense(p):
@@ -540,23 +637,64 @@ def _same_strides(t: Tensor, p: Tensor) -> bool:
     )
 
 
+def _check_scales(params, states, scales) -> None:
+    for i, state in enumerate(states):
+        wanted = blocks(params[i % len(params)].numel())
+        sound = (
+            scales and scales[i].numel() == wanted and scales[i].dtype == torch.float32 and scales[i].is_contiguous()
+        )
+        if state.dtype == torch.uint8 and not sound:
+            raise RuntimeError(f"fusedtrain: scales must be {wanted} float32 numbers on the device of params")
+
+
+class _Kind(NamedTuple):
+    """How a tensor and what belongs to it are stored: what the kernels are compiled for."""
+
+    param: torch.dtype
+    state: torch.dtype
+    kept: int
+
+    def flags(self, rounding: str, random: bool) -> dict:
+        own = self.param in ROUNDED and (random or rounding != "nearest")
+        narrow = own or self.kept > 0 or self.state != self.param
+        return {"KEPT": self.kept, "NARROW": narrow}
+
+
 def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
-    o = Options(*options)
+    options, narrow = options[: len(Options._fields)], options[len(Options._fields) :]
+    o, (exact, scales, rounding, seed) = Options(*options), narrow or PLAIN
     name, count = _codes.RULES[o.rule], len(params)
-    elementwise = len(RULES[name].states)
-    _check(params, grads, states, ema, elementwise)
-    columns = [states[k * count : (k + 1) * count] for k in range(MAX_STATES + MAX_SCALARS)]  # some are empty
-    tensors = (params, grads, *columns[:elementwise], *[()] * (MAX_STATES - elementwise), ema)
+    names, mode = RULES[name].states, _codes.ROUNDINGS[rounding]
+    elementwise = len(names)
+    _check(params, grads, states[: elementwise * count], ema, exact, bool(narrow))
+    _check_scales(params, states[: elementwise * count], scales)
+
+    def columns(tensors, width: int) -> list:  # some are empty
+        return [tensors[k * count : (k + 1) * count] for k in range(width)]
+
+    columns_ = columns(states, MAX_STATES + MAX_SCALARS)
+    kept = int(KAHAN if mode == "kahan" else MASTER)
+    kinds = [
+        _Kind(p.dtype, states[i].dtype if elementwise else p.dtype, kept if exact and exact[i].numel() else 0)
+        for i, p in enumerate(params)
+    ]
+    order = _lists.sort(kinds)
+    kinds = [kinds[i] for i in order]
+    tensors = (params, grads, *columns_[:elementwise], *[()] * (MAX_STATES - elementwise), ema, exact)
     counted = [step if i == 0 or step is not steps[i - 1] else None for i, step in enumerate(steps)]
-    numbers = (*columns[elementwise : elementwise + MAX_SCALARS], steps, counted)
-    order = _lists.sort(params)
-    table = _lists.table(*([[c[i] if c else None for i in order] for c in group] for group in (tensors, numbers)))
+    streams = [_signed(stream(seed, i)) for i in range(count)] if seed is not None else ()
+    own = columns(scales, MAX_STATES), (streams,), columns_[elementwise : elementwise + MAX_SCALARS], (steps, counted)
+    numbers = [column for group in own for column in group]
+    sort = ([[c[i] if c else None for i in order] for c in group] for group in (tensors, numbers))
+    table = _lists.table(*sort, kinds)
     lr = o.lr if o.device_lr is None else float(o.device_lr)
     c = _numbers(name, lr, o.weight_decay, o.decoupled, o.coefficients)
     clip = {"max_norm": o.max_norm, "clip_eps": 0.0 if name == "lamb" else 1e-6, "MAXIMIZE": o.maximize}
     flags = {"c": c, "RULE": o.rule, "SKIP": o.skip_nonfinite}
-    own = {"STATES": elementwise, "COUNTS": bool(steps)}
+    squares = sum(1 << k for k, state in enumerate(names) if not is_signed(state))
+    own = {"STATES": elementwise, "SQUARES": squares, "COUNTS": bool(steps)}
     extras = {"ema_rate": 1.0 - o.ema_decay, "WITH_EMA": bool(ema), "ZERO_GRADS": o.zero_grads}
+    extras |= {"STOCHASTIC": mode == "stochastic", "RANDOM": seed is not None}
     ratio, sums_given = None, o.sums is not None and not o.sums_only
     with _images.on_device(params[0]):
         if name in SUMMED:
@@ -565,6 +703,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
             for launch in [] if sums_given else table.launches:
                 optimizer_step_norms_kernel[(launch.programs,)](
                     launch.like,
+                    states[order[launch.row]],
                     table.tensor,
                     partial,
                     o.norm,
@@ -575,6 +714,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
                     **clip,
                     **flags,
                     **own,
+                    **kinds[launch.row].flags(mode, seed is not None),
                     **launch.arguments,
                 )
             optimizer_step_ratio_kernel[(count,)](
@@ -599,6 +739,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
         for launch in table.launches:
             optimizer_step_kernel[(launch.programs,)](
                 launch.like,
+                states[order[launch.row]] if elementwise else launch.like,
                 table.tensor,
                 ratio,
                 o.norm,
@@ -609,9 +750,17 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
                 **flags,
                 **own,
                 **extras,
+                **kinds[launch.row].flags(mode, seed is not None),
                 **launch.arguments,
             )
         if steps:
             optimizer_step_count_kernel[(triton.cdiv(count, COUNT_BLOCK),)](
                 table.tensor, o.norm, o.found_inf, count, SKIP=o.skip_nonfinite, BLOCK=COUNT_BLOCK, **_lists.OPTIONS
             )
+
+
+optimizer_step_narrow_ = optimizer_step_  # with what follows the options
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 63 << 64)

@@ -23,7 +23,7 @@ from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.batch_norm_act import _BatchNormImpl
 from fusedtrain.ops.depthwise_bn_act_se import _BlockImpl
 from fusedtrain.ops.depthwise_conv2d import output_size
-from fusedtrain.ops.optimizer_step import RULES, Options
+from fusedtrain.ops.optimizer_step import PLAIN, RULES, Options
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -233,10 +233,11 @@ def depthwise_conv2d_backward(dy, x, weight, stride, padding, dilation, need_dx,
     return dx, dw, db
 
 
-def _list(struct: str, rows: list[tuple]) -> dict:
-    """The fields of a list of tensors; a row begins with the number of its elements."""
-    first = [0, *itertools.accumulate(-(-row[0] // _LIST_CHUNK) for row in rows)]
-    tensors, first_chunk = (structs()[struct] * len(rows))(*rows), (ctypes.c_int64 * len(first))(*first)
+def _list(struct: str, rows: list[dict]) -> dict:
+    """The fields of a list of tensors."""
+    first = [0, *itertools.accumulate(-(-row["numel"] // _LIST_CHUNK) for row in rows)]
+    row_struct, first_chunk = structs()[struct], (ctypes.c_int64 * len(first))(*first)
+    tensors = (row_struct * len(rows))(*(row_struct(**row) for row in rows))
     return {"count": len(rows), "tensors": tensors, "first_chunk": first_chunk}
 
 
@@ -245,34 +246,34 @@ def _doubles(count: int) -> Tensor:
 
 
 def grad_norm(grads):
-    fields = _list("NormTensor", [(g.numel(), _DTYPES[g.dtype], g.data_ptr()) for g in grads])
+    fields = _list("NormTensor", [{"numel": g.numel(), "dtype": _DTYPES[g.dtype], "grad": g.data_ptr()} for g in grads])
     norm, partial = _doubles(1), _doubles(fields["first_chunk"][len(grads)])
     call("grad_norm", "GradNorm", **fields, partial=partial, norm=norm)
     return norm.view(())
 
 
 def optimizer_step_(params, grads, states, steps, ema, *options):
-    o = Options(*options)
+    options, narrow = options[: len(Options._fields)], options[len(Options._fields) :] or PLAIN
+    o, (exact, scales, rounding, seed) = Options(*options), narrow
     count, elementwise = len(params), len(RULES[_codes.RULES[o.rule]].states)
+    arrays = dict(structs()["StepTensor"]._fields_)
     rows = []
     for i, p in enumerate(params):
-        own = [t.data_ptr() for t in states[i::count]]
-        numbers = (own[:elementwise], own[elementwise:])
-        states_and_scalars = (field(*values) for field, values in zip(_row_arrays(), numbers))
-        others = (lists[i].data_ptr() if lists else None for lists in (ema, steps))
-        rows.append((p.numel(), _DTYPES[p.dtype], p.data_ptr(), grads[i].data_ptr(), *states_and_scalars, *others))
+        own = states[i::count]
+        lists = {"states": own[:elementwise], "scalars": own[elementwise:], "scales": scales[i::count]}
+        row = {name: arrays[name](*(t.data_ptr() or None for t in tensors)) for name, tensors in lists.items()}
+        others = {"param": params, "grad": grads, "ema": ema, "step": steps, "exact": exact}
+        row |= {name: tensors[i].data_ptr() or None for name, tensors in others.items() if tensors}
+        stored = own[0].dtype if elementwise and own[0].dtype in _DTYPES else p.dtype
+        rows.append(row | {"numel": p.numel(), "dtype": _DTYPES[p.dtype], "state_dtype": _DTYPES[stored]})
     fields = _list("StepTensor", rows)
     hyper = structs()["Hyper"](o.lr, o.weight_decay, o.decoupled, tuple(o.coefficients))
     same = ("maximize", "zero_grads", "skip_nonfinite", "ema_decay", "max_norm", "norm", "grad_scale", "found_inf")
     same = {name: getattr(o, name) for name in (*same, "rule", "sums", "sums_only")}
     given = {"lr": o.device_lr, "sums_given": o.sums is not None and not o.sums_only}
+    given |= {"rounding": rounding, "random": seed is not None, "seed": seed or 0}
     work = {"partial": _doubles(2 * fields["first_chunk"][count]), "ratio": _doubles(count)}
     call("optimizer_step", "OptimizerStep", **fields, hyper=hyper, **same, **given, **work)
-
-
-def _row_arrays() -> list[type[ctypes.Array]]:
-    types = dict(structs()["StepTensor"]._fields_)
-    return [types["states"], types["scalars"]]
 
 
 def _batch(x: Tensor):
@@ -413,6 +414,7 @@ IMPLS = {
     ),
     "grad_norm": Impl(grad_norm, None, _common.never_why_not),
     "optimizer_step": Impl(optimizer_step_, None, _common.never_why_not),
+    "optimizer_step_narrow": Impl(optimizer_step_, None, _common.never_why_not),
     "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),
     "channel_scale": Impl(channel_scale, channel_scale_backward, _common.never_why_not),
     "squeeze_excite": Impl(squeeze_excite, squeeze_excite_backward, _common.never_why_not),

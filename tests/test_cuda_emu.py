@@ -240,6 +240,20 @@ def test_optimizer_of_every_rule_and_dtype(rule, monkeypatch):
         test_optimizer_step.test_parts_of_parameters_step_as_the_whole("cpu", "cuda", rule)
 
 
+@pytest.mark.parametrize("name", test_optimizer_step.FORMATS)
+def test_optimizer_of_every_format(name, monkeypatch):
+    test_optimizer_step.test_every_backend_stores_the_same_bits("cpu", "cuda", name)
+    formats, rules = list(test_optimizer_step.FORMATS), test_optimizer_step._codes.RULES
+    for rule in ("lamb", "adan_cautious", *rules[formats.index(name) :: len(formats)]):
+        lists, options = test_optimizer_step.make_narrow(rule, "cpu", name)
+        results = []
+        for order in ORDERS[:1] if emulator.SANITIZED else ORDERS:
+            monkeypatch.setenv("CUDA_EMU_ORDER", order)
+            results.append(test_optimizer_step.run_narrow(rule, lists, options))
+            harness.assert_bitwise_equal(results[-1], results[0], f"{rule} {name}, thread order {order}")
+        test_optimizer_step.test_numbers_in_fewer_bits_are_as_good_as_plain_torch("cpu", "cuda", rule, name)
+
+
 @pytest.mark.parametrize("rule", ["adam", "lamb", "novograd_amsgrad"])
 def test_optimizer_lists_of_several_launches(rule):
     """And neighbours that share a count of steps, on both sides of where the list is cut."""

@@ -120,9 +120,10 @@ def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
 
 
 def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
-    for stem, kernels in (("grad_norm", 1), ("optimizer_step", len(_codes.RULES))):
+    # A kernel for each rule, and for each number of states.
+    for stem, kernels in (("grad_norm", 1), ("optimizer_step", len(_codes.RULES)), ("optimizer_step_narrow", 5)):
         code = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
-        walks = [text for name, text in code.items() if re.search(r"(partial|step)_kernel", name)]
+        walks = [text for name, text in code.items() if re.search(r"(partial|step|narrow)_kernel", name)]
         assert len(walks) == kernels
         assert all("LDG.E.128" in text and ("STG.E.128" in text or stem == "grad_norm") for text in walks)
 

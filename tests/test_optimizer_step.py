@@ -352,6 +352,7 @@ def run_narrow(rule, lists, options, everything=True) -> dict:
 def test_numbers_in_fewer_bits_are_as_good_as_plain_torch(device, kernels, rule, name):
     """Random bits are the same in every backend, so that a result may differ by a unit in the last place alone."""
     harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    interpreter_runs(kernels, device, _codes.RULES.index(rule) == 2 * list(FORMATS).index(name))
     lists, options = make_narrow(rule, device, name)
     ours = run_narrow(rule, lists, options)
     with use_backend("reference"):
@@ -374,26 +375,55 @@ def test_numbers_in_fewer_bits_are_as_good_as_plain_torch(device, kernels, rule,
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_random_bits_depend_on_seed_and_place_alone(device, kernels, name):
+def test_every_backend_stores_the_same_bits(device, kernels, name):
+    """Of numbers and rates with few bits, which no arithmetic rounds before they are stored."""
     harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
-    lists, options = make_narrow("adam", device, name)
+    lists, options = make_narrow("momentum", device, name)
+    lists["ema"] = []
+    for key in ("params", "grads", "states"):
+        if key != "states" or not options["scales"]:
+            for i, t in enumerate(lists[key]):  # one tensor where numbers of float16 are multiples of the least
+                t.copy_((t.float() * 8).round() * (2.0**-23 if i == SHAPES.index((8193,)) else 2.0**-3))
+    for p, rest in zip(lists["params"], options["exact"]):
+        rest.copy_(p.float() / 2**10 if options.get("rounding") else p.float() * (1 + 2.0**-10))
+    options |= {"coefficients": (0.5, 0.5, 0.0), "lr": 2.0**-9, "zero_grads": True}
+    runs = []
+    for backend in (kernels, "reference"):
+        with use_backend(backend):
+            held = {key: [t.clone() for t in options[key]] for key in ("exact", "scales")}
+            own = {key: [t.clone() for t in tensors] for key, tensors in lists.items()}
+            optimizer_step_(*own.values(), rule="momentum", **options | held)
+        runs.append(by_name(own | held))
+    harness.assert_bitwise_equal(*runs, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bits_depend_on_seed_step_and_place_alone(device, kernels, name):
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    interpreter_runs(kernels, device, False)
+    lists, options = make_narrow("rmsprop_momentum", device, name)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(run_narrow("adam", lists, options))
+            results.append(run_narrow("rmsprop_momentum", lists, options))
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:
         harness.assert_bitwise_equal(result, results[0], "with more threads")
-    other = run_narrow("adam", lists, options | {"seed": 3})
-    drawn = any(not torch.equal(other[key], results[0][key]) for key in other)
-    assert drawn == (name not in ("fp32 states", "master"))
+    later = lists | {"steps": [step + 1 for step in lists["steps"]]}  # which the rule itself does not ask for
+    for other in (
+        run_narrow("rmsprop_momentum", lists, options | {"seed": 3}),
+        run_narrow("rmsprop_momentum", later, options),
+    ):
+        drawn = any(not torch.equal(other[key], results[0][key]) for key in other if not key.startswith("steps"))
+        assert drawn == (name not in ("fp32 states", "master"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding_is_unbiased_and_keeps_what_fits(device, backend, dtype):
     harness.skip_unless_runs(backend, device, "optimizer_step_narrow")
+    interpreter_runs(backend, device, False)
     count, tiny = 1 << 18, 2.0**-24 if dtype == torch.float16 else 2.0**-133
     for start, lr in ((1.0, 2.0**-12), (-3.0, 2.0**-11), (0.0, tiny / 4), (tiny * 3, -tiny / 4)):
         p, g = (
@@ -413,6 +443,7 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_fits(device, backend, dt
 def test_second_moments_decay_in_few_bits(device, backend):
     """In steps of 1/256 an average with a rate of 1/1000 never decays when it is rounded to nearest."""
     harness.skip_unless_runs(backend, device, "optimizer_step_narrow")
+    interpreter_runs(backend, device, False)
     for stored in (torch.bfloat16, torch.uint8):
         p, g = torch.zeros(8192, device=device), torch.zeros(8192, device=device)
         v = torch.linspace(0.1, 1.0, 8192, device=device)
@@ -461,6 +492,7 @@ def test_a_parameter_set_by_hand_counts_more_than_its_master(device, kernels):
 @pytest.mark.parametrize("rule", ["adam", "novograd"])
 def test_narrow_operators_agree_with_schema_and_fake(device, kernels, rule):
     harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    interpreter_runs(kernels, device, rule == "novograd")
     lists, options = make_narrow(rule, device, "8-bit states")
     scalars = [torch.tensor(EVERYTHING[name], dtype=SCALARS[name], device=device) for name in SCALARS]
     arguments = (_codes.RULES.index(rule), 0.1, 0.1, True, list(COEFFICIENTS[rule]), False, 0.9, True)

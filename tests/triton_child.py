@@ -8,6 +8,7 @@ interpreter on tensors that end where readable memory ends, so that an access be
 import ctypes
 import functools
 import json
+import math
 import mmap
 import os
 import re
@@ -32,7 +33,7 @@ from fusedtrain.kernels import (
     optimizer_step,
     squeeze_excite,
 )
-from fusedtrain.ops import _codes
+from fusedtrain.ops import _codes, _narrow
 from fusedtrain.ops.optimizer_step import RULES
 
 GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
@@ -116,22 +117,39 @@ def depthwise_bn_act_ses(device):
         depthwise_bn_act_se.depthwise_bn_act_se_backward(y, *inputs, *sums[2:4], *sums[:2], 98.0, GELU)
 
 
-# The rules that need the most registers and those with a pass of their own, with all that rides along.
-STEPS = (("amsgrad", torch.float32), ("adan", torch.bfloat16), ("lamb", torch.float32), ("novograd", torch.float16))
+# The rules that need the most registers and those with a pass of their own, with all that rides along; what is stored
+# in fewer bits: dtype of the states, of what is kept beside the parameter, rounding.
+STEPS = (
+    ("amsgrad", torch.float32, None),
+    ("adan", torch.bfloat16, None),
+    ("lamb", torch.float32, None),
+    ("novograd", torch.float16, None),
+    ("adan", torch.float32, (torch.uint8, None, "nearest")),
+    ("adan", torch.float16, (torch.uint8, torch.float32, "stochastic")),
+    ("lamb", torch.bfloat16, (torch.bfloat16, torch.bfloat16, "kahan")),
+)
 
 
 def optimizer_steps(device):
-    for rule, dtype in STEPS:
+    for rule, dtype, narrow in STEPS:
         states, coefficients, _, scalars = RULES[rule]
         shapes = (1000,), (3, 5), (8200,)
-        lists = [[torch.ones(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2 + len(states))]
+        stored, exact, rounding = narrow or (dtype, None, "nearest")
+        of = [dtype, dtype, *[stored] * len(states)]
+        lists = [[torch.ones(shape, device=device, dtype=kind) for shape in shapes] for kind in of]
         numbers = [[torch.ones((), device=device) for _ in shapes] for _ in scalars]
         columns = [t for column in (*lists[2:], *numbers) for t in column]
         steps = [torch.ones((), device=device) for _ in shapes]
         ema = [torch.ones(shape, device=device) for shape in shapes]
         norm, scale, found_inf = grad_norm.grad_norm(lists[1]), *(torch.ones((), device=device) for _ in range(2))
         options = _codes.RULES.index(rule), 0.1, 0.1, True, (0.5,) * len(coefficients), False, 0.9, True
-        optimizer_step.optimizer_step_(*lists[:2], columns, steps, ema, *options, norm, 1.0, True, scale, found_inf)
+        options += (norm, 1.0, True, scale, found_inf, None, None, False)
+        if narrow:
+            exacts = [torch.ones(shape, device=device, dtype=exact) for shape in shapes] if exact else []
+            sizes = [_narrow.blocks(math.prod(shape)) for shape in shapes] * len(states)
+            scales = [torch.ones(size, device=device) for size in sizes]
+            options += (exacts, scales, _codes.ROUNDINGS.index(rounding), 7)
+        optimizer_step.optimizer_step_(*lists[:2], columns, steps, ema, *options)
 
 
 @triton.jit

@@ -41,8 +41,9 @@ ScalarType state_type(const StepTensor& t, const Tensor& state, const Tensor& p,
   return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Byte ? type : p.scalar_type();
 }
 
-float* scales_of(const Tensor& scales, const StepTensor& t) {
-  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && !scales.is_cuda() && scales.is_contiguous() &&
+float* scales_of(const Tensor& scales, const StepTensor& t, const Tensor& p) {
+  const bool here = scales.is_cuda() == p.is_cuda() && scales.get_device() == p.get_device();
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && here && scales.is_contiguous() &&
                       scales.numel() == code_blocks(t.numel),
                   "fusedtrain: scales must be ", code_blocks(t.numel), " float32 numbers on the device of params, got ",
                   scales.numel());
@@ -93,7 +94,7 @@ std::vector<StepTensor> step_tensors(const Tensors& params, const Tensors& grads
         t.state_dtype = dtype_of(state);
       } else {
         STD_TORCH_CHECK(!narrow.scales.empty(), "fusedtrain: states in 8 bits need scales");
-        t.scales[k] = scales_of(narrow.scales[k * count + i], t);
+        t.scales[k] = scales_of(narrow.scales[k * count + i], t, p);
       }
     }
     if (!narrow.exact.empty() && narrow.exact[i].numel() > 0) {
@@ -260,7 +261,6 @@ void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tenso
   const std::vector<StepTensor> tensors =
       step_tensors(params, grads, states, steps, ema, info_of(rule_of(rule)), narrow);
   if (tensors.empty()) return;
-  STD_TORCH_CHECK(!params[0].is_cuda(), "fusedtrain: optimizer_step_narrow_ has kernels for the CPU only");
   step(tensors.data(), int64_t(tensors.size()), params[0],
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
         skip_nonfinite, grad_scale, found_inf, device_lr, sums, sums_only},

@@ -360,8 +360,11 @@ struct Novograd {
 };
 
 // f.template operator()<R>() with the rule's type R<A>.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // f is for the side that calls
+#endif
 template <class A, class F>
-void visit_rule(Rule rule, F&& f) {
+FUSEDTRAIN_HD void visit_rule(Rule rule, F&& f) {
   switch (rule) {
     case Rule::kAdam:
       return f.template operator()<Adam<A>>();

@@ -5,18 +5,23 @@
 #include "core/narrow.h"
 #include "core/simd.h"
 
-namespace fusedtrain::cpu {
+namespace fusedtrain {
+
+template <>
+struct Bits<cpu::Vec<float>> {
+  using Word = cpu::RawVec<uint32_t>;
+  static Word of(cpu::Vec<float> x) { return reinterpret_cast<Word>(x.v); }
+  static cpu::Vec<float> to(Word u) { return cpu::Vec<float>(reinterpret_cast<cpu::RawVec<float>>(u)); }
+  static cpu::Vec<float> number(Word u) {
+    return cpu::Vec<float>(__builtin_convertvector(reinterpret_cast<cpu::RawVec<int32_t>>(u), cpu::RawVec<float>));
+  }
+};
+
+namespace cpu {
 namespace {
 
 using Words = RawVec<uint32_t>;
 using Bytes = RawVec<uint8_t, kVecBytes / 4>;
-
-inline Words bits_of(Vec<float> x) { return reinterpret_cast<Words>(x.v); }
-inline Vec<float> from_bits(Words u) { return Vec<float>(reinterpret_cast<RawVec<float>>(u)); }
-// Of words below 2^31.
-inline Vec<float> number(Words u) {
-  return Vec<float>(__builtin_convertvector(reinterpret_cast<RawVec<int32_t>>(u), RawVec<float>));
-}
 
 #if defined(__AVX512F__)  // g++ 12 would convert the bytes one by one
 inline Words widen(Bytes b) { return reinterpret_cast<Words>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(b))); }
@@ -46,23 +51,9 @@ class Draw {
   int use_;
 };
 
-// x as one of the two neighbours that T has, by 16 random bits.
 inline Vec<float> round_randomly(Vec<float> x, Words /*random*/, float) { return x; }
-inline Vec<float> round_randomly(Vec<float> x, Words random, BFloat16) {
-  const Words cut = (bits_of(x) + random_tail(random, 16)) & ~0xffffu;
-  return vselect(x - x == Vec<float>(0), from_bits(cut), x);
-}
-inline Vec<float> round_randomly(Vec<float> x, Words random, Float16) {
-  using V = Vec<float>;
-  const Words sign = bits_of(x) & 0x80000000u;
-  const V a = from_bits(bits_of(x) ^ sign);
-  const V normal = from_bits((bits_of(a) + random_tail(random, 13)) & ~0x1fffu);
-  // Below 2^-14 the numbers of float16 are the multiples of 2^-24, to which adding 0.5 rounds.
-  const V tail = (number(random >> 4) + V(0.5f)) * V(0x1p-36f) - V(0x1p-25f);
-  const V small = (a + tail + V(0.5f)) - V(0.5f);
-  const V rounded = vselect(a < V(0x1p-14f), small, normal);
-  return vselect(x - x == V(0), from_bits(bits_of(rounded) | sign), x);
-}
+inline Vec<float> round_randomly(Vec<float> x, Words random, BFloat16) { return round_to_bfloat16(x, random); }
+inline Vec<float> round_randomly(Vec<float> x, Words random, Float16) { return round_to_float16(x, random); }
 
 // `count` elements of 16 or 32 bits; `to` has room for whole vectors and gets zeros behind.
 template <class T>
@@ -89,10 +80,7 @@ void decode(const uint8_t* codes, float largest, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += V::kLanes) {
     Bytes bytes;
     std::memcpy(&bytes, padded + i, sizeof bytes);
-    const Words code = widen(bytes), sign = kSigned ? (code & 0x80u) << 24 : Words{};
-    const Words digits = kSigned ? code & 0x7fu : code;
-    const V x = from_bits((digits + (kSigned ? kSignedCodeBase : kCodeBase)) << kCodeShift);
-    store(to + i, from_bits(bits_of(vselect(number(digits) == V(0), V(0), x) * scale) ^ sign));
+    store(to + i, fusedtrain::decode<kSigned>(widen(bytes), scale));
   }
 }
 
@@ -113,17 +101,11 @@ float encode(const float* from, int64_t count, uint8_t* codes, const Draw* draw)
     std::memset(codes, 0, count);
     return largest == largest ? 0.f : largest;
   }
-  constexpr uint32_t kBase = kSigned ? kSignedCodeBase : kCodeBase;
-  const V scale{kCodeTop / largest}, smallest = from_bits(Words{} + ((kBase + 1) << kCodeShift));
+  const V scale{kCodeTop / largest};
   alignas(kVecBytes) uint8_t padded[kCodeBlock];
   for (int64_t i = 0; i < count; i += V::kLanes) {
-    const V x = load<V>(from + i), y = at_most(magnitude(x) * scale, V(kCodeTop));
     const Words random = draw != nullptr ? (*draw)(i) : Words{} + 0x8000u;
-    const Words code = ((bits_of(y) + random_tail(random, kCodeShift)) >> kCodeShift) - kBase;
-    const V least = kSigned ? number(random) * smallest * V(0x1p-16f) : V(0);
-    const V one_or_none = vselect(y > least, from_bits(Words{} + 1), V(0));
-    const Words digits = bits_of(vselect(y < smallest, one_or_none, from_bits(code)));
-    const Bytes bytes = narrow(kSigned ? digits | ((bits_of(x) >> 24) & 0x80u) : digits);
+    const Bytes bytes = narrow(fusedtrain::encode<kSigned>(load<V>(from + i), scale, random));
     std::memcpy(padded + i, &bytes, sizeof bytes);
   }
   std::memcpy(codes, padded, count);
@@ -131,4 +113,5 @@ float encode(const float* from, int64_t count, uint8_t* codes, const Draw* draw)
 }
 
 }  // namespace
-}  // namespace fusedtrain::cpu
+}  // namespace cpu
+}  // namespace fusedtrain

@@ -87,7 +87,7 @@ class Block {
  public:
   // `squares`: R::kUnsigned of the rule.
   Block(const OptimizerStep& a, const StepTensor& t, int states, unsigned squares)
-      : a_(a), t_(t), bits_(a.seed, &t - a.tensors), count_(states), squares_(squares), tensor_(t) {
+      : a_(a), t_(t), bits_(random_bits(a, t, &t - a.tensors)), count_(states), squares_(squares), tensor_(t) {
     tensor_.param = param_;
     tensor_.grad = grad_;
     for (int k = 0; k < count_; ++k) tensor_.states[k] = states_[k];

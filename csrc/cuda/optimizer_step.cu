@@ -1,37 +1,10 @@
 // optimizer_step on CUDA: every tensor is read and written once, in one launch for as many as a kernel's argument
-// holds, after a first pass for rules that need norms.
-#include "core/cuda_lists.h"
-#include "optimizer_step.h"
+// holds, after a first pass for rules that need norms. What is stored in fewer bits than it is computed in is left to
+// optimizer_step_narrow.cu.
+#include "cuda/step_plan.h"
 
 namespace fusedtrain::cuda {
 namespace {
-
-using Steps = SegmentOf<OptimizerStep>;
-
-// R<float> -> R<A>
-template <class R, class A>
-struct RuleOf;
-template <template <class, bool...> class R, class From, bool... kFlags, class A>
-struct RuleOf<R<From, kFlags...>, A> {
-  using Type = R<A, kFlags...>;
-};
-
-// The rule and the factor on the gradients. One thread computes them: they take powers in double.
-template <class R, class A>
-struct Plan {
-  R rule;
-  A factor;
-};
-
-template <class R, class A>
-__device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const StepTensor& t, double ratio) {
-  auto* shared = shared_memory<Plan<R, A>>();
-  if (threadIdx.x == 0) {
-    *shared = {R(hyper_of(a), t.step != nullptr ? *t.step + 1.0 : 1.0, ratio), static_cast<A>(grad_factor(a))};
-  }
-  __syncthreads();
-  return *shared;
-}
 
 template <class T, class R>
 __device__ __forceinline__ void update(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk, double ratio) {
@@ -85,6 +58,7 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks<R>) optimizer_step_kerne
   if (skipped && !a.zero_grads) return;
   const Chunk chunk = chunk_of_block(s);
   const StepTensor& t = s.rows[chunk.row];
+  if (!is_plain(a, t)) return;
   visit_row(t.dtype, [&]<class T>() {
     if (!skipped) {
       const double ratio = R::kNorms ? a.ratio[s.begin + chunk.row] : 1.0;
@@ -143,17 +117,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) optimizer_step_norms_ker
   if (is_skipped(a)) return;
   const Chunk chunk = chunk_of_block(s);
   const StepTensor& t = s.rows[chunk.row];
+  if (!is_plain(a, t)) return;
   double total[2];
   visit_row(t.dtype, [&]<class T>() {
     Acc<T> sums[2] = {0, 0};
     norms<T, typename RuleOf<R, Acc<T>>::Type>(a, t, chunk, sums);
     for (int k = 0; k < 2; ++k) total[k] = sums[k];
   });
-  for (int k = 0; k < 2; ++k) {
-    __syncthreads();  // nobody reads what is in shared memory any more
-    const double sum = block_sum(total[k], shared_memory<double>());
-    if (threadIdx.x == 0) a.partial[2 * (s.chunks_before + blockIdx.x) + k] = sum;
-  }
+  store_sums(s, total);
 }
 
 // A block to each tensor: from the sums of its chunks to those of the whole and its ratio.
@@ -219,14 +190,19 @@ template <class R>
 int launch_segment(const Steps& s, void* stream) {
   constexpr size_t kShared = std::max(sizeof(Plan<typename RuleOf<R, double>::Type, double>), kBlockSumBytes);
   const int chunks = s.first[s.count];
+  int plain = 0, error = cudaSuccess;
+  for (int i = 0; i < s.count; ++i) plain += is_plain(s.list, s.rows[i]);
   if constexpr (R::kNorms) {
-    int error = cudaSuccess;
-    if (!s.list.sums_given) error = launch(optimizer_step_norms_kernel<R>, chunks, kThreads, kShared, stream, s);
+    if (!s.list.sums_given) {
+      if (plain > 0) error = launch(optimizer_step_norms_kernel<R>, chunks, kThreads, kShared, stream, s);
+      if (error == cudaSuccess && plain < s.count) error = optimizer_step_narrow_norms(s, stream);
+    }
     if (error != cudaSuccess) return error;
     error = launch(optimizer_step_ratio_kernel<R>, s.count, kThreads, kBlockSumBytes, stream, s);
     if (error != cudaSuccess || s.list.sums_only) return error;
   }
-  return launch(optimizer_step_kernel<R>, chunks, kThreads, kShared, stream, s);
+  if (plain > 0) error = launch(optimizer_step_kernel<R>, chunks, kThreads, kShared, stream, s);
+  return error == cudaSuccess && plain < s.count ? optimizer_step_narrow(s, stream) : error;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ BLOCK = 256
 _TOP, _SHIFT = 1.875, 20
 _BASE = {False: 0x3FF - 255, True: 0x3FF - 127}  # by sign
 _LEAST = 2.0**-120  # blocks whose largest magnitude is below count as zeros
-_WORD = 0xFFFFFFFF
+_WORD, _LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 def flat(t: Tensor) -> Tensor:
@@ -17,10 +17,9 @@ def flat(t: Tensor) -> Tensor:
 
 
 def split_mix(x: int) -> int:
-    mask = 0xFFFFFFFFFFFFFFFF
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    x = (x + 0x9E3779B97F4A7C15) & _LONG
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _LONG
     return x ^ (x >> 31)
 
 
@@ -30,9 +29,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(numel: int, seed: int, tensor: int, use: int, device: torch.device) -> Tensor:
-    """16 random bits for each element: a function of the seed, the tensor's and the element's place, and the use."""
-    key = split_mix((split_mix(seed & 0xFFFFFFFFFFFFFFFF) + tensor) & 0xFFFFFFFFFFFFFFFF)
+def stream(seed: int, tensor: int) -> int:
+    """What sets the tensor at that place in the list apart, before its count of steps does."""
+    return (split_mix(seed & _LONG) + tensor) & _LONG
+
+
+def random_bits(numel: int, seed: int, step: int, tensor: int, use: int, device: torch.device) -> Tensor:
+    """16 random bits for each element, a function of all but the device and of the element's place."""
+    key = split_mix((stream(seed, tensor) + (step << 32)) & _LONG)
     element = torch.arange(numel, device=device)
     high = ((key >> 32) + (use // 2) * 0x9E3779B9 + (element >> 32)) & _WORD
     word = _mix((((element & _WORD) ^ (key & _WORD)) + high) & _WORD)

@@ -83,7 +83,7 @@ class Options(NamedTuple):
         return cls(code, float(lr), **others)
 
 
-_PLAIN = ((), (), 0, None)  # exact, scales, rounding, seed
+PLAIN = ((), (), 0, None)  # exact, scales, rounding, seed
 
 
 class _Hyper(NamedTuple):
@@ -256,7 +256,7 @@ def _factor_and_skip(o: Options, clip_eps: float) -> tuple[Tensor, bool]:
 
 
 def reference(params, grads, states, steps, ema, *options) -> None:
-    *options, exact, scales, rounding, seed = options if len(options) > len(Options._fields) else (*options, *_PLAIN)
+    *options, exact, scales, rounding, seed = options if len(options) > len(Options._fields) else (*options, *PLAIN)
     o = Options(*options)
     name, count = _codes.RULES[o.rule], len(params)
     names, columns = RULES[name].states, len(RULES[name].states + RULES[name].scalars)
@@ -290,7 +290,7 @@ def reference(params, grads, states, steps, ema, *options) -> None:
                 x = _FUNCTIONS[name](x, g, s, hyper, step, sums)
             else:
                 x = _FUNCTIONS[name](x, g, s, hyper, step)
-            draw = partial(random_bits, p.numel(), seed, i, device=p.device)
+            draw = partial(random_bits, p.numel(), seed, int(step) if steps else 0, i, device=p.device)
             round_(p, x, draw(use=0) if stochastic and p.dtype in ROUNDED else None)
             for k, (state, scale, value) in enumerate(zip(own, coded, s)):
                 random = draw(use=k + 1) if seed is not None and state.dtype in (*ROUNDED, torch.uint8) else None
@@ -328,17 +328,13 @@ IMPLS = register(
 )
 
 
-def _no_narrow(*_) -> str:
-    return "states and parameters in fewer bits than they are computed in (seed, rounding, exact) have CPU kernels only"
-
-
 _NARROW_OP = torch.ops.fusedtrain.optimizer_step_narrow_
 NARROW_IMPLS = register(
     "optimizer_step_narrow",
     {
-        "cuda": Impl(_NARROW_OP.default, None, _no_narrow),
+        "cuda": Impl(_NARROW_OP.default, None, _common.why_not_cuda),
         "cpu": Impl(_NARROW_OP.default, None, _common.why_not_cpu),
-        "triton": Impl(_NARROW_OP.triton, None, _no_narrow),
+        "triton": Impl(_NARROW_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
@@ -409,7 +405,8 @@ def optimizer_step_(
     Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
     "novograd" read parameters and states, or gradients, once more.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
-    threads. Random bits are a function of the seed, the place in the list and the place in memory alone.
+    threads. Random bits are a function of the seed, the count of steps, the place in the list and the place in memory
+    alone.
     """
     o, info, count = Options.of(rule, lr, **options), RULES[rule], len(params)
     wanted = len(info.coefficients)

@@ -61,8 +61,6 @@ class FusedStep(torch.optim.Optimizer):
             raise ValueError(f"master_weights=True leaves nothing to rounding={rounding!r}: use one of them")
         if capturable and nonfinite == "error":
             raise ValueError("capturable=True goes with nonfinite='propagate' or 'skip': 'error' waits for the device")
-        if capturable and (state_dtype is not None or rounding != "nearest" or master_weights):
-            raise ValueError("capturable=True does not go with state_dtype, rounding or master_weights: the host seeds")
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
         self._options = {
@@ -104,7 +102,8 @@ class FusedStep(torch.optim.Optimizer):
             return {}
         if "rounding_seed" not in group:
             group["rounding_seed"] = _narrow.split_mix(options["seed"] + (index << 32)) >> 2
-        group["rounding_seed"] += 1
+        if not group.get("capturable"):  # else counts of steps tell steps apart: a graph keeps its arguments
+            group["rounding_seed"] += 1
         return {"rounding": options["rounding"], "seed": group["rounding_seed"]}
 
     def _parts(self, group: dict, params: list[Tensor]) -> list[tuple[dict, list[Tensor]]]:

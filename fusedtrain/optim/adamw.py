@@ -41,7 +41,8 @@ class Adam(FusedStep, torch.optim.Adam):
         master_weights: of such parameters a float32 copy is trained, the state "master", and rounded into the parameter
             in the same pass; states are float32 then. A parameter that is changed from outside replaces its master.
         seed: of the random bits for states in less than float32, which are rounded stochastically where one of the four
-            is set, and for ``rounding``; ``group["rounding_seed"]`` counts on with every step and is saved.
+            is set, and for ``rounding``; ``group["rounding_seed"]`` counts on with every step, where it is not
+            ``capturable``, and is saved.
 
     Raises:
         ValueError: an argument is out of range.
