@@ -616,35 +616,28 @@ def optimizer_step_count_kernel(
     tl.store(step_ptr, tl.load(step_ptr, mask=mask, other=0.0) + 1.0, mask=mask)
 
 
-def _check(params, grads, states, ema, exact, narrow: bool) -> None:
+def _check(params, grads, states, ema, exact, scales, kept: int, narrow: bool) -> None:
+    count, stored = len(params), (torch.float32, torch.bfloat16, torch.uint8) if narrow else ()
     for i, p in enumerate(params):
-        own = [("grads", grads[i], p.dtype), *(("ema", t, torch.float32) for t in ema[i : i + 1])]
-        kinds = (torch.float32, torch.bfloat16, torch.uint8) if narrow else ()
-        own += [
-            ("states", t, states[i].dtype if states[i].dtype in kinds else p.dtype) for t in states[i :: len(params)]
-        ]
-        own += [("exact", t, t.dtype if narrow else None) for t in exact[i : i + 1] if t.numel()]
-        for name, t, dtype in own:
+        own, state = states[i::count], states[i].dtype if states and states[i].dtype in stored else p.dtype
+        wanted = [("grads", grads[i], p.dtype), *(("states", t, state) for t in own)]
+        wanted += [("ema", t, torch.float32) for t in ema[i : i + 1]]
+        wanted += [("exact", t, torch.float32 if kept == MASTER else p.dtype) for t in exact[i : i + 1] if t.numel()]
+        for name, t, dtype in wanted:
             if t.dtype != dtype or t.shape != p.shape or t.device != p.device or not _same_strides(t, p):
                 raise RuntimeError(f"fusedtrain: {name} must have the shapes, dtypes, strides and device of params")
         if not _common.is_dense(p):
             raise RuntimeError("fusedtrain: params must be dense tensors")
+        size = blocks(p.numel())
+        for scale in (scales[i::count] or [None] * len(own)) if state == torch.uint8 else ():
+            if scale is None or (scale.shape, scale.dtype, scale.device) != ((size,), torch.float32, p.device):
+                raise RuntimeError(f"fusedtrain: scales must be {size} float32 numbers on the device of params")
 
 
 def _same_strides(t: Tensor, p: Tensor) -> bool:
     return t.stride() == p.stride() or all(
         own == other or size == 1 for own, other, size in zip(t.stride(), p.stride(), p.shape)
     )
-
-
-def _check_scales(params, states, scales) -> None:
-    for i, state in enumerate(states):
-        wanted = blocks(params[i % len(params)].numel())
-        sound = (
-            scales and scales[i].numel() == wanted and scales[i].dtype == torch.float32 and scales[i].is_contiguous()
-        )
-        if state.dtype == torch.uint8 and not sound:
-            raise RuntimeError(f"fusedtrain: scales must be {wanted} float32 numbers on the device of params")
 
 
 class _Kind(NamedTuple):
@@ -654,9 +647,8 @@ class _Kind(NamedTuple):
     state: torch.dtype
     kept: int
 
-    def flags(self, rounding: str, random: bool) -> dict:
-        own = self.param in ROUNDED and (random or rounding != "nearest")
-        narrow = own or self.kept > 0 or self.state != self.param
+    def flags(self, plain: bool) -> dict:
+        narrow = self.kept > 0 or self.state != self.param or (self.param in ROUNDED and not plain)
         return {"KEPT": self.kept, "NARROW": narrow}
 
 
@@ -666,24 +658,23 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
     name, count = _codes.RULES[o.rule], len(params)
     names, mode = RULES[name].states, _codes.ROUNDINGS[rounding]
     elementwise = len(names)
-    _check(params, grads, states[: elementwise * count], ema, exact, bool(narrow))
-    _check_scales(params, states[: elementwise * count], scales)
+    kept = int(KAHAN if mode == "kahan" else MASTER)
+    _check(params, grads, states[: elementwise * count], ema, exact, scales, kept, bool(narrow))
 
     def columns(tensors, width: int) -> list:  # some are empty
         return [tensors[k * count : (k + 1) * count] for k in range(width)]
 
-    columns_ = columns(states, MAX_STATES + MAX_SCALARS)
-    kept = int(KAHAN if mode == "kahan" else MASTER)
+    by_name = columns(states, MAX_STATES + MAX_SCALARS)
     kinds = [
         _Kind(p.dtype, states[i].dtype if elementwise else p.dtype, kept if exact and exact[i].numel() else 0)
         for i, p in enumerate(params)
     ]
     order = _lists.sort(kinds)
     kinds = [kinds[i] for i in order]
-    tensors = (params, grads, *columns_[:elementwise], *[()] * (MAX_STATES - elementwise), ema, exact)
+    tensors = (params, grads, *by_name[:elementwise], *[()] * (MAX_STATES - elementwise), ema, exact)
     counted = [step if i == 0 or step is not steps[i - 1] else None for i, step in enumerate(steps)]
     streams = [_signed(stream(seed, i)) for i in range(count)] if seed is not None else ()
-    own = columns(scales, MAX_STATES), (streams,), columns_[elementwise : elementwise + MAX_SCALARS], (steps, counted)
+    own = columns(scales, MAX_STATES), (streams,), by_name[elementwise : elementwise + MAX_SCALARS], (steps, counted)
     numbers = [column for group in own for column in group]
     sort = ([[c[i] if c else None for i in order] for c in group] for group in (tensors, numbers))
     table = _lists.table(*sort, kinds)
@@ -714,7 +705,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
                     **clip,
                     **flags,
                     **own,
-                    **kinds[launch.row].flags(mode, seed is not None),
+                    **kinds[launch.row].flags(mode == "nearest" and seed is None),
                     **launch.arguments,
                 )
             optimizer_step_ratio_kernel[(count,)](
@@ -750,7 +741,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
                 **flags,
                 **own,
                 **extras,
-                **kinds[launch.row].flags(mode, seed is not None),
+                **kinds[launch.row].flags(mode == "nearest" and seed is None),
                 **launch.arguments,
             )
         if steps:
@@ -759,7 +750,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
             )
 
 
-optimizer_step_narrow_ = optimizer_step_  # with what follows the options
+optimizer_step_narrow_ = optimizer_step_  # with more arguments
 
 
 def _signed(word: int) -> int:
