@@ -56,14 +56,10 @@ def _stock(cls: Callable, *, fused: bool = False, **arguments) -> dict[str, Make
 def _steps_of_torch() -> dict[str, tuple]:
     momentum = {"lr": 0.01, "momentum": 0.9}
     extras = {"max_grad_norm": MAX_NORM, "ema_decay": DECAY, "zero_grads": True}
-    loop, fused = _tail(foreach=False), _tail(fused=True)
+    tails = {"eager loop": _tail(foreach=False), "eager foreach": _tail(foreach=True), "eager fused": _tail(fused=True)}
     return {
         "AdamW": ((7, 0), _steps(optim.AdamW), _stock(torch.optim.AdamW, fused=True)),
-        "clip + AdamW + EMA + zero": (
-            (9, 2),
-            _steps(optim.AdamW, **extras),
-            {"eager loop": loop, "eager fused": fused},
-        ),
+        "clip + AdamW + EMA + zero": ((9, 2), _steps(optim.AdamW, **extras), tails),
         "SGD": ((5, 0), _steps(optim.SGD, **momentum), _stock(torch.optim.SGD, fused=True, **momentum)),
         "RMSprop": ((7, 0), _steps(optim.RMSprop, **momentum), _stock(torch.optim.RMSprop, **momentum)),
     }
@@ -107,7 +103,7 @@ def cases(dtype: torch.dtype) -> list[ListCase]:
     for name, (passes, ours, stock) in (_steps_of_torch() | _steps_of_timm() | narrow).items():
         for network in NETWORKS:
             forms = dict(stock)
-            if network == "efficientnet_b0" and "eager foreach" in forms:
+            if "eager foreach" in forms:
                 forms["compile foreach"] = _compiled(forms["eager foreach"])
             found.append(ListCase(f"{name} {network}", name, network, passes, ours, forms, name not in narrow))
     return found
