@@ -55,11 +55,11 @@ struct OptimizerStep {
   const float* grad_scale;  // [1] or null: 1
   const float* found_inf;   // [1] or null: 0
   const float* lr;          // [1] or null: that of hyper
-  double* partial;          // [chunks, 2]: the sums of the first pass, or null
-  double* sums;             // [count, 2]: those of whole parameters, or null
+  double* partial;          // [chunks, kMaxSums]: the sums of the first pass, or null
+  double* sums;             // [count, kMaxSums]: those of whole parameters, or null
   bool sums_given;          // there is no first pass
   bool sums_only;           // there is nothing but the first pass
-  double* ratio;            // [count]: what the rule makes of them, or null
+  Ratio* ratio;             // [count]: what the rule makes of them, or null
   Rounding rounding;        // of the parameters in 16 bits
   bool random;              // states in 16 and 8 bits are rounded stochastically
   uint64_t seed;
@@ -83,12 +83,14 @@ FUSEDTRAIN_HD Hyper hyper_of(const OptimizerStep& a) {
   return h;
 }
 
+FUSEDTRAIN_HD bool is_lamb(Rule rule) { return rule == Rule::kLamb || rule == Rule::kLambCautious; }
+
 // The factor f on the gradients, +-1 / grad_scale where there is no norm.
 FUSEDTRAIN_HD double grad_factor(const OptimizerStep& a) {
   const double scale = a.grad_scale != nullptr ? double(*a.grad_scale) : 1.0;
   double factor = (a.maximize ? -1.0 : 1.0) / scale;
   if (a.norm != nullptr) {
-    const double clip = a.max_norm / (*a.norm / scale + (a.rule == Rule::kLamb ? 0.0 : 1e-6));
+    const double clip = a.max_norm / (*a.norm / scale + (is_lamb(a.rule) ? 0.0 : 1e-6));
     factor *= clip > 1.0 ? 1.0 : clip;  // a norm that is NaN makes the gradients NaN, as clip_grad_norm_ does
   }
   return factor;

@@ -36,6 +36,7 @@ LION_CAUTIOUS = tl.constexpr(_codes.RULES.index("lion_cautious"))
 RMSPROP_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_momentum_cautious"))
 RMSPROP_CENTERED_MOMENTUM_CAUTIOUS = tl.constexpr(_codes.RULES.index("rmsprop_centered_momentum_cautious"))
 ADAN_CAUTIOUS = tl.constexpr(_codes.RULES.index("adan_cautious"))
+LAMB_CAUTIOUS = tl.constexpr(_codes.RULES.index("lamb_cautious"))
 
 # Columns of the table. STREAM begins the random bits of a tensor; COUNTED holds the step where it is to be counted:
 # neighbours may share one.
@@ -83,21 +84,21 @@ def _correction(log_beta, step):
 
 @triton.jit
 def _constants(c, step, ratio, RULE: tl.constexpr):
-    """Three numbers of a rule for one parameter; ``step`` and ``ratio`` are float64."""
-    a, b, d = ratio, ratio, ratio
+    """Three numbers of a rule for one parameter; ``step`` and ``ratio``, on step and direction, are float64."""
+    a, b, d = ratio[1], ratio[1], ratio[1]
     if RULE == ADAM or RULE == AMSGRAD:
         a = c[5] / _correction(c[6], step)
         b = 1.0 / tl.sqrt(_correction(c[7], step))
     elif RULE == ADAN or RULE == ADAN_CAUTIOUS:
         a = c[2] / _correction(c[5], step)
         if RULE == ADAN_CAUTIOUS:
-            a *= ratio
+            a *= ratio[1]
         b = c[2] * c[6] / _correction(c[8], step)
         d = 1.0 / tl.sqrt(_correction(c[11], step))
-    elif RULE == LAMB:
-        a = tl.where(c[9] != 0.0, 1.0 / _correction(c[7], step), 1.0)
+    elif RULE == LAMB or RULE == LAMB_CAUTIOUS:
+        a = tl.where(c[9] != 0.0, 1.0 / _correction(c[7], step), 1.0) * ratio[1]
         b = tl.where(c[9] != 0.0, 1.0 / tl.sqrt(_correction(c[8], step)), 1.0)
-        d = c[2] * ratio
+        d = c[2] * ratio[0]
     return a.to(tl.float32), b.to(tl.float32), d.to(tl.float32)
 
 
@@ -113,15 +114,23 @@ def _at_least(x, low):
 
 
 @triton.jit
-def _direction(p, m, v, c, k):
+def _lamb_direction(g, m, v, c, k, RULE: tl.constexpr):
+    """Without weight decay."""
     u = k[0] * m / (tl.sqrt_rn(v) * k[1] + c[12])
+    if RULE == LAMB_CAUTIOUS:
+        u = u * _agreeing(u, g)
+    return u
+
+
+@triton.jit
+def _decayed(u, p, c):
     return tl.where(c[1] != 0.0, u + c[1] * p, u)
 
 
 @triton.jit
 def _advance(g, s0, s1, c, RULE: tl.constexpr):
     """The states of a rule whose first pass renews them."""
-    if RULE == LAMB:
+    if RULE == LAMB or RULE == LAMB_CAUTIOUS:
         s0 = c[3] * s0 + c[4] * g
         s1 = c[5] * s1 + c[6] * g * g
     return s0, s1
@@ -157,15 +166,20 @@ def _direction_of(p, g, s0, s1, s2, c, RULE: tl.constexpr):
 @triton.jit
 def _squares(p, g, s0, s1, s2, c, k, RULE: tl.constexpr):
     """What a rule sums over a parameter."""
-    if RULE == LAMB:
+    none = tl.zeros_like(g)
+    if RULE == LAMB or RULE == LAMB_CAUTIOUS:
         p = p * c[0]
-        u = _direction(p, s0, s1, c, k)
-        return p * p, u * u
+        u = _lamb_direction(g, s0, s1, c, k, RULE)
+        if RULE == LAMB_CAUTIOUS:
+            return p * p, u * u, u * p, _agreeing(u, g)
+        else:
+            u = _decayed(u, p, c)
+            return p * p, u * u, none, none
     elif RULE == NOVOGRAD or RULE == NOVOGRAD_AMSGRAD:
-        return g * g, g * 0.0
+        return g * g, none, none, none
     else:
         p, g, u, s0, s1, s2 = _direction_of(p, g, s0, s1, s2, c, RULE)
-        return _agreeing(u, g), g * 0.0
+        return _agreeing(u, g), none, none, none
 
 
 @triton.jit
@@ -211,9 +225,9 @@ def _update(p, g, s0, s1, s2, s3, c, k, RULE: tl.constexpr):
             u = u * _agreeing(u, g)
         u = (k[0] * u + k[1] * s2) / (tl.sqrt_rn(s1) * k[2] + c[12])
         p = (p * c[0] - u) * c[1]
-    elif RULE == LAMB:
+    elif RULE == LAMB or RULE == LAMB_CAUTIOUS:
         p = p * c[0]
-        p = p - k[2] * _direction(p, s0, s1, c, k)
+        p = p - k[2] * _decayed(_lamb_direction(g, s0, s1, c, k, RULE), p, c)
     elif RULE == NOVOGRAD or RULE == NOVOGRAD_AMSGRAD:
         p, u = _decay(p, g * k[0], c)
         s0 = c[3] * s0 + c[4] * u
@@ -354,7 +368,7 @@ def _first_pass(
     g = tl.load(pointers[1] + at, mask=inside, other=0.0).to(tl.float32) * factor
     s0 = _load_state(pointers, at, inside, 0, STATES, SQUARES)
     s1 = _load_state(pointers, at, inside, 1, STATES, SQUARES)
-    if RULE == LAMB:
+    if RULE == LAMB or RULE == LAMB_CAUTIOUS:
         s0, s1 = _advance(g, s0, s1, c, RULE)
         if not NARROW:  # else the second pass does that again, and stores
             _store_state(pointers, at, s0, inside, (0, 0), 0, STATES, SQUARES, False, False)
@@ -362,8 +376,8 @@ def _first_pass(
             s0 = s0.to(pointers[2].dtype.element_ty).to(tl.float32)  # as the second pass reads them
             s1 = s1.to(pointers[3].dtype.element_ty).to(tl.float32)
     s2 = _load_state(pointers, at, inside, 2, STATES, SQUARES)
-    first, second = _squares(p, g, s0, s1, s2, c, k, RULE)
-    return tl.where(inside, first, 0.0), tl.where(inside, second, 0.0)
+    a, b, d, e = _squares(p, g, s0, s1, s2, c, k, RULE)
+    return tl.where(inside, a, 0.0), tl.where(inside, b, 0.0), tl.where(inside, d, 0.0), tl.where(inside, e, 0.0)
 
 
 @triton.jit
@@ -401,7 +415,7 @@ def _step_elements(
     p, s0, s1, s2, s3 = _update(p, g, s0, s1, s2, s3, c, k, RULE)
     stored = _narrow.round_to(p, key, at, 0, dtype, STOCHASTIC) if NARROW else p.to(dtype)
     tl.store(pointers[0] + at, stored, mask=inside)
-    if RULE != LAMB or NARROW:  # else its first pass has done that
+    if (RULE != LAMB and RULE != LAMB_CAUTIOUS) or NARROW:  # else its first pass has done that
         _store_state(pointers, at, s0, inside, key, 0, STATES, SQUARES, NARROW, RANDOM)
         _store_state(pointers, at, s1, inside, key, 1, STATES, SQUARES, NARROW, RANDOM)
         _store_state(pointers, at, s2, inside, key, 2, STATES, SQUARES, NARROW, RANDOM)
@@ -424,7 +438,7 @@ def optimizer_step_norms_kernel(
     like_ptr,  # a parameter
     state_ptr,  # a state
     table_ptr,
-    partial_ptr,  # [2, programs]
+    partial_ptr,  # [4, programs]
     norm_ptr,  # [1] or None
     grad_scale_ptr,  # [1] or None
     found_inf_ptr,  # [1] or None
@@ -450,52 +464,81 @@ def optimizer_step_norms_kernel(
     pointers = _pointers(table_ptr, count, row, like_ptr, state_ptr, STATES, KEPT, VEC)
     factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
     runs = _runs(norm_ptr, found_inf_ptr, SKIP)
-    k = _constants(c, _step(table_ptr, count, row, COUNTS), tl.full([], 1.0, tl.float64), RULE)
-    first = tl.zeros([BLOCK], tl.float32)
-    second = tl.zeros([BLOCK], tl.float32)
+    one = tl.full([], 1.0, tl.float64)
+    k = _constants(c, _step(table_ptr, count, row, COUNTS), (one, one), RULE)
+    none = tl.zeros([BLOCK], tl.float32)
+    sums = none, none, none, none
     whole = end // VEC * VEC  # so the mask leaves loads 16 bytes wide
     for start in range(begin, whole, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        squares = _first_pass(pointers, at, (at < whole) & runs, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW)
-        first += squares[0]
-        second += squares[1]
-    first, second = tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64))
+        mask = (at < whole) & runs
+        sums = _plus(sums, _first_pass(pointers, at, mask, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW))
+    sums = _totals(sums)
     if VEC > 1:
         at = whole + tl.arange(0, VEC)
-        squares = _first_pass(pointers, at, (at < end) & runs, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW)
-        first += tl.sum(squares[0].to(tl.float64))
-        second += tl.sum(squares[1].to(tl.float64))
-    tl.store(partial_ptr + pid, first)
-    tl.store(partial_ptr + programs + pid, second)
+        mask = (at < end) & runs
+        rest = _first_pass(pointers, at, mask, factor, c, k, RULE, STATES, SQUARES, KEPT, NARROW)
+        sums = _plus(sums, _totals(rest))
+    tl.store(partial_ptr + pid, sums[0])
+    tl.store(partial_ptr + programs + pid, sums[1])
+    tl.store(partial_ptr + 2 * programs + pid, sums[2])
+    tl.store(partial_ptr + 3 * programs + pid, sums[3])
+
+
+@triton.jit
+def _plus(a, b):
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+@triton.jit
+def _totals(a):
+    a = a[0].to(tl.float64), a[1].to(tl.float64), a[2].to(tl.float64), a[3].to(tl.float64)
+    return tl.sum(a[0]), tl.sum(a[1]), tl.sum(a[2]), tl.sum(a[3])
 
 
 @triton.jit
 def _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     begin = _lists.entry(table_ptr, count, row, _lists.FIRST)
     end = begin + tl.cdiv(_lists.entry(table_ptr, count, row, _lists.NUMEL), CHUNK)
-    first = tl.zeros([BLOCK], tl.float64)
-    second = tl.zeros([BLOCK], tl.float64)
+    none = tl.zeros([BLOCK], tl.float64)
+    sums = none, none, none, none
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        first += tl.load(partial_ptr + at, mask=at < end, other=0.0)
-        second += tl.load(partial_ptr + programs + at, mask=at < end, other=0.0)
-    return tl.sum(first), tl.sum(second)
+        mask, at_ptr = at < end, partial_ptr + at
+        more = (
+            tl.load(at_ptr, mask=mask, other=0.0),
+            tl.load(at_ptr + programs, mask=mask, other=0.0),
+            tl.load(at_ptr + 2 * programs, mask=mask, other=0.0),
+            tl.load(at_ptr + 3 * programs, mask=mask, other=0.0),
+        )
+        sums = _plus(sums, more)
+    return _totals(sums)
 
 
 @triton.jit
-def _ratio(table_ptr, count, row, first, second, runs, c, RULE: tl.constexpr, SHARE: tl.constexpr):
-    """What a rule makes of the sums over one parameter."""
-    if RULE == LAMB:
-        usable = (c[10] != 0.0) & (first > 0.0) & (second > 0.0)
-        ratio = tl.where(usable, tl.sqrt(first) / tl.sqrt(tl.where(usable, second, 1.0)), 1.0)
-        ratio = tl.where((c[11] != 0.0) & (ratio > 1.0), 1.0, ratio)
+def _over_share(agreeing, numel):
+    share = agreeing / tl.where(numel > 0.0, numel, 1.0)
+    return 1.0 / tl.where(share > 1e-3, share, 1e-3)
+
+
+@triton.jit
+def _ratio(table_ptr, count, row, sums, numel, runs, c, RULE: tl.constexpr, SHARE: tl.constexpr):
+    """The factors on step and direction that a rule makes of the sums over one parameter."""
+    step, ratio = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
+    if RULE == LAMB or RULE == LAMB_CAUTIOUS:
+        square = sums[1]
+        if RULE == LAMB_CAUTIOUS:
+            ratio = _over_share(sums[3], numel)
+            square = ratio * ratio * sums[1] + 2.0 * ratio * c[1] * sums[2] + c[1] * c[1] * sums[0]
+        usable = (c[10] != 0.0) & (sums[0] > 0.0) & (square > 0.0)
+        step = tl.where(usable, tl.sqrt(sums[0]) / tl.sqrt(tl.where(usable, square, 1.0)), 1.0)
+        step = tl.where((c[11] != 0.0) & (step > 1.0), 1.0, step)
     elif SHARE:
-        share = first / tl.where(second > 0.0, second, 1.0)
-        ratio = 1.0 / tl.where(share > 1e-3, share, 1e-3)
+        ratio = _over_share(sums[0], numel)
     else:
         v_ptr = _number(table_ptr, count, row, SCALAR)
         v = tl.load(v_ptr)
-        v = tl.where(v == 0.0, first, c[5] * v.to(tl.float64) + c[6] * first).to(tl.float32)
+        v = tl.where(v == 0.0, sums[0], c[5] * v.to(tl.float64) + c[6] * sums[0]).to(tl.float32)
         tl.store(v_ptr, v, mask=runs)
         if RULE == NOVOGRAD_AMSGRAD:
             top_ptr = _number(table_ptr, count, row, SCALAR + 1)
@@ -503,15 +546,15 @@ def _ratio(table_ptr, count, row, first, second, runs, c, RULE: tl.constexpr, SH
             v = tl.where(top > v, top, v)
             tl.store(top_ptr, v, mask=runs)
         ratio = 1.0 / (tl.sqrt(v.to(tl.float64)) + c[7])
-    return ratio
+    return step, ratio
 
 
 @triton.jit
 def optimizer_step_ratio_kernel(
     table_ptr,
-    partial_ptr,  # [2, programs]
-    ratio_ptr,  # [count]
-    sums_ptr,  # [count, 2] or None
+    partial_ptr,  # [4, programs]
+    ratio_ptr,  # [count, 2]
+    sums_ptr,  # [count, 5] or None
     norm_ptr,  # [1] or None
     found_inf_ptr,  # [1] or None
     count,
@@ -526,17 +569,25 @@ def optimizer_step_ratio_kernel(
 ):
     row = tl.program_id(0)
     runs = _runs(norm_ptr, found_inf_ptr, SKIP)
+    own_ptr = sums_ptr
     if GIVEN:
-        first, second = tl.load(sums_ptr + 2 * row), tl.load(sums_ptr + 2 * row + 1)
+        own_ptr = sums_ptr + 5 * row
+        sums = tl.load(own_ptr), tl.load(own_ptr + 1), tl.load(own_ptr + 2), tl.load(own_ptr + 3)
+        numel = tl.load(own_ptr + (4 if RULE == LAMB_CAUTIOUS else 1))
     else:
-        first, second = _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK, BLOCK)
-        if SHARE:
-            second = _lists.entry(table_ptr, count, row, _lists.NUMEL).to(tl.float64)
+        sums = _row_sums(table_ptr, partial_ptr, count, programs, row, CHUNK, BLOCK)
+        numel = _lists.entry(table_ptr, count, row, _lists.NUMEL).to(tl.float64)
     if sums_ptr is not None and not GIVEN:  # the rest is left to another call
-        tl.store(sums_ptr + 2 * row, first, mask=runs)
-        tl.store(sums_ptr + 2 * row + 1, second, mask=runs)
+        own_ptr = sums_ptr + 5 * row
+        tl.store(own_ptr, sums[0], mask=runs)
+        tl.store(own_ptr + 1, numel if SHARE and RULE != LAMB_CAUTIOUS else sums[1], mask=runs)
+        tl.store(own_ptr + 2, sums[2], mask=runs)
+        tl.store(own_ptr + 3, sums[3], mask=runs)
+        tl.store(own_ptr + 4, numel, mask=runs)
     else:
-        tl.store(ratio_ptr + row, _ratio(table_ptr, count, row, first, second, runs, c, RULE, SHARE))
+        step, direction = _ratio(table_ptr, count, row, sums, numel, runs, c, RULE, SHARE)
+        tl.store(ratio_ptr + 2 * row, step)
+        tl.store(ratio_ptr + 2 * row + 1, direction)
 
 
 @triton.jit
@@ -544,7 +595,7 @@ def optimizer_step_kernel(
     like_ptr,  # a parameter
     state_ptr,  # a state
     table_ptr,
-    ratio_ptr,  # [count] or None
+    ratio_ptr,  # [count, 2] or None
     norm_ptr,  # [1] or None
     grad_scale_ptr,  # [1] or None
     found_inf_ptr,  # [1] or None
@@ -577,9 +628,10 @@ def optimizer_step_kernel(
         ema_ptr = tl.multiple_of(ema_ptr, 16)
     factor = _factor(norm_ptr, grad_scale_ptr, max_norm, clip_eps, MAXIMIZE)
     runs = _runs(norm_ptr, found_inf_ptr, SKIP)
-    ratio = tl.full([], 1.0, tl.float64)
+    one = tl.full([], 1.0, tl.float64)
+    ratio = one, one
     if ratio_ptr is not None:
-        ratio = tl.load(ratio_ptr + row)
+        ratio = tl.load(ratio_ptr + 2 * row), tl.load(ratio_ptr + 2 * row + 1)
     step = _step(table_ptr, count, row, COUNTS)
     k = _constants(c, step, ratio, RULE)
     key = _narrow.key(_lists.entry(table_ptr, count, row, STREAM), step if COUNTS else step - 1.0)
@@ -680,7 +732,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
     table = _lists.table(*sort, kinds)
     lr = o.lr if o.device_lr is None else float(o.device_lr)
     c = _numbers(name, lr, o.weight_decay, o.decoupled, o.coefficients)
-    clip = {"max_norm": o.max_norm, "clip_eps": 0.0 if name == "lamb" else 1e-6, "MAXIMIZE": o.maximize}
+    clip = {"max_norm": o.max_norm, "clip_eps": 0.0 if name.startswith("lamb") else 1e-6, "MAXIMIZE": o.maximize}
     flags = {"c": c, "RULE": o.rule, "SKIP": o.skip_nonfinite}
     squares = sum(1 << k for k, state in enumerate(names) if not is_signed(state))
     own = {"STATES": elementwise, "SQUARES": squares, "COUNTS": bool(steps)}
@@ -690,7 +742,8 @@ def optimizer_step_(params, grads, states, steps, ema, *options) -> None:
     with _images.on_device(params[0]):
         if name in SUMMED:
             sums = None if o.sums is None else o.sums[order]
-            partial, ratio = (params[0].new_empty(s, dtype=torch.float64) for s in ((2, table.programs), count))
+            shapes = (4, table.programs), (count, 2)
+            partial, ratio = (params[0].new_empty(shape, dtype=torch.float64) for shape in shapes)
             for launch in [] if sums_given else table.launches:
                 optimizer_step_norms_kernel[(launch.programs,)](
                     launch.like,

@@ -23,7 +23,7 @@ from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.batch_norm_act import _BatchNormImpl
 from fusedtrain.ops.depthwise_bn_act_se import _BlockImpl
 from fusedtrain.ops.depthwise_conv2d import output_size
-from fusedtrain.ops.optimizer_step import PLAIN, RULES, Options
+from fusedtrain.ops.optimizer_step import PLAIN, RULES, SUMS, Options
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
@@ -272,7 +272,7 @@ def optimizer_step_(params, grads, states, steps, ema, *options):
     same = {name: getattr(o, name) for name in (*same, "rule", "sums", "sums_only")}
     given = {"lr": o.device_lr, "sums_given": o.sums is not None and not o.sums_only}
     given |= {"rounding": rounding, "random": seed is not None, "seed": seed or 0}
-    work = {"partial": _doubles(2 * fields["first_chunk"][count]), "ratio": _doubles(count)}
+    work = {"partial": _doubles(SUMS * fields["first_chunk"][count]), "ratio": _doubles(2 * count)}
     call("optimizer_step", "OptimizerStep", **fields, hyper=hyper, **same, **given, **work)
 
 

@@ -24,13 +24,13 @@ T* scalar(const char* name, const std::optional<Tensor>& t, const Tensor& like, 
 }
 
 struct RuleInfo {
-  int64_t states, scalars;
+  int64_t states, scalars, sums;
   bool norms, share;
 };
 
 RuleInfo info_of(Rule rule) {
   RuleInfo info{};
-  visit_rule<float>(rule, [&]<class R>() { info = {R::kStates, R::kScalars, R::kNorms, R::kShare}; });
+  visit_rule<float>(rule, [&]<class R>() { info = {R::kStates, R::kScalars, R::kSums, R::kNorms, R::kShare}; });
   return info;
 }
 
@@ -139,7 +139,8 @@ Rule rule_of(int64_t code) {
 constexpr int64_t kBatchChunks = 64;
 
 void step_with_norms(OptimizerStep a) {
-  std::vector<double> partial(2 * a.first_chunk[a.count]), own(2 * a.count), ratio(a.count);
+  std::vector<double> partial(kMaxSums * a.first_chunk[a.count]), own(kMaxSums * a.count);
+  std::vector<Ratio> ratio(a.count);
   a.partial = partial.data();
   a.ratio = ratio.data();
   if (a.sums == nullptr) a.sums = own.data();
@@ -151,17 +152,18 @@ void step_with_norms(OptimizerStep a) {
       parallel_items(begin, end, kListChunk,
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step_norms<I>(a, b, e); });
       for (int64_t k = i; k < next; ++k) {
-        for (int j = 0; j < 2; ++j) {
-          a.sums[2 * k + j] = 0;
-          for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) a.sums[2 * k + j] += partial[2 * c + j];
+        double* sums = a.sums + kMaxSums * k;
+        std::fill_n(sums, kMaxSums, 0.0);
+        for (int64_t c = a.first_chunk[k]; c < a.first_chunk[k + 1]; ++c) {
+          for (int j = 0; j < kMaxSums; ++j) sums[j] += partial[kMaxSums * c + j];
         }
-        if (info.share) a.sums[2 * k + 1] = double(a.tensors[k].numel);
+        if (info.share) sums[info.sums - 1] = double(a.tensors[k].numel);
       }
     }
     if (a.sums_only) continue;
     for (int64_t k = i; k < next; ++k) {
       visit_rule<float>(a.rule, [&]<class R>() {
-        if constexpr (R::kNorms) ratio[k] = R::ratio(hyper_of(a), a.sums + 2 * k, a.tensors[k].scalars);
+        if constexpr (R::kNorms) ratio[k] = R::ratio(hyper_of(a), a.sums + kMaxSums * k, a.tensors[k].scalars);
       });
     }
     parallel_items(begin, end, kListChunk, [&]<Isa I>(int64_t b, int64_t e) { cpu::optimizer_step<I>(a, b, e); });
@@ -171,17 +173,17 @@ void step_with_norms(OptimizerStep a) {
 void step_on_cuda(OptimizerStep a, const Tensor& like) {
   const bool norms = info_of(a.rule).norms;
   const auto doubles = [&](int64_t size) { return torch::stable::new_empty(like, {size}, ScalarType::Double); };
-  const Tensor partial = doubles(norms && !a.sums_given ? 2 * a.first_chunk[a.count] : 0),
-               ratio = doubles(norms ? a.count : 0);
+  const Tensor partial = doubles(norms && !a.sums_given ? kMaxSums * a.first_chunk[a.count] : 0),
+               ratio = doubles(norms ? sizeof(Ratio) / sizeof(double) * a.count : 0);
   a.partial = static_cast<double*>(data_or_null(partial));
-  a.ratio = static_cast<double*>(data_or_null(ratio));
+  a.ratio = static_cast<Ratio*>(data_or_null(ratio));
   if constexpr (kWithCuda) {
     const CudaLaunch launch("optimizer_step_", like);
     launch(cuda::optimizer_step(a, launch.stream));
   }
 }
 
-// What the first pass writes or the second one reads, [count, 2].
+// What the first pass writes or the second one reads, [count, kMaxSums].
 double* sums_of(const Options& o, int64_t count, const Tensor& like) {
   if (!o.sums.has_value()) {
     STD_TORCH_CHECK(!o.sums_only, "fusedtrain: sums_only needs sums");
@@ -190,8 +192,8 @@ double* sums_of(const Options& o, int64_t count, const Tensor& like) {
   STD_TORCH_CHECK(info_of(rule_of(o.rule)).norms, "fusedtrain: the rule has no sums");
   check_device("sums", *o.sums, like);
   STD_TORCH_CHECK(
-      o.sums->scalar_type() == ScalarType::Double && o.sums->is_contiguous() && o.sums->numel() == 2 * count,
-      "fusedtrain: sums must be float64 of shape [", count, ", 2]");
+      o.sums->scalar_type() == ScalarType::Double && o.sums->is_contiguous() && o.sums->numel() == kMaxSums * count,
+      "fusedtrain: sums must be float64 of shape [", count, ", ", kMaxSums, "]");
   return static_cast<double*>(o.sums->mutable_data_ptr());
 }
 

@@ -9,7 +9,8 @@
 //
 // A rule with kNorms needs sums over the whole parameter, so a pass goes before this one:
 //   rule.advance(g, s)                        with kStatesFirst: s becomes the new state here, and not in the last pass
-//   rule.norms(p, g, s, squares)              what is to be summed; with kShare sums[1] is the number of elements
+//   rule.norms(p, g, s, squares)              what is to be summed; with kShare the last of kSums is the number of
+//                                             elements
 //   ratio = R::ratio(h, sums, scalars)        once per parameter; scalars: kScalars numbers that it keeps
 #include <cmath>
 #include <type_traits>
@@ -37,12 +38,20 @@ enum class Rule : int32_t {
   kRmspropMomentumCautious,
   kRmspropCenteredMomentumCautious,
   kAdanCautious,
+  kLambCautious,
 };
 
-constexpr int kRules = int(Rule::kAdanCautious) + 1;
+constexpr int kRules = int(Rule::kLambCautious) + 1;
 constexpr int kMaxStates = 4;
 constexpr int kMaxScalars = 2;
 constexpr int kCoefficients = 7;
+constexpr int kMaxSums = 5;
+
+// What a rule makes of the sums over a parameter: the factor on its step, and on a direction without what caution
+// leaves out.
+struct Ratio {
+  double step = 1, direction = 1;
+};
 
 struct Hyper {
   double lr, weight_decay;
@@ -69,7 +78,7 @@ struct WeightDecay {
 // `kUnsigned` is a set of bits: the states that are squares or averages of squares.
 struct OnePass {
   static constexpr bool kNorms = false, kStatesFirst = false, kShare = false;
-  static constexpr int kScalars = 0;
+  static constexpr int kScalars = 0, kSums = 0;
   static constexpr unsigned kUnsigned = 0;
 };
 
@@ -77,13 +86,20 @@ struct OnePass {
 // sign than the gradient is left out, and the rest is divided by its share of the parameter, 1/1000 at least.
 struct Cautious {
   static constexpr bool kNorms = true, kStatesFirst = false, kShare = true;
-  static constexpr int kScalars = 0;
+  static constexpr int kScalars = 0, kSums = 2;
   static constexpr unsigned kUnsigned = 0;
-  FUSEDTRAIN_HD static double ratio(const Hyper&, const double* sums, float* const*) {
-    const double share = sums[0] / sums[1];
+  FUSEDTRAIN_HD static double over_share(double agreeing, double numel) {
+    const double share = agreeing / numel;
     return 1 / (share > 1e-3 ? share : 1e-3);
   }
+  FUSEDTRAIN_HD static Ratio ratio(const Hyper&, const double* sums, float* const*) {
+    return {1, over_share(sums[0], sums[1])};
+  }
 };
+
+// The sums that a first pass adds up.
+template <class R>
+constexpr int kSummed = R::kSums - R::kShare;
 
 template <bool kCautious>
 using MaybeCautious = std::conditional_t<kCautious, Cautious, OnePass>;
@@ -104,7 +120,7 @@ struct Adam : OnePass {
   static constexpr unsigned kUnsigned = 0b110;
   WeightDecay<A> decay;
   A rate1, beta2, rate2, step_size, scale, eps;
-  FUSEDTRAIN_HD Adam(const Hyper& h, double step, double)
+  FUSEDTRAIN_HD Adam(const Hyper& h, double step, Ratio)
       : decay(h),
         rate1(A(1 - h.c[0])),
         beta2(A(h.c[1])),
@@ -131,7 +147,7 @@ struct Sgd : OnePass {
   static constexpr int kStates = 0;
   WeightDecay<A> decay;
   A lr;
-  FUSEDTRAIN_HD Sgd(const Hyper& h, double, double) : decay(h), lr(A(h.lr)) {}
+  FUSEDTRAIN_HD Sgd(const Hyper& h, double, Ratio) : decay(h), lr(A(h.lr)) {}
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V*) const {
     decay(p, g);
@@ -147,7 +163,7 @@ struct Momentum : OnePass {
   WeightDecay<A> decay;
   A lr, momentum, rate;
   bool nesterov;
-  FUSEDTRAIN_HD Momentum(const Hyper& h, double, double)
+  FUSEDTRAIN_HD Momentum(const Hyper& h, double, Ratio)
       : decay(h), lr(A(h.lr)), momentum(A(h.c[0])), rate(A(1 - h.c[1])), nesterov(h.c[2] != 0) {}
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
@@ -164,8 +180,13 @@ struct Lion : MaybeCautious<kCautious> {
   static constexpr int kStates = 1;
   WeightDecay<A> decay;
   A lr, beta1, rate1, beta2, rate2;
-  FUSEDTRAIN_HD Lion(const Hyper& h, double, double ratio)
-      : decay(h), lr(A(h.lr * ratio)), beta1(A(h.c[0])), rate1(A(1 - h.c[0])), beta2(A(h.c[1])), rate2(A(1 - h.c[1])) {}
+  FUSEDTRAIN_HD Lion(const Hyper& h, double, Ratio ratio)
+      : decay(h),
+        lr(A(h.lr * ratio.direction)),
+        beta1(A(h.c[0])),
+        rate1(A(1 - h.c[0])),
+        beta2(A(h.c[1])),
+        rate2(A(1 - h.c[1])) {}
   template <class V>
   FUSEDTRAIN_HD void norms(V p, V g, const V* s, V* squares) const {
     decay(p, g);
@@ -194,7 +215,7 @@ struct Rmsprop : MaybeCautious<kCautious> {
   static constexpr unsigned kUnsigned = 0b1;
   WeightDecay<A> decay;
   A alpha, rate, eps, eps_in_root, momentum, into_buffer, from_buffer;
-  FUSEDTRAIN_HD Rmsprop(const Hyper& h, double, double ratio)
+  FUSEDTRAIN_HD Rmsprop(const Hyper& h, double, Ratio ratio)
       : decay(h),
         alpha(A(h.c[0])),
         rate(A(1 - h.c[0])),
@@ -202,7 +223,7 @@ struct Rmsprop : MaybeCautious<kCautious> {
         eps_in_root(A(h.c[2] != 0 ? h.c[1] : 0)),
         momentum(A(h.c[3])),
         into_buffer(A(h.c[4] != 0 ? h.lr : 1)),
-        from_buffer(A((h.c[4] != 0 ? 1 : h.lr) * ratio)) {}
+        from_buffer(A((h.c[4] != 0 ? 1 : h.lr) * ratio.direction)) {}
   // The states become the new ones; returns the direction without the momentum.
   template <class V>
   FUSEDTRAIN_HD V advance(V g, V* s) const {
@@ -244,7 +265,7 @@ struct Adan : MaybeCautious<kCautious> {
   static constexpr int kStates = 4;
   static constexpr unsigned kUnsigned = 0b10;
   A shrink, prox, rate1, beta2, rate2, beta3, rate3, size_m, size_d, scale, eps;
-  FUSEDTRAIN_HD Adan(const Hyper& h, double step, double ratio)
+  FUSEDTRAIN_HD Adan(const Hyper& h, double step, Ratio ratio)
       : shrink(A(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
         prox(A(h.decoupled ? 1 : 1 / (1 + h.lr * h.weight_decay))),
         rate1(A(1 - h.c[0])),
@@ -252,7 +273,7 @@ struct Adan : MaybeCautious<kCautious> {
         rate2(A(1 - h.c[1])),
         beta3(A(h.c[2])),
         rate3(A(1 - h.c[2])),
-        size_m(A(h.lr * ratio / (1 - ::pow(h.c[0], step)))),
+        size_m(A(h.lr * ratio.direction / (1 - ::pow(h.c[0], step)))),
         size_d(A(h.lr * h.c[1] / (1 - ::pow(h.c[1], step)))),
         scale(A(1 / ::sqrt(1 - ::pow(h.c[2], step)))),
         eps(A(h.c[3])) {}
@@ -280,26 +301,33 @@ using AdanCautious = Adan<A, true>;
 // bias correction: 0 or 1, trust ratio: 0 or 1, ratio at most 1: 0 or 1}. Decoupled decay shrinks p first.
 //   m = beta1 m + rate g          v = beta2 v + (1 - beta2) g^2
 //   u = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + decay p          p = p - lr |p| / |u| u
-template <class A>
+// With caution m / ... is what it leaves of that, a / share, so that |u|^2 = |a|^2 / share^2 + 2 decay a p / share +
+// decay^2 |p|^2.
+template <class A, bool kCautious = false>
 struct Lamb {
-  static constexpr bool kNorms = true, kStatesFirst = true, kShare = false;
-  static constexpr int kStates = 2, kScalars = 0;
+  static constexpr bool kNorms = true, kStatesFirst = true, kShare = kCautious;
+  static constexpr int kStates = 2, kScalars = 0, kSums = kCautious ? 5 : 2;
   static constexpr unsigned kUnsigned = 0b10;
   A shrink, l2, beta1, rate1, beta2, rate2, correction, scale, eps, step_size;
-  FUSEDTRAIN_HD Lamb(const Hyper& h, double step, double ratio)
+  FUSEDTRAIN_HD Lamb(const Hyper& h, double step, Ratio ratio)
       : shrink(A(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
         l2(A(h.decoupled ? 0 : h.weight_decay)),
         beta1(A(h.c[0])),
         rate1(A(h.c[3])),
         beta2(A(h.c[1])),
         rate2(A(1 - h.c[1])),
-        correction(A(h.c[4] != 0 ? 1 / (1 - ::pow(h.c[0], step)) : 1)),
+        correction(A((h.c[4] != 0 ? 1 / (1 - ::pow(h.c[0], step)) : 1) * ratio.direction)),
         scale(A(h.c[4] != 0 ? 1 / ::sqrt(1 - ::pow(h.c[1], step)) : 1)),
         eps(A(h.c[2])),
-        step_size(A(h.lr * ratio)) {}
+        step_size(A(h.lr * ratio.step)) {}
+  // Without weight decay.
   template <class V>
-  FUSEDTRAIN_HD V direction(V p, const V* s) const {
+  FUSEDTRAIN_HD V direction(V g, const V* s) const {
     const V u = V(correction) * s[0] / (vsqrt(s[1]) * V(scale) + V(eps));
+    return kCautious ? u * agreeing(u, g) : u;
+  }
+  template <class V>
+  FUSEDTRAIN_HD V decayed(V u, V p) const {
     return l2 != A(0) ? u + V(l2) * p : u;
   }
   template <class V>
@@ -308,23 +336,39 @@ struct Lamb {
     s[1] = V(beta2) * s[1] + V(rate2) * g * g;
   }
   template <class V>
-  FUSEDTRAIN_HD void norms(V p, V, const V* s, V* squares) const {
+  FUSEDTRAIN_HD void norms(V p, V g, const V* s, V* squares) const {
     p = p * V(shrink);
-    const V u = direction(p, s);
+    const V u = direction(g, s);
     squares[0] = p * p;
-    squares[1] = u * u;
+    if constexpr (kCautious) {
+      squares[1] = u * u;
+      squares[2] = u * p;
+      squares[3] = agreeing(u, g);
+    } else {
+      squares[1] = decayed(u, p) * decayed(u, p);
+    }
   }
-  FUSEDTRAIN_HD static double ratio(const Hyper& h, const double* sums, float* const*) {
-    if (h.c[5] == 0 || !(sums[0] > 0) || !(sums[1] > 0)) return 1;
-    const double ratio = ::sqrt(sums[0]) / ::sqrt(sums[1]);
-    return h.c[6] != 0 && ratio > 1 ? 1 : ratio;
+  FUSEDTRAIN_HD static Ratio ratio(const Hyper& h, const double* sums, float* const*) {
+    Ratio ratio;
+    double square = sums[1];
+    if constexpr (kCautious) {
+      const double over = ratio.direction = Cautious::over_share(sums[3], sums[4]),
+                   l2 = h.decoupled ? 0 : h.weight_decay;
+      square = over * over * sums[1] + 2 * over * l2 * sums[2] + l2 * l2 * sums[0];
+    }
+    if (h.c[5] == 0 || !(sums[0] > 0) || !(square > 0)) return ratio;
+    ratio.step = ::sqrt(sums[0]) / ::sqrt(square);
+    if (h.c[6] != 0 && ratio.step > 1) ratio.step = 1;
+    return ratio;
   }
   template <class V>
-  FUSEDTRAIN_HD V operator()(V p, V, V* s) const {
+  FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
     p = p * V(shrink);
-    return p - V(step_size) * direction(p, s);
+    return p - V(step_size) * decayed(direction(g, s), p);
   }
 };
+template <class A>
+using LambCautious = Lamb<A, true>;
 
 // Ginsburg et al.: NovoGrad, https://arxiv.org/abs/1905.11286, as in timm; kAmsgrad divides by the largest v so far.
 // c = {beta1, beta2, eps, rate of the gradient in m}; v and its maximum are numbers, one for each parameter.
@@ -333,22 +377,22 @@ struct Lamb {
 template <class A, bool kAmsgrad = false>
 struct Novograd {
   static constexpr bool kNorms = true, kStatesFirst = false, kShare = false;
-  static constexpr int kStates = 1, kScalars = kAmsgrad ? 2 : 1;
+  static constexpr int kStates = 1, kScalars = kAmsgrad ? 2 : 1, kSums = 1;
   static constexpr unsigned kUnsigned = 0;
   WeightDecay<A> decay;
   A lr, beta1, rate, over;
-  FUSEDTRAIN_HD Novograd(const Hyper& h, double, double ratio)
-      : decay(h), lr(A(h.lr)), beta1(A(h.c[0])), rate(A(h.c[3])), over(A(ratio)) {}
+  FUSEDTRAIN_HD Novograd(const Hyper& h, double, Ratio ratio)
+      : decay(h), lr(A(h.lr)), beta1(A(h.c[0])), rate(A(h.c[3])), over(A(ratio.direction)) {}
   template <class V>
   FUSEDTRAIN_HD void norms(V, V g, const V*, V* squares) const {
     squares[0] = g * g;
   }
-  FUSEDTRAIN_HD static double ratio(const Hyper& h, const double* sums, float* const* scalars) {
+  FUSEDTRAIN_HD static Ratio ratio(const Hyper& h, const double* sums, float* const* scalars) {
     float& v = *scalars[0];
     v = float(v == 0 ? sums[0] : h.c[1] * v + (1 - h.c[1]) * sums[0]);
     double largest = v;
     if constexpr (kAmsgrad) largest = *scalars[1] = !(*scalars[1] > v) ? v : *scalars[1];
-    return 1 / (::sqrt(largest) + h.c[2]);
+    return {1, 1 / (::sqrt(largest) + h.c[2])};
   }
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
@@ -400,6 +444,8 @@ FUSEDTRAIN_HD void visit_rule(Rule rule, F&& f) {
       return f.template operator()<Rmsprop<A, true, true, true>>();
     case Rule::kAdanCautious:
       return f.template operator()<AdanCautious<A>>();
+    case Rule::kLambCautious:
+      return f.template operator()<LambCautious<A>>();
   }
 }
 

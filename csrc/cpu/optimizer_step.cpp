@@ -10,11 +10,11 @@ namespace {
 
 template <class R>
 R rule_of(const OptimizerStep& a, const StepTensor& t) {
-  const double ratio = R::kNorms && a.ratio != nullptr ? a.ratio[&t - a.tensors] : 1.0;
+  const Ratio ratio = R::kNorms && a.ratio != nullptr ? a.ratio[&t - a.tensors] : Ratio{};
   return R(hyper_of(a), t.step != nullptr ? *t.step + 1.0 : 1.0, ratio);
 }
 
-// Elements [first, last) of one parameter: the two sums of the rule's first pass, added to `result`.
+// Elements [first, last) of one parameter: the sums of the rule's first pass, added to `result`.
 template <class T, class R>
 void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int64_t last, double* result) {
   using V = Vec<Acc<T>>;
@@ -23,11 +23,12 @@ void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int
   for (int k = 0; k < R::kStates; ++k) states[k] = static_cast<T*>(t.states[k]);
   constexpr int64_t kBlock = 32 * V::kLanes;  // of elements that are summed in the accumulation type
   for (; first < last; first += kBlock) {
-    V sums[2] = {V(0), V(0)};
+    V sums[R::kSums];
+    for (V& sum : sums) sum = V(0);
     for_each_vector<V>(std::min(kBlock, last - first), [&](int64_t offset, auto lanes) {
       const int64_t i = first + offset;
       const V p = load<V>(param + i, lanes), g = load<V>(grad + i, lanes) * f;
-      V s[kMaxStates], squares[2] = {V(0), V(0)};
+      V s[kMaxStates], squares[R::kSums];
       for (int k = 0; k < R::kStates; ++k) s[k] = load<V>(states[k] + i, lanes);
       if constexpr (R::kStatesFirst) {
         rule.advance(g, s);
@@ -35,9 +36,9 @@ void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int
         for (int k = 0; k < R::kStates; ++k) s[k] = round_to<T>(s[k]);  // as the second pass reads them
       }
       rule.norms(p, g, s, squares);
-      for (int k = 0; k < 2; ++k) sums[k] += squares[k];
+      for (int k = 0; k < kSummed<R>; ++k) sums[k] += squares[k];
     });
-    for (int k = 0; k < 2; ++k) result[k] += lane_sum(sums[k]);
+    for (int k = 0; k < kSummed<R>; ++k) result[k] += lane_sum(sums[k]);
   }
 }
 
@@ -201,8 +202,8 @@ void optimizer_step_norms<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t b
   const double factor = grad_factor(a);
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     for_each_tensor(a, chunk, chunk + 1, [&](const StepTensor& t, int64_t first, int64_t last) {
-      double* result = a.partial + 2 * chunk;
-      result[0] = result[1] = 0;
+      double* result = a.partial + kMaxSums * chunk;
+      std::fill_n(result, kMaxSums, 0.0);
       visit_dtype(t.dtype, [&]<class T>() {
         visit_rule<Acc<T>>(a.rule, [&]<class R>() {
           if constexpr (R::kNorms) {

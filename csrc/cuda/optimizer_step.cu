@@ -7,7 +7,8 @@ namespace fusedtrain::cuda {
 namespace {
 
 template <class T, class R>
-__device__ __forceinline__ void update(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk, double ratio) {
+__device__ __forceinline__ void update(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk,
+                                       const Ratio& ratio) {
   using A = Acc<T>;
   const auto [rule, factor] = plan_of<R, A>(a, t, ratio);
   const A ema_rate = static_cast<A>(1 - a.ema_decay);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks<R>) optimizer_step_kerne
   if (!is_plain(a, t)) return;
   visit_row(t.dtype, [&]<class T>() {
     if (!skipped) {
-      const double ratio = R::kNorms ? a.ratio[s.begin + chunk.row] : 1.0;
+      const Ratio ratio = R::kNorms ? a.ratio[s.begin + chunk.row] : Ratio{};
       return update<T, typename RuleOf<R, Acc<T>>::Type>(a, t, chunk, ratio);
     }
     T* const grad = static_cast<T*>(t.grad) + chunk.begin;
@@ -69,11 +70,11 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks<R>) optimizer_step_kerne
   });
 }
 
-// The two sums of the rule's first pass over a chunk.
+// The sums of the rule's first pass over a chunk.
 template <class T, class R>
 __device__ __forceinline__ void norms(const OptimizerStep& a, const StepTensor& t, const Chunk& chunk, Acc<T>* sums) {
   using A = Acc<T>;
-  const auto [rule, factor] = plan_of<R, A>(a, t, 1.0);
+  const auto [rule, factor] = plan_of<R, A>(a, t, Ratio{});
   const T* const param = static_cast<const T*>(t.param) + chunk.begin;
   const T* const grad = static_cast<const T*>(t.grad) + chunk.begin;
   T* states[kMaxStates];
@@ -89,7 +90,7 @@ __device__ __forceinline__ void norms(const OptimizerStep& a, const StepTensor& 
     for (int k = 0; k < R::kStates; ++k) s[k] = load<N>(states[k] + i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      A own[kMaxStates], squares[2] = {0, 0};
+      A own[kMaxStates], squares[R::kSums];
 #pragma unroll
       for (int k = 0; k < R::kStates; ++k) own[k] = to_acc(s[k].v[j]);
       const A x = to_acc(g.v[j]) * factor;
@@ -102,7 +103,8 @@ __device__ __forceinline__ void norms(const OptimizerStep& a, const StepTensor& 
         }
       }
       rule.norms(to_acc(p.v[j]), x, own, squares);
-      for (int k = 0; k < 2; ++k) sums[k] += squares[k];
+#pragma unroll
+      for (int k = 0; k < kSummed<R>; ++k) sums[k] += squares[k];
     }
     if constexpr (R::kStatesFirst) {
 #pragma unroll
@@ -118,13 +120,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) optimizer_step_norms_ker
   const Chunk chunk = chunk_of_block(s);
   const StepTensor& t = s.rows[chunk.row];
   if (!is_plain(a, t)) return;
-  double total[2];
+  double total[kSummed<R>];
   visit_row(t.dtype, [&]<class T>() {
-    Acc<T> sums[2] = {0, 0};
+    Acc<T> sums[kSummed<R>] = {};
     norms<T, typename RuleOf<R, Acc<T>>::Type>(a, t, chunk, sums);
-    for (int k = 0; k < 2; ++k) total[k] = sums[k];
+#pragma unroll
+    for (int k = 0; k < kSummed<R>; ++k) total[k] = sums[k];
   });
-  store_sums(s, total);
+  store_sums<R>(s, total);
 }
 
 // A block to each tensor: from the sums of its chunks to those of the whole and its ratio.
@@ -133,26 +136,28 @@ __global__ void __launch_bounds__(kThreads) optimizer_step_ratio_kernel(const __
   const OptimizerStep& a = s.list;
   if (is_skipped(a)) return;
   const int row = static_cast<int>(blockIdx.x);
-  double* const given = a.sums != nullptr ? a.sums + 2 * (s.begin + row) : nullptr;
-  double sums[2];
-  for (int k = 0; k < 2; ++k) {
+  double* const given = a.sums != nullptr ? a.sums + kMaxSums * (s.begin + row) : nullptr;
+  double sums[kMaxSums];
+#pragma unroll
+  for (int k = 0; k < kMaxSums; ++k) {
     if (a.sums_given) {
       sums[k] = given[k];
       continue;
     }
     double sum = 0;
-    for (int i = s.first[row] + threadIdx.x; i < s.first[row + 1]; i += kThreads) {
-      sum += a.partial[2 * (s.chunks_before + i) + k];
+    for (int i = s.first[row] + threadIdx.x; k < kSummed<R> && i < s.first[row + 1]; i += kThreads) {
+      sum += a.partial[kMaxSums * (s.chunks_before + i) + k];
     }
     __syncthreads();
-    sums[k] = block_sum(sum, shared_memory<double>());
+    sums[k] = k < kSummed<R> ? block_sum(sum, shared_memory<double>()) : 0.0;
   }
   if (threadIdx.x > 0) return;
-  if (R::kShare && !a.sums_given) sums[1] = static_cast<double>(s.rows[row].numel);
+  if (R::kShare && !a.sums_given) sums[R::kSums - 1] = static_cast<double>(s.rows[row].numel);
   if (!a.sums_only) {
     a.ratio[s.begin + row] = R::ratio(hyper_of(a), sums, s.rows[row].scalars);
   } else {
-    for (int k = 0; k < 2; ++k) given[k] = sums[k];
+#pragma unroll
+    for (int k = 0; k < kMaxSums; ++k) given[k] = sums[k];
   }
 }
 

@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Chunk chunk = chunk_of_block(s);
   const StepTensor& t = s.rows[chunk.row];
   if (is_plain(a, t)) return;
-  visit_rule_with<kStates>(a.rule, [&]<class R>() { plan_of<R, float>(a, t, 1.0); });
-  float sums[2] = {0, 0};
+  visit_rule_with<kStates>(a.rule, [&]<class R>() { plan_of<R, float>(a, t, Ratio{}); });
+  float sums[kMaxSums] = {};
   for_each_lane(chunk, [&](int64_t at, int count) {
     const Numbers<kStates> n = load_numbers<kStates>(a, t, at, count);
     visit_rule_with<kStates>(a.rule, [&]<class R>() {
@@ -254,19 +254,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const auto [rule, factor] = *shared_memory<Plan<R, float>>();
 #pragma unroll
         for (int j = 0; j < kLane; ++j) {
-          float own[kMaxStates], squares[2] = {0, 0};
+          float own[kMaxStates], squares[R::kSums];
 #pragma unroll
           for (int k = 0; k < kStates; ++k) own[k] = n.states[k].v[j];
           const float g = n.grad.v[j] * factor;
           if constexpr (R::kStatesFirst) rule.advance(g, own);  // and again in the second pass
           rule.norms(n.param.v[j], g, own, squares);
-          for (int k = 0; k < 2; ++k) sums[k] += j < count ? squares[k] : 0.f;
+#pragma unroll
+          for (int k = 0; k < kSummed<R>; ++k) sums[k] += j < count ? squares[k] : 0.f;
         }
       }
     });
   });
-  const double total[2] = {sums[0], sums[1]};
-  store_sums(s, total);
+  visit_rule_with<kStates>(a.rule, [&]<class R>() { store_sums<R>(s, sums); });
 }
 
 template <int kStates>
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) optimizer_step_narrow_ke
       visit_narrow(t.dtype, [&]<class T>() { store_lane(static_cast<T*>(t.grad) + at, Pack<T, kLane>{}, count); });
     });
   }
-  visit_rule_with<kStates>(a.rule,
-                           [&]<class R>() { plan_of<R, float>(a, t, R::kNorms ? a.ratio[s.begin + chunk.row] : 1.0); });
+  visit_rule_with<kStates>(
+      a.rule, [&]<class R>() { plan_of<R, float>(a, t, R::kNorms ? a.ratio[s.begin + chunk.row] : Ratio{}); });
   const RandomBits bits = random_bits(a, t, s.begin + chunk.row);
   for_each_lane(chunk, [&](int64_t at, int count) {
     Numbers<kStates> n = load_numbers<kStates>(a, t, at, count);

@@ -29,7 +29,7 @@ struct Plan {
 };
 
 template <class R, class A>
-__device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const StepTensor& t, double ratio) {
+__device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const StepTensor& t, const Ratio& ratio) {
   auto* shared = shared_memory<Plan<R, A>>();
   if (threadIdx.x == 0) {
     *shared = {R(hyper_of(a), t.step != nullptr ? *t.step + 1.0 : 1.0, ratio), static_cast<A>(grad_factor(a))};
@@ -38,12 +38,15 @@ __device__ __forceinline__ Plan<R, A> plan_of(const OptimizerStep& a, const Step
   return *shared;
 }
 
-// Adds up the sums of the block's threads as those of its chunk.
-__device__ __forceinline__ void store_sums(const Steps& s, const double* sums) {
-  for (int k = 0; k < 2; ++k) {
+// The sums of the rule's first pass over a chunk, from those of its threads; the others are 0.
+template <class R, class A>
+__device__ __forceinline__ void store_sums(const Steps& s, const A* sums) {
+  double* const partial = s.list.partial + kMaxSums * (s.chunks_before + blockIdx.x);
+#pragma unroll
+  for (int k = 0; k < kMaxSums; ++k) {
     __syncthreads();  // nobody reads what is in shared memory any more
-    const double sum = block_sum(sums[k], shared_memory<double>());
-    if (threadIdx.x == 0) s.list.partial[2 * (s.chunks_before + blockIdx.x) + k] = sum;
+    const double sum = k < kSummed<R> ? block_sum(sums[k < kSummed<R> ? k : 0], shared_memory<double>()) : 0.0;
+    if (threadIdx.x == 0) partial[k] = sum;
   }
 }
 

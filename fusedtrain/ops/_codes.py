@@ -31,6 +31,7 @@ RULES = (
     "rmsprop_momentum_cautious",
     "rmsprop_centered_momentum_cautious",
     "adan_cautious",
+    "lamb_cautious",
 )
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 

@@ -46,8 +46,11 @@ RULES = {
         ("exp_avg",), (*_BETAS, "grad_rate"), counts=True, scalars=("exp_avg_sq", "max_exp_avg_sq")
     ),
 }
-CAUTIOUS = ("lion", "rmsprop_momentum", "rmsprop_centered_momentum", "adan")
+CAUTIOUS = ("lion", "rmsprop_momentum", "rmsprop_centered_momentum", "adan", "lamb")
 RULES |= {f"{rule}_cautious": RULES[rule] for rule in CAUTIOUS}
+
+
+SUMS = 5  # over a parameter, at most: csrc/core/update_rule.h
 
 
 def is_signed(state: str) -> bool:
@@ -165,30 +168,48 @@ def _adan(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, cautio
     return p * (1 - decay) - u if h.decoupled else (p - u) / (1 + decay)
 
 
-def _lamb_direction(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(*terms: Tensor) -> Tensor:
+    return torch.nn.functional.pad(torch.stack([t.sum().double() for t in terms]), (0, SUMS - len(terms)))
+
+
+def _over_share(agreeing: Tensor, numel: Tensor) -> Tensor:
+    return 1 / (agreeing / numel).clamp(min=1e-3)
+
+
+def _lamb_direction(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, cautious: bool) -> tuple:
+    """The parameter after decoupled decay, the direction before any, and the weight decay that is not decoupled."""
     beta1, beta2, eps, rate, bias_correction = h.coefficients[:5]
     s[0] = beta1 * s[0] + rate * g
     s[1] = beta2 * s[1] + (1 - beta2) * g * g
     correction, scale = (1 - beta1**step).to(p.dtype), (1 - beta2**step).sqrt().to(p.dtype)
     u = s[0] / correction / (s[1].sqrt() / scale + eps) if bias_correction else s[0] / (s[1].sqrt() + eps)
-    return h.decay(p, u)
+    u = u * (u * g > 0) if cautious else u
+    return (p * (1 - h.lr * h.weight_decay), u, 0.0) if h.decoupled else (p, u, h.weight_decay)
 
 
-def _lamb_sums(*arguments) -> Tensor:
-    return torch.stack([t.square().sum().double() for t in _lamb_direction(*arguments)])
+def _lamb_sums(p: Tensor, g: Tensor, *others, cautious: bool = False) -> Tensor:
+    p, u, l2 = _lamb_direction(p, g, *others, cautious)
+    if cautious:
+        return _sums(p * p, u * u, u * p, u * g > 0, torch.ones_like(p))
+    return _sums(p * p, (u + l2 * p).square())
 
 
-def _lamb(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, sums: Tensor) -> Tensor:
+def _lamb(
+    p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, sums: Tensor, cautious: bool = False
+) -> Tensor:
     trust_ratio, trust_clip = h.coefficients[5:]
-    p, u = _lamb_direction(p, g, s, h, step)
-    ratio = (sums[0].sqrt() / sums[1].sqrt()).to(p.dtype)
-    ratio = torch.where((sums > 0).all(), ratio.clamp(max=1.0) if trust_clip else ratio, 1.0)
-    return p - h.lr * (ratio if trust_ratio else 1.0) * u
+    p, u, l2 = _lamb_direction(p, g, s, h, step, cautious)
+    square = sums[1]
+    if cautious:
+        over = _over_share(sums[3], sums[4])
+        u, square = over.to(p.dtype) * u, over**2 * sums[1] + 2 * over * l2 * sums[2] + l2**2 * sums[0]
+    ratio = (sums[0].sqrt() / square.sqrt()).to(p.dtype)
+    ratio = torch.where((sums[0] > 0) & (square > 0), ratio.clamp(max=1.0) if trust_clip else ratio, 1.0)
+    return p - h.lr * (ratio if trust_ratio else 1.0) * (u + l2 * p if l2 else u)
 
 
 def _novograd_sums(p: Tensor, g: Tensor, *_) -> Tensor:
-    square = g.square().sum().double()
-    return torch.stack([square, torch.zeros_like(square)])
+    return _sums(g.square())
 
 
 def _novograd(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, sums: Tensor) -> Tensor:
@@ -207,8 +228,8 @@ def _share_of(function: Callable) -> Callable:
 
     def sums(*arguments) -> Tensor:
         found = []
-        function(*arguments, caution=lambda u, g: found.append((u * g > 0).sum().double()) or u)
-        return torch.stack([found[0], torch.full_like(found[0], arguments[0].numel())])
+        function(*arguments, caution=lambda u, g: found.append(u * g > 0) or u)
+        return _sums(found[0], torch.ones_like(found[0]))
 
     return sums
 
@@ -218,7 +239,7 @@ def _cautious(function: Callable) -> Callable:
 
     def rule(*arguments) -> Tensor:
         *arguments, sums = arguments
-        over = 1 / (sums[0] / sums[1]).clamp(min=1e-3)
+        over = _over_share(*sums[:2])
         return function(*arguments, caution=lambda u, g: u * ((u * g > 0).to(u.dtype) * over.to(u.dtype)))
 
     return rule
@@ -241,9 +262,11 @@ _FUNCTIONS = {
     "novograd": _novograd,
     "novograd_amsgrad": _novograd,
 }
-for _rule in CAUTIOUS:
+for _rule in CAUTIOUS[:-1]:
     SUMMED[f"{_rule}_cautious"] = _share_of(_FUNCTIONS[_rule])
     _FUNCTIONS[f"{_rule}_cautious"] = _cautious(_FUNCTIONS[_rule])
+
+SUMMED["lamb_cautious"], _FUNCTIONS["lamb_cautious"] = (partial(f, cautious=True) for f in (_lamb_sums, _lamb))
 
 
 def _factor_and_skip(o: Options, clip_eps: float) -> tuple[Tensor, bool]:
@@ -261,7 +284,7 @@ def reference(params, grads, states, steps, ema, *options) -> None:
     name, count = _codes.RULES[o.rule], len(params)
     names, columns = RULES[name].states, len(RULES[name].states + RULES[name].scalars)
     kahan, stochastic = (_codes.ROUNDINGS[rounding] == mode for mode in ("kahan", "stochastic"))
-    clip_eps = 0.0 if name == "lamb" else 1e-6  # clip_grad_norm_ has it, timm's LAMB has not
+    clip_eps = 0.0 if name.startswith("lamb") else 1e-6  # clip_grad_norm_ has it, timm's LAMB has not
     factor, skip = _factor_and_skip(o, clip_eps)
     lr = o.lr if o.device_lr is None else o.device_lr.double()
     hyper = _Hyper(lr, o.weight_decay, o.decoupled, o.coefficients)
@@ -394,8 +417,8 @@ def optimizer_step_(
             its own dtype, if that is not float64.
         scales: none, or for each of ``states`` (but numbers) what belongs to its codes, a float32 number per 256
             elements; empty tensors for states that are not in 8 bits.
-        sums: float64 ``[len(params), 2]``, for "lamb" and "novograd": sums over whole parameters of which ``params``
-            are parts, as the calls with ``sums_only`` for all parts have given them, added up.
+        sums: float64 ``[len(params), SUMS]``, for "lamb", "novograd" and cautious rules: sums over whole parameters of
+            which ``params`` are parts, as the calls with ``sums_only`` for all parts have given them, added up.
         sums_only: fills ``sums`` and leaves it at that; "lamb" may renew its states, once.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from fusedtrain.ops import _codes, _common, _narrow, _tables, grad_norm, optimizer_step_
-from fusedtrain.ops.optimizer_step import RULES, SUMMED, is_signed
+from fusedtrain.ops.optimizer_step import RULES, SUMMED, SUMS, is_signed
 
 NONFINITE = ("propagate", "skip", "error")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
@@ -27,7 +27,6 @@ class FusedStep(torch.optim.Optimizer):
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
     _step_is_int = False  # they are saved as int, as the counterpart has them
-    _refused: ClassVar[tuple[str, ...]] = ()  # options of the counterpart
 
     # GradScaler then hands over its scale and what it found instead of a pass of its own.
     _step_supports_amp_scaling = True
@@ -74,6 +73,23 @@ class FusedStep(torch.optim.Optimizer):
             "seed": seed,
         }
         self._norm = self._norm_scale = None
+
+    def _init_like_timm(self, arguments: dict) -> None:
+        """The constructor of a subclass with timm's arguments, by its ``locals()``; errors are in torch's words."""
+        defaults = {name: value for name, value in arguments.items() if name not in _NOT_DEFAULTS}
+        for name, words in _NONNEGATIVE.items():
+            if name in defaults and not defaults[name] >= 0.0:
+                raise ValueError(f"Invalid {words}: {defaults[name]}")
+        for i, beta in enumerate(defaults.get("betas", ())):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        own = {"max_grad_norm": defaults["max_grad_norm"]} if "max_grad_norm" in defaults else {}
+        self._set_options(**own, **arguments["extras"])
+        if "corrected_weight_decay" in defaults:  # takes the learning rate given here for the largest one
+            lr = defaults["max_lr_snapshot"] = float(defaults["lr"])
+            if defaults["corrected_weight_decay"] and not lr > 0.0:
+                raise ValueError(f"corrected_weight_decay needs a positive learning rate at construction, got {lr}")
+        super().__init__(arguments["params"], defaults)
 
     def _rule(self, group: dict) -> dict:
         """Returns rule, coefficients and weight decay of :func:`optimizer_step_`."""
@@ -239,7 +255,7 @@ class FusedStep(torch.optim.Optimizer):
             lists = {name: [_local(t) for t in tensors] for name, tensors in lists.items()}
             whole, params = params, [copies.param(p) for p in params]
             if options["rule"] in SUMMED and any(map(_is_sharded, whole)):
-                shared["sums"] = params[0].new_zeros((len(params), 2), dtype=torch.float64)
+                shared["sums"] = params[0].new_zeros((len(params), SUMS), dtype=torch.float64)
                 optimizer_step_(params, own, **lists, **options, **shared, sums_only=True)
                 _add_up(whole, shared["sums"])
             optimizer_step_(params, own, **lists, **options, **shared)
@@ -357,13 +373,7 @@ class FusedStep(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
-
-        Raises:
-            NotImplementedError: a group was trained with an option that is not supported here.
-        """
-        for group in state_dict["param_groups"]:
-            self._refuse(**{name: group.get(name) for name in self._refused})
+        """Loads the state of this optimizer, or of its counterpart in torch.optim or timm."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             if self._step_of_group and "step" in group and group["params"]:
@@ -384,6 +394,14 @@ class FusedStep(torch.optim.Optimizer):
         return super().__getstate__() | {"_options": self._options, "_norm": None, "_norm_scale": None}
 
 
+_NOT_DEFAULTS = ("self", "params", "extras", "__class__")
+_NONNEGATIVE = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "momentum": "momentum value",
+    "weight_decay": "weight decay value",
+    "alpha": "alpha value",
+}
 _SCALARS = {name for rule in RULES.values() for name in rule.scalars}
 _STATES = {name for rule in RULES.values() for name in rule.states}
 _NONE = torch.empty(0)
@@ -499,23 +517,6 @@ class _Copies:
 
 
 # --- arguments of timm's optimizers -----------------------------------------------------------------------------------
-
-
-def check_arguments(betas: tuple[float, ...] = (), **nonnegative: float) -> None:
-    """Raises ValueError, in torch's words, for a negative argument or a bad beta; names are given with underscores."""
-    for name, value in nonnegative.items():
-        if not value >= 0.0:
-            raise ValueError(f"Invalid {name.replace('_', ' ')}: {value}")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-
-
-def max_lr_snapshot(lr: float | Tensor, corrected_weight_decay: bool) -> float:
-    """The learning rate of the constructor, which corrected weight decay takes for the largest one."""
-    if corrected_weight_decay and not float(lr) > 0.0:
-        raise ValueError(f"corrected_weight_decay needs a positive learning rate at construction, got {float(lr)}")
-    return float(lr)
 
 
 def corrected_decay(group: dict) -> float:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from fusedtrain.optim._fused import FusedStep, check_arguments
+from fusedtrain.optim._fused import FusedStep
 
 
 class Adan(FusedStep):
@@ -51,18 +51,7 @@ class Adan(FusedStep):
         foreach=None,
         **extras,
     ):
-        check_arguments(betas, learning_rate=lr, epsilon_value=eps, weight_decay_value=weight_decay)
-        self._set_options(**extras)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "no_prox": no_prox,
-            "caution": caution,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults)
+        self._init_like_timm(locals())
 
     def _rule(self, group: dict) -> dict:
         return {

@@ -1,8 +1,6 @@
 """LAMB with the arguments and the state of timm's."""
 
-from typing import ClassVar
-
-from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
+from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
 class Lamb(FusedStep):
@@ -23,7 +21,7 @@ class Lamb(FusedStep):
         max_grad_norm: divides all gradients by norm / max_grad_norm where the norm of all is larger; None: never.
         trust_clip: the ratio of the norms is 1 at most.
         always_adapt: scales parameters without weight decay too.
-        caution: not supported: the trust ratio needs the norm of what caution leaves.
+        caution: leaves out of the Adam step what has another sign than the gradient, as timm does.
         decoupled_decay: the parameter shrinks by :math:`1 - \eta \lambda` instead.
         corrected_weight_decay: decoupled decay falls with the square of the learning rate, :math:`\eta^2 / \eta_0`,
             :math:`\eta_0` being the one given here.
@@ -33,7 +31,6 @@ class Lamb(FusedStep):
 
     Raises:
         ValueError: an argument is out of range.
-        NotImplementedError: ``caution`` is set.
 
     Cost: reads the gradients once for the norm; then a pass for the states and the norms and one for the
     parameters, which finds small parameters in the cache.
@@ -43,7 +40,6 @@ class Lamb(FusedStep):
     """
 
     _step_of_group = True
-    _refused: ClassVar = ("caution",)
 
     def __init__(
         self,
@@ -63,26 +59,7 @@ class Lamb(FusedStep):
         foreach=None,
         **extras,
     ):
-        check_arguments(betas, learning_rate=lr, epsilon_value=eps, weight_decay_value=weight_decay)
-        self._refuse(caution=caution)
-        self._set_options(max_grad_norm=max_grad_norm, **extras)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "caution": caution,
-            "decoupled_decay": decoupled_decay,
-            "corrected_weight_decay": corrected_weight_decay,
-            "max_lr_snapshot": max_lr_snapshot(lr, corrected_weight_decay),
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults)
+        self._init_like_timm(locals())
 
     def _rule(self, group: dict) -> dict:
         beta1, beta2 = map(float, group["betas"])
@@ -91,7 +68,7 @@ class Lamb(FusedStep):
         flags = map(float, (group["bias_correction"], adapt, group["trust_clip"]))
         decoupled = group["decoupled_decay"]
         return {
-            "rule": "lamb",
+            "rule": "lamb" + "_cautious" * group["caution"],
             "coefficients": (beta1, beta2, group["eps"], rate, *flags),
             "weight_decay": corrected_decay(group) if decoupled else float(group["weight_decay"]),
             "decoupled": decoupled,

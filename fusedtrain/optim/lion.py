@@ -1,6 +1,6 @@
 """Lion with the arguments and the state of timm's."""
 
-from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
+from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
 class Lion(FusedStep):
@@ -44,19 +44,7 @@ class Lion(FusedStep):
         foreach=None,
         **extras,
     ):
-        check_arguments(betas, learning_rate=lr, weight_decay_value=weight_decay)
-        self._set_options(**extras)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "caution": caution,
-            "corrected_weight_decay": corrected_weight_decay,
-            "max_lr_snapshot": max_lr_snapshot(lr, corrected_weight_decay),
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        self._init_like_timm(locals())
 
     def _rule(self, group: dict) -> dict:
         return {

@@ -1,6 +1,6 @@
 """NovoGrad with the arguments and the state of timm's NvNovoGrad."""
 
-from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
+from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
 class NovoGrad(FusedStep):
@@ -49,20 +49,7 @@ class NovoGrad(FusedStep):
         corrected_weight_decay=False,
         **extras,
     ):
-        check_arguments(betas, learning_rate=lr, epsilon_value=eps, weight_decay_value=weight_decay)
-        self._set_options(**extras)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "amsgrad": amsgrad,
-            "decoupled_decay": decoupled_decay,
-            "corrected_weight_decay": corrected_weight_decay,
-            "max_lr_snapshot": max_lr_snapshot(lr, corrected_weight_decay),
-        }
-        super().__init__(params, defaults)
+        self._init_like_timm(locals())
 
     def _rule(self, group: dict) -> dict:
         beta1, beta2 = map(float, group["betas"])

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from fusedtrain.optim._fused import FusedStep, check_arguments, corrected_decay, max_lr_snapshot
+from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
 def _rule(group: dict, eps_in_root: bool, lr_in_momentum: bool) -> dict:
@@ -125,30 +125,7 @@ class RMSpropTF(FusedStep):
         foreach=None,
         **extras,
     ):
-        check_arguments(
-            (),
-            learning_rate=lr,
-            epsilon_value=eps,
-            momentum_value=momentum,
-            weight_decay_value=weight_decay,
-            alpha_value=alpha,
-        )
-        self._set_options(**extras)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
-            "centered": centered,
-            "weight_decay": weight_decay,
-            "decoupled_decay": decoupled_decay,
-            "corrected_weight_decay": corrected_weight_decay,
-            "max_lr_snapshot": max_lr_snapshot(lr, corrected_weight_decay),
-            "lr_in_momentum": lr_in_momentum,
-            "caution": caution,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults)
+        self._init_like_timm(locals())
 
     def _rule(self, group: dict) -> dict:
         rule = _rule(group, eps_in_root=True, lr_in_momentum=group["lr_in_momentum"])
