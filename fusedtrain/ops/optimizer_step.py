@@ -426,7 +426,7 @@ def optimizer_step_(
         RuntimeError: a forced backend cannot run; a tensor does not match its parameter. Nothing was changed then.
 
     Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
-    "novograd" read parameters and states, or gradients, once more.
+    cautious rules read parameters, gradients and states once more, "novograd" the gradients.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
     threads. Random bits are a function of the seed, the count of steps, the place in the list and the place in memory
     alone.
