@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 1 for a missing package or a damaged file, 2 for bad input."""
+    """Runs one command and returns the exit status: 0, 2 for bad input, 1 for what else one line can tell."""
     parser = argparse.ArgumentParser(
         prog="fusedtrain",
         description="Fused training ops for convolutional networks in PyTorch.",
@@ -131,24 +131,26 @@ def _check(arguments: list[str]) -> int:
 def _train(arguments: list[str], direct: bool = False) -> int:
     try:
         import sklearn  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
 
-        from fusedtrain.train import digits
+        from fusedtrain.train import CheckpointError, NonFiniteError, digits, options
     except ModuleNotFoundError as error:
         return _missing(error, "train")
     try:
         if any(word.partition("=")[0] in ("--model", "--data", "--config") for word in arguments):
             from fusedtrain.train import run
 
-            options = run.parse(arguments)
-            run.check(options)
+            chosen = run.parse(arguments)
+            run.check(chosen)
             if direct:
-                _restart(options.train.device)
-            run.run(options)
+                _restart(chosen.train.device)
+            run.run(chosen)
         else:
-            digits.run(tyro.cli(digits.Options, args=arguments, prog="fusedtrain train"))
+            digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
     except digits.InputError as error:
         return _fail(str(error), 2)
+    except (CheckpointError, NonFiniteError) as error:
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0

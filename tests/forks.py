@@ -68,6 +68,17 @@ def clear(children: list[int]) -> None:
             os.killpg(child, signal.SIGKILL)
 
 
+def send(group: int, number: int) -> None:
+    """Sends a signal to a process started here and to its children, from a process that is none of them, for workers
+    of a DataLoader tell their parent's signals from others."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.killpg(group, number)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 def wait(children: list[int]) -> list[int]:
     """Returns the exit statuses, negative for signals."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -25,8 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fusedtrain.optim import AdamW
-from fusedtrain.train import Callback, CheckpointStore, EpochSampler, SeededDataset, TrainConfig, Trainer
-from fusedtrain.train.config import Checkpoint
+from fusedtrain.train import Callback, Checkpoint, CheckpointStore, EpochSampler, SeededDataset, TrainConfig, Trainer
 
 SAMPLES, EPOCHS = 85, 3
 
@@ -42,6 +41,7 @@ class Kind:
     loader: str = "sampler"  # or "plain": DataLoader(shuffle=True), whose used batches are read again
     stop: str = ""  # where a signal comes, in :func:`preempt`: while waiting for "data", in "evaluation", in "forward"
     number: int = signal.SIGTERM
+    group: bool = False  # to the workers too, as by a launcher
 
 
 KINDS = [Kind(*one) for one in itertools.product(("fp32", "bf16"), (0, 2), (1, 2), (False, True))]
@@ -50,7 +50,7 @@ STOPS = [
     Kind(stop="data"),  # in the dataset, between two micro-batches of one update
     Kind(stop="data", workers=2, number=signal.SIGINT),
     Kind(stop="evaluation", number=signal.SIGUSR1),
-    Kind(stop="forward", precision="bf16"),
+    Kind(stop="forward", precision="bf16", workers=2, group=True),
     Kind(stop="forward", processes=2, number=signal.SIGUSR1),  # one of the two gets the signal
     Kind(stop="data", processes=2, number=signal.SIGINT),
     Kind(stop="evaluation", processes=2, asynchronous=True),
@@ -82,12 +82,17 @@ class Trap:
 
     def __init__(self, kind: Kind, folder: Path, count: int):
         self.number, self.file, self.left, self.process = kind.number, folder / "stopped", count, os.getpid()
+        self.group = kind.group
 
     def pass_by(self, wait: bool = False) -> None:
         self.left -= 1
         if self.left == 0 and not self.file.exists():
             self.file.touch()
-            os.kill(self.process, self.number)
+            if self.group:
+                forks.send(self.process, self.number)
+                time.sleep(0.5)  # the workers end meanwhile
+            else:
+                os.kill(self.process, self.number)
             while wait and os.getpid() == self.process:
                 time.sleep(60)  # the sample never comes
 
@@ -220,9 +225,11 @@ def check(kind: Kind, draw: random.Random, folder: Path, kills: int) -> int:
     return len(resumed)
 
 
-def preempt(kind: Kind, folder: Path) -> int:
+def preempt(kind: Kind, folder: Path, alones: dict[Kind, Alone]) -> int:
     """Stops a run of one kind by a signal and lets it go on; returns the step at which it did."""
-    alone, stopped = Alone(replace(kind, stop=""), folder), folder / "stopped"
+    same, stopped = replace(kind, stop="", number=signal.SIGTERM, group=False, asynchronous=False), folder / "stopped"
+    alone = alones[same] = alones.get(same) or Alone(same, folder)
+    stopped.parent.mkdir(exist_ok=True)
     began = time.perf_counter()
     statuses = forks.wait(start(kind, stopped))
     assert set(statuses) == {128 + kind.number}, f"{kind}: {statuses}\n{(stopped / 'output').read_text()[-5000:]}"
@@ -250,8 +257,9 @@ def main() -> None:
         began = time.perf_counter()
         steps = check(kind, draw, options.folder / str(index), kills)
         print(f"{kind}: {kills} kills, went on from {steps} different steps, {time.perf_counter() - began:.0f} s")
+    alones: dict[Kind, Alone] = {}
     for kind in STOPS if options.stops else []:
-        print(f"{kind}: stopped at step {preempt(kind, options.folder / 'stops')}")
+        print(f"{kind}: stopped at step {preempt(kind, options.folder / 'stops', alones)}")
     print(f"{options.kills} kills, every run went on bit by bit")
 
 

@@ -27,6 +27,7 @@ from fusedtrain.train import (
     TrainConfig,
     Trainer,
 )
+from fusedtrain.train.progress import Progress
 
 
 def net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
@@ -440,6 +441,25 @@ def test_json_lines_hold_every_logged_step_and_a_resumed_run_drops_those_it_make
         logger.log(7, {"loss": 1.0})
         logger.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 7]
+
+
+@pytest.mark.parametrize("every_steps", [2, None])
+def test_what_was_logged_before_a_checkpoint_is_on_the_disk_when_the_run_is_killed(tmp_path, every_steps):
+    class Look(Callback):
+        def on_step_end(self, trainer):
+            at, lines = trainer.step_count - 1, (tmp_path / "metrics.jsonl").read_text().splitlines()
+            seen.append(sum("loss" in json.loads(line) for line in lines) >= at - at % (every_steps or 3))
+            seen.append(sum("epoch" in json.loads(line) for line in lines) == at // 3)
+
+    seen, logging, checkpoint = [], Logging(tmp_path, log_every=1), Checkpoint(tmp_path / "c", every_steps)
+    make(net(), epochs=2, logging=logging, checkpoint=checkpoint, callbacks=[Look()]).fit(data(), data())
+    assert len(seen) == 12 and all(seen)
+
+
+def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
+    progress = Progress("run", epochs=2, steps=4, done=2)
+    progress.step_done(progress._next, lambda: "loss 1")  # 30 s for one step; the two before were another process's
+    assert capsys.readouterr().out == "run  step 3/8  loss 1  0:02:30 left\n"
 
 
 def test_a_trace_and_a_table_show_the_spans(tmp_path):

@@ -15,7 +15,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from fusedtrain import backend as fusedtrain_backend
 from fusedtrain import optim
 from fusedtrain.ops import _tables
-from fusedtrain.optim import _timm
+from fusedtrain.optim import _fused, _timm
 
 # ours -> arguments of a run that uses all that the rule has
 OPTIMIZERS = {
@@ -459,6 +459,18 @@ def test_capturable_on_a_device_without_graphs_fails_as_in_torch(name):
     assert errors[0] == errors[1]
     with pytest.raises(ValueError, match="capturable=True"):
         getattr(optim, name)(parameters(), capturable=True, max_grad_norm=1.0, nonfinite="error")
+
+
+@every_optimizer
+def test_only_the_first_step_makes_numbers(name, monkeypatch):
+    """On a GPU each one would be a copy from the host, which waits and cannot be captured."""
+    params = parameters()
+    optimizer = getattr(optim, name)(params)
+    monkeypatch.setattr(_fused._tables, "usable", lambda: False)  # lists, as on a GPU
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+        monkeypatch.setattr(_fused, "_number", None)
 
 
 @pytest.mark.parametrize("narrow", [{}, {"state_dtype": "8bit"}, {"state_dtype": torch.bfloat16}], ids=str)

@@ -1,6 +1,8 @@
 """``fusedtrain train --model``: options, files and refusals; the processes are real, the images tiny."""
 
+import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -11,34 +13,43 @@ from torch import nn
 
 from fusedtrain import optim
 from fusedtrain.cli import main
-from fusedtrain.train import InputError, TrainConfig, options, run
+from fusedtrain.train import InputError, TrainConfig, checkpoint_file, options, run
 from fusedtrain.train.groups import freeze, parameter_groups
 
 
 def command(*arguments: str, cwd) -> subprocess.CompletedProcess:
-    env = harness.environment(OMP_WAIT_POLICY="PASSIVE", COLUMNS="200")
+    env = harness.environment(OMP_WAIT_POLICY="PASSIVE", COLUMNS="200", GLIBC_TUNABLES="")  # no second start
     line = [sys.executable, "-m", "fusedtrain", "train", *arguments]
     return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-DIGITS = ["--model", "smallnet", "--size", "16", "--batch-size", "256", "--device", "cpu", "--output", "out"]
+DIGITS = ["--model", "smallnet", "--size", "8", "--batch-size", "256", "--device", "cpu", "--output", "out"]
 
 
-def test_a_run_writes_its_options_starts_again_from_them_and_goes_on(tmp_path):
-    short = [*DIGITS, "--epochs", "2", "--precision", "bf16", "--ema-decay", "0.9", "--log-every", "1"]
+def test_a_run_writes_its_options_starts_again_from_them_and_goes_on(tmp_path, monkeypatch, capsys):
+    short = [*DIGITS, "--epochs", "2", "--precision", "bf16", "--ema-decay", "0.9", "--log-every", "1", "--profile"]
     done = command(*short, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
-    for name in ("options.yaml", "metrics.jsonl", "weights.pt", "best.pt", "checkpoints/latest"):
+    for name in (
+        "options.yaml",
+        "metrics.jsonl",
+        "weights.pt",
+        "best.pt",
+        "checkpoints/latest",
+        "profile/trace.json",
+        "profile/table.txt",
+    ):
         assert (out / name).exists(), name
     written = options.read_yaml(out / "options.yaml", run.Options)
     assert written.train.precision.precision == "bf16" and written.train.epochs == 2 and written.train.ema_decay == 0.9
     steps = 2 * 6
     lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
-    again = command("--config", "out/options.yaml", "--epochs", "3", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "continues with step 12" in again.stdout and "epoch 3/3" in again.stdout and "epoch 2/3" not in again.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", "out/options.yaml", "--epochs", "3"]) == 0
+    again = capsys.readouterr().out
+    assert "continues with step 12" in again and "epoch 3/3" in again and "epoch 2/3" not in again
 
 
 @pytest.fixture
@@ -83,7 +94,7 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
         (["--model", "smallnet", "--workers", "many"], "workers must be auto or a number, got 'many'"),
         (["--model", "smallnet", "--freeze", "nothing.*"], "freeze: no parameter matches 'nothing.*'"),
         (["--model", "smallnet", "--init-weights", "no.pt"], "no.pt: cannot be read: "),
-        (["--config", "no.yaml"], "no.yaml cannot be read: "),
+        (["--config=no.yaml"], "no.yaml cannot be read: "),
         (["--config", "newer.yaml"], "newer.yaml was written by a newer version (99); this one reads up to 1"),
         (["--config", "unknown.yaml"], "unknown.yaml: train: unknown option epoch; known are epochs, "),
         (["--config", "kind.yaml"], "kind.yaml: train: epochs must be int, got 'many'"),
@@ -98,6 +109,16 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     err = capsys.readouterr().err
     assert err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_gets_one_line(tmp_path, monkeypatch, capsys):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_file, "write", full)
+    assert main(["train", *DIGITS[:-1], str(tmp_path / "out"), "--every-steps", "1"]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"fusedtrain train: the checkpoint of step 1 could not be written .*: No space left .*\n", err)
 
 
 def test_options_survive_yaml(tmp_path):

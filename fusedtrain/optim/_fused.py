@@ -268,16 +268,16 @@ class FusedStep(torch.optim.Optimizer):
         columns, steps, ema, exacts = [[] for _ in info.states + info.scalars], [], [], []
         scales = [[] for _ in info.states] if self._options["state_dtype"] == "8bit" else []
         if info.counts and self._step_of_group:
-            steps = [group.setdefault("step", _number(params[0]))] * len(params)
+            steps = [_kept(group, "step", params[0])] * len(params)
         counts = info.counts and not steps
         if not (columns or counts or with_ema or exact):
             return {"states": [], "steps": steps}  # and self.state stays empty, as in torch
         for p in params:
             state = self.state[p]
             if counts:
-                steps.append(state.setdefault("step", _number(p)))
+                steps.append(_kept(state, "step", p))
             for name, column in zip(info.scalars, columns[len(info.states) :]):
-                column.append(state.setdefault(name, _number(p)))
+                column.append(_kept(state, name, p))
             for name, column in zip(info.states, columns):
                 value = state.get(name)
                 if value is None:
@@ -410,6 +410,13 @@ _NONE = torch.empty(0)
 def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
     """A float32 number on the device of ``p``, in memory of its own."""
     return torch.as_tensor(value).detach().to(device=p.device, dtype=torch.float32, copy=True).reshape(())
+
+
+def _kept(state: dict, name: str, p: Tensor) -> Tensor:
+    """The number of that name, made where it is missing: on a GPU that waits, and cannot be captured."""
+    if name not in state:
+        state[name] = _number(p)
+    return state[name]
 
 
 def _like(p: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

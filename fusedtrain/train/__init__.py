@@ -4,7 +4,7 @@ from fusedtrain.train.accumulation import Accumulation
 from fusedtrain.train.activation import ActivationCheckpointing
 from fusedtrain.train.callbacks import Callback
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
-from fusedtrain.train.config import Checkpoint, TrainConfig
+from fusedtrain.train.config import TrainConfig
 from fusedtrain.train.data import Batches, load_digits
 from fusedtrain.train.distributed import Distributed
 from fusedtrain.train.errors import InputError
@@ -15,6 +15,7 @@ from fusedtrain.train.preemption import Preempted, StopSignals
 from fusedtrain.train.profile import Profile
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
+from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
 from fusedtrain.train.trainer import Epoch, History, NonFiniteError, Trainer

@@ -14,35 +14,12 @@ from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.precision import Precision
 from fusedtrain.train.profile import Profile
+from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 NONFINITE = ("raise", "skip")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When and where the whole state of a run is saved, so that it continues after any end as if there had been none.
-
-    Args:
-        directory: of the checkpoints, made where it is missing; None saves none.
-        every_steps: save after so many updates; None: after every epoch only.
-        keep: how many stay.
-        asynchronous: a thread writes while training goes on.
-        resume: continue from the newest checkpoint in ``directory``, where there is one.
-    """
-
-    directory: Path | None = None
-    every_steps: int | None = None
-    keep: int = 3
-    asynchronous: bool = False
-    resume: bool = True
-
-    def __post_init__(self):
-        every = self.every_steps
-        require(every is None or every >= 1, f"every_steps must be at least 1 or None, got {every}")
-        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
 
 
 @dataclass(frozen=True)

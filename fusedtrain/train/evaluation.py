@@ -17,7 +17,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
         world.share_buffers(model)
     try:
         with trainer.averaged_weights(), trainer.no_gradients():
-            feed.begin()
+            feed.begin(trainer._stop.wait)
             for index in itertools.count():
                 item = trainer._stop.wait(feed.next, index)
                 if item is None:

@@ -98,29 +98,34 @@ class Feed:
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, wait: Callable) -> None:
         """Begins the loader, and where the run was interrupted, from the same random numbers as then, which may have
         made the order of the batches; the generators then are as before."""
         state = rng_state()
-        if self.iterating:
-            set_rng_state(self.at_start)
-            self.begin()
-            set_rng_state(state)
-        else:
+        if not self.iterating:
             self.at_start = state
-            self.begin()
+            self.begin(wait)
+            return
+        set_rng_state(self.at_start)
+        try:
+            self.begin(wait)
+        finally:
+            set_rng_state(state)
 
-    def begin(self) -> None:
-        """Starts the loader's workers at the position."""
+    def begin(self, wait: Callable) -> None:
+        """Starts the loader's workers at the position; ``wait`` as in :meth:`groups`."""
         self._left = None  # one process goes on until there are no more
         if self.world.size > 1:
             own = len(self.batches) - self.used if self._sampler is None else self._sampler.remaining()
             self._left = int(self.world.max(own)[0])
         self._iterator = iter(self.batches)
-        if self._position is None:
-            for _ in range(self.used):
-                next(self._iterator, None)
         self._batch, self.iterating = None, True
+        if self._position is None and self.used:
+            wait(self._skip)
+
+    def _skip(self) -> None:
+        for _ in range(self.used):
+            next(self._iterator, None)
 
     def next(self, ahead: int = 0):
         """Returns the next batch and whether its samples count; None at the end of the epoch.

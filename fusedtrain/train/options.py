@@ -1,6 +1,9 @@
-"""Options as YAML: written beside the results of a run, read to start it again."""
+"""Options on the command line and as YAML: written beside the results of a run, read to start it again."""
 
+import contextlib
 import dataclasses
+import io
+import re
 import types
 import typing
 from pathlib import Path
@@ -9,6 +12,26 @@ from fusedtrain._extras import need
 from fusedtrain.train.errors import InputError
 
 VERSION = 1
+
+
+def parse_command(kind: type, arguments: list[str], prog: str, **more):
+    """Returns an object of the dataclass ``kind`` with the options of a command line, by ``tyro.cli``.
+
+    Raises:
+        InputError: an option is unknown, or its value is of another kind; where tyro draws a box, one line.
+        SystemExit: after the text for ``--help``.
+    """
+    tyro, said = need("tyro", "train"), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=arguments, prog=prog, **more)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", said.getvalue()).splitlines()]
+        inside = [line for line in lines if not line.startswith(("╭", "╰"))]
+        ends = next((at for at, line in enumerate(inside) if line.startswith("───")), len(inside))
+        raise InputError(f"{' '.join(inside[:ends])}; {prog} --help lists the options") from None
 
 
 def write_yaml(path: Path, options) -> None:

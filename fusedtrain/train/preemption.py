@@ -38,8 +38,8 @@ class StopSignals(contextlib.AbstractContextManager):
                 stop.check()
 
     The first signal sets :attr:`requested`; inside :meth:`interruptible` it raises :class:`Preempted` at once. A second
-    signal ends the process on the spot, by that signal's own default. Processes forked inside the block, such as the
-    workers of a DataLoader, ignore what they get: Ctrl-C reaches them too, and whether they end is for the run to say.
+    signal ends the process on the spot, by that signal's own default. Processes forked inside the block ignore what
+    they get, for Ctrl-C reaches them too; workers of a DataLoader end by SIGTERM, which is no error after a signal.
 
     Args:
         together: signals within so many seconds of the first are the same request: a terminal and a launcher both pass
@@ -62,7 +62,9 @@ class StopSignals(contextlib.AbstractContextManager):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, *exception) -> None:
+        if kind is not None and issubclass(kind, Preempted):  # workers may still end
+            self._previous.pop(getattr(signal, "SIGCHLD", None), None)
         for number, handler in self._previous.items():
             # None: a handler that was not set from Python, which cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -87,6 +89,9 @@ class StopSignals(contextlib.AbstractContextManager):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested, self._when = number, time.monotonic()
+        if hasattr(signal, "SIGCHLD"):
+            # A launcher ends the workers of a DataLoader too, whose handler would raise for that amid a step or a save.
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         if self._interruptible:
             raise Preempted(number)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import time
+from datetime import timedelta
 
 BAR_SECONDS, LINE_SECONDS = 0.1, 30.0
 
@@ -20,7 +21,8 @@ class Progress:
     def __init__(self, title: str, epochs: int, steps: int | None, done: int = 0, shown: bool = True):
         self.title, self.epochs, self.steps, self.done, self.shown = title, epochs, steps, done, shown
         self._bar = None
-        self._next = time.perf_counter() + LINE_SECONDS
+        self._begun, self._start = done, time.perf_counter()
+        self._next = self._start + LINE_SECONDS
 
     def __enter__(self):
         if self.shown and sys.stdout.isatty() and importlib.util.find_spec("rich"):
@@ -63,8 +65,12 @@ class Progress:
             self._bar.update(self._task, completed=self.done, values=values())
         else:
             self._next = now + LINE_SECONDS
-            total = "" if self.steps is None else f"/{self.epochs * self.steps}"
-            print(f"{self.title}  step {self.done}{total}  {values()}", flush=True)
+            total = left = ""
+            if self.steps is not None:
+                steps = self.epochs * self.steps
+                seconds = (steps - self.done) * (now - self._start) / (self.done - self._begun)
+                total, left = f"/{steps}", f"  {timedelta(seconds=round(seconds))} left"
+            print(f"{self.title}  step {self.done}{total}  {values()}{left}", flush=True)
 
     def epoch_done(self, epoch) -> None:
         parts = [

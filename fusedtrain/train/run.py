@@ -18,15 +18,16 @@ from fusedtrain import data as fdata
 from fusedtrain import optim
 from fusedtrain.train import groups, parity
 from fusedtrain.train.checkpoint import CheckpointError
-from fusedtrain.train.config import Checkpoint, TrainConfig, resolve_device
+from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
-from fusedtrain.train.options import read_yaml, write_yaml
+from fusedtrain.train.options import parse_command, read_yaml, write_yaml
 from fusedtrain.train.profile import Profile
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
+from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.trainer import History, Trainer
 from fusedtrain.train.weights import read_weights
 
@@ -63,6 +64,7 @@ class Options:
         mixup: alpha of mixing two images; 0 does not. Needs torchvision.
         cutmix: alpha of pasting a part of one image into another; 0 does not. Needs torchvision.
         output: folder for the results.
+        profile: trace some steps into the folder profile of the results, see ``profile_wait`` and ``profile_steps``.
         train: the loop.
     """
 
@@ -85,19 +87,24 @@ class Options:
     mixup: float = 0.0
     cutmix: float = 0.0
     output: Path | None = None
+    profile: bool = False
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
 
 
 def parse(arguments: list[str], prog: str = "fusedtrain train") -> Options:
     """Options from the command line, over those of ``--config FILE``, over the defaults."""
-    arguments, default = list(arguments), None
+    arguments, default = [part for word in arguments for part in _split(word)], None
     if "--config" in arguments:
         at = arguments.index("--config")
         require(len(arguments) > at + 1, "--config needs a file")
         default = read_yaml(Path(arguments[at + 1]), Options)
         del arguments[at : at + 2]
     extra = {} if default is None else {"default": default}
-    return tyro.cli(Options, args=arguments, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **extra)
+    return parse_command(Options, arguments, prog, config=(tyro.conf.OmitArgPrefixes,), **extra)
+
+
+def _split(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--config=") else [word]
 
 
 def run(options: Options) -> History:
@@ -118,13 +125,16 @@ def run(options: Options) -> History:
     if world.rank == 0:
         write_yaml(output / "options.yaml", dataclasses.replace(options, output=output))
     config = options.train
-    checkpoint, logging = config.checkpoint, config.logging
+    checkpoint, logging, profile = config.checkpoint, config.logging, config.profile
+    if options.profile and profile.profile_dir is None:
+        profile = dataclasses.replace(profile, profile_dir=output / "profile")
     trainer.config = dataclasses.replace(
         config,
         weights=config.weights or output / "weights.pt",
         best_weights=config.best_weights or output / "best.pt",
         checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / "checkpoints"),
         logging=dataclasses.replace(logging, log_dir=logging.log_dir or output),
+        profile=profile,
     )
     return trainer.fit(train, valid)
 

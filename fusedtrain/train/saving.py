@@ -1,19 +1,44 @@
 """What a run writes and reads: checkpoints of its whole state, and weights."""
 
 import base64
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fusedtrain._files import write_atomic
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
 
 VERSION = 1
 TEXTS = ("ranks", "history", "group")  # their tensors change from save to save
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When and where the whole state of a run is saved, so that it continues after any end as if there had been none.
+
+    Args:
+        directory: of the checkpoints, made where it is missing; None saves none.
+        every_steps: save after so many updates; None: after every epoch only.
+        keep: how many stay.
+        asynchronous: a thread writes while training goes on.
+        resume: continue from the newest checkpoint in ``directory``, where there is one.
+    """
+
+    directory: Path | None = None
+    every_steps: int | None = None
+    keep: int = 3
+    asynchronous: bool = False
+    resume: bool = True
+
+    def __post_init__(self):
+        every = self.every_steps
+        require(every is None or every >= 1, f"every_steps must be at least 1 or None, got {every}")
+        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
 
 
 class Saving:
@@ -75,7 +100,11 @@ class Saving:
     # --- what ---------------------------------------------------------------------------------------------------------
 
     def save(self, wait: bool = True) -> None:
-        """Saves the state, where checkpoints are wanted; with ``wait`` it is on the disk then, for all processes."""
+        """Saves the state, where checkpoints are wanted; with ``wait`` it is on the disk then, for all processes. What
+        was logged is on the disk in any case.
+        """
+        for logger in self.trainer.loggers:
+            logger.flush()  # what a run has logged that goes on from here is not logged again
         if self.store is None:
             return
         state, world, failure = self.state(), self.trainer.world, None

@@ -298,7 +298,7 @@ class Trainer:
         feed = self.feed
         self.callbacks.call("on_epoch_start", self, feed.epoch)
         self.model.train()
-        feed.start()
+        feed.start(self._stop.wait)
         self.numbers.start = time.perf_counter() - self.numbers.seconds
         self.spans.enter("data")
         for group in feed.groups(self.group, self._stop.wait):
@@ -346,11 +346,11 @@ class Trainer:
             self.schedule.step()
         numbers.loss_sum = numbers.seconds = numbers.weight = 0.0
         self.feed.rewind(epoch + 1)
-        self.spans.enter("checkpoint")
-        self.saving.after_epoch(better)
         numbers.log(
             {"epoch": epoch + 1, "train_loss": entry.train_loss} | {f"valid_{k}": v for k, v in metrics.items()}
         )
+        self.spans.enter("checkpoint")
+        self.saving.after_epoch(better)
         self.progress.epoch_done(entry)
         self.callbacks.call("on_epoch_end", self, entry)
         self.spans.enter("other")
