@@ -36,7 +36,7 @@ def main() -> None:
     digits, epochs = load_digits(32), 4
     train_set = TensorDataset(digits.train_images, digits.train_targets)
     sampler = DistributedSampler(train_set) if world > 1 else None
-    train = DataLoader(train_set, 32, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    train = DataLoader(train_set, 32 // world, shuffle=sampler is None, sampler=sampler, drop_last=True)
     model = create_model("mobilenetv3_small_050", num_classes=10, in_chans=1, drop_path_rate=0.05)
     fusedtrain.fuse(model)
     model = model.to(memory_format=torch.channels_last)

@@ -117,7 +117,7 @@ def train(kind: Kind, folder: Path, workers: int | None = None) -> None:
     )
     traps = {}
     if kind.stop and rank == 0:
-        counts = {"data": 60, "evaluation": SAMPLES + 10, "forward": 9}
+        counts = {"data": 68, "evaluation": SAMPLES + 10, "forward": 9}
         traps[kind.stop] = Trap(kind, folder, counts[kind.stop] // kind.processes // max(1, kind.workers))
     if "forward" in traps:
         model[0].register_forward_hook(lambda module, *args: traps["forward"].pass_by() if module.training else None)

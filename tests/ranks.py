@@ -109,17 +109,24 @@ def case_uneven(folder: Path) -> dict:
 
 
 class Counted(Callback):
-    """Stops the run by a signal to one rank only, after some updates."""
+    """Stops the run by a signal to one rank only, while micro-batch ``at`` is waited for."""
 
-    def __init__(self, after: int):
-        self.after = after
+    def __init__(self, at: int):
+        self.left = at
 
-    def on_step_end(self, trainer):
-        if trainer.step_count == self.after and RANK == 1:
-            trainer._stop.requested = 15
+    def on_fit_start(self, trainer):
+        fetch = trainer.feed.next
+
+        def stopping(ahead=0):
+            self.left -= 1
+            if self.left == 0 and RANK == 1:
+                trainer._stop.requested = 15
+            return fetch(ahead)
+
+        trainer.feed.next = stopping
 
 
-def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = None, seed: int = 0, callbacks=()):
+def train(folder: Path, name: str, strategy: str = "ddp", at: int | None = None, seed: int = 0, callbacks=()):
     model = net(seed, norm=strategy == "ddp")
     kind = optim.AdamW if strategy == "fsdp" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=0.01)
@@ -134,7 +141,7 @@ def train(folder: Path, name: str, strategy: str = "ddp", after: int | None = No
         "weights": folder / f"{name}.pt",
         "early_stopping": EarlyStopping(stop_patience=1),
     }
-    callbacks = [*callbacks, *([] if after is None else [Counted(after)])]
+    callbacks = [*callbacks, *([] if at is None else [Counted(at)])]
     run = Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(device="cpu", **options), callbacks=callbacks)
     try:
         run.fit(data(30, 4, shuffle=True), data(11, 4))
@@ -148,7 +155,7 @@ def case_resume(folder: Path) -> dict:
     found = {}
     for strategy in ("ddp", "fsdp"):
         code, whole = train(folder, f"{strategy}-whole", strategy)
-        stopped, _ = train(folder, f"{strategy}-cut", strategy, after=2 if strategy == "fsdp" else 3)
+        stopped, _ = train(folder, f"{strategy}-cut", strategy, at=7 if strategy == "fsdp" else 9)  # amid an update
         if strategy == "fsdp" and RANK == 0:
             shutil.copytree(folder / "fsdp-cut", folder / "fsdp-moved")  # goes on with one process
         again, rest = train(folder, f"{strategy}-cut", strategy, seed=5)

@@ -166,10 +166,18 @@ class Feed:
         if loader is not None and not loader.num_workers and not isinstance(loader.dataset, SeededDataset):
             wait = functools.partial(_with_generators_put_back, wait)  # the samples draw in this process
         while True:
+            if self.world.size > 1 and group.size > 1:
+                self._group_start = self.state_dict(), rng_state()
             first = wait(self.next)
             if first is None and not group.done:
                 return
             yield self._group(first, group, wait)
+
+    def to_group_start(self) -> None:
+        """Goes back to where the group under way began, generators too; for several processes."""
+        state, generators = self._group_start
+        self.load_state_dict(state)
+        set_rng_state(generators)
 
     def _group(self, first, group: Group, wait: Callable) -> Iterator:
         item, missing = first, group.size - group.done

@@ -32,9 +32,12 @@ def check(trainer) -> None:
         f"cuda_graphs: construct {name} with capturable=True, which keeps its counts of steps on the GPU",
     )
     options = optimizer._options
-    seeded = options["state_dtype"] is not None or options["rounding"] != "nearest"
+    seeded = options["state_dtype"] is not None or options["rounding"] != "nearest" or options["master_weights"]
     counted = all(group.get("capturable") for group in optimizer.param_groups)
-    require(counted or not seeded, f"cuda_graphs does not go with state_dtype or rounding of {name}: the host seeds")
+    require(
+        counted or not seeded,
+        f"cuda_graphs does not go with state_dtype, rounding or master_weights of {name}: the host seeds",
+    )
 
 
 class Recorder:

@@ -118,7 +118,8 @@ class Stops(StopSignals):
     """Stops all processes of a run at the same place, whichever of them got the signal.
 
     They agree, by one small sum, each time they have waited for data, in training and in evaluation, and after every
-    epoch. So nobody is in a collective of the model while another one waits for its data, or has left.
+    epoch. So nobody is in a collective of the model while another one waits for its data, or has left. A process that
+    waits for the data of others hears of a signal to itself alone when these data, or another signal, have come.
     """
 
     def __init__(self, world):

@@ -101,7 +101,8 @@ class Trainer:
         self._autocast = config.precision.autocast(self.device)
         self.update = Update(self.model, optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
-        self._buffers = Buffers(self.model) if may_skip else None
+        may_undo = self.world.size > 1 and config.accumulation.accumulate > 1
+        self._buffers = Buffers(self.model) if may_skip or may_undo else None
         if config.cuda_graphs:
             graphs.check(self)
         self._stop, self.spans = Stops(self.world), Spans()
@@ -249,6 +250,7 @@ class Trainer:
             self.saving.finish()
         except Preempted as stop:
             error = stop
+            self._undo_group()
             self.saving.save()
             raise
         except BaseException as caught:
@@ -256,6 +258,14 @@ class Trainer:
             raise
         finally:
             self._finish(error)
+
+    def _undo_group(self) -> None:
+        """Takes back the unfinished group of several processes, each of which has gradients of its own."""
+        if self.world.size > 1 and self.group.done:
+            self.update.discard()
+            self._buffers.put_back(unless=False)
+            self.group.clear()
+            self.feed.to_group_start()
 
     def _prepare(self, train: Iterable, valid: Iterable | None) -> None:
         config = self.config
