@@ -8,9 +8,12 @@ import ast
 import copy
 import json
 import math
+import runpy
 import shutil
 import subprocess
+import sys
 import time
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,14 +21,16 @@ import harness
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
-from fusedtrain._waits import Waits
-from fusedtrain.diagnose import html, lines, measure, remedies, rules, script, verify
+from fusedtrain._waits import TeamWaits, Waits
+from fusedtrain.diagnose import drive, html, instrument, lines, measure, remedies, rules, runner, script, verify
 from fusedtrain.diagnose.diagnosis import ranked
 from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
-from fusedtrain.diagnose.instrument import Instrument, Site
+from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.statistics import Paired, bootstrap
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +93,14 @@ def test_a_call_is_shown_with_its_new_arguments(tmp_path, code, line, keywords, 
     edited = code.replace(change.before, change.after)
     calls = [node for node in ast.walk(ast.parse(edited)) if isinstance(node, ast.Call)]
     assert {k.arg: k.value.value for call in calls for k in call.keywords} == keywords
+
+
+def test_an_instruction_without_a_line_belongs_to_its_function():
+    def function():
+        pass
+
+    frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None)
+    assert instrument.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
 
 
 def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
@@ -186,6 +199,8 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
         yield Run(1)
         assert state(driver) == before
 
+        assert driver.instrument.autocast == ({torch.bfloat16} if name == "float32" else set())
+
     run(plan, autocast=name == "float32", dtype=torch.bfloat16 if name == "weights" else torch.float32)
     assert seen["check"].holds, seen["check"]
     assert seen["check"].kind in remedies.CLASSES
@@ -232,20 +247,34 @@ def test_a_step_is_the_sum_of_its_parts():
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and min(step.parts.values()) >= 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_take_it(threads, monkeypatch):
+@pytest.mark.parametrize(("threads", "fine"), [(1, False), (1, True), (2, False)])
+def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_take_it(threads, fine, monkeypatch):
     clock, steps = iter(range(10**6)), []  # seconds: far more than a step takes
     monkeypatch.setattr(Waits, "read", lambda self: float(next(clock)))
+    monkeypatch.setattr(TeamWaits, "look", lambda self: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(drive, "cores", lambda: 1)
 
     def plan(driver):
         yield Run(2)
+        if fine:
+            driver.instrument.waits = driver._waits
         steps.extend((yield Run(3)))
 
     run(plan)
     for step in steps:
         assert step.seconds == pytest.approx(0.01 * step.wall if threads == 1 else step.wall)
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
+
+
+def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
+    def step(backward, team, rest=3.0):
+        return Step(0.0, backward + rest, {"backward": backward, "rest": rest}, waits={"backward": (1.0, team)})
+
+    steps = [step(2.0, 0.0), step(2.0, 9.0), step(2.0, 0.0), step(8.0, 5.0), step(8.0, 99.0)]
+    drive.leave_out_others(steps)
+    assert [s.parts["backward"] for s in steps] == [1.0, 1.0, 1.0, 2.0, 1.0]
+    assert [s.waited for s in steps] == [1.0, 1.0, 1.0, 6.0, 7.0] and all(s.parts["rest"] == 3.0 for s in steps)
 
 
 def test_two_arms_take_turns():
@@ -300,6 +329,17 @@ def test_a_loop_without_a_loader_is_measured_between_optimizer_steps():
     assert "fused" in optimizer.param_groups[0] and not optimizer.param_groups[0]["fused"]
 
 
+def test_groups_of_accumulated_gradients_are_compared_and_not_steps(monkeypatch):
+    seconds = [1.0, 1.0, 1.0, 5.0] * 2  # the optimizer steps in every fourth
+    records = [Step(0.0, s, {"rest": s}) for s in seconds]
+    driver = types.SimpleNamespace(loader=object(), alone=lambda arm: True)
+    plan = measure.block(driver, measure.Sizes(1.0, 4), Arm((), drive.CachedSource([])), wall=False)
+    assert next(plan).steps == 4
+    with pytest.raises(StopIteration) as done:
+        plan.send(records)
+    assert done.value.value == 2.0
+
+
 def test_torch_is_as_before_afterwards():
     owners = (torch.Tensor, torch.autograd, torch.optim.Optimizer, nn.Module, DataLoader, torch.autocast, torch)
     before = [dict(vars(owner)) for owner in owners]
@@ -319,6 +359,71 @@ def test_layers_that_also_cure_the_layout_come_after_it():
     assert names(loader=0.1, layout=0.07, fuse=0.3) == ["fuse", "loader", "layout"]
 
 
+# --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------
+
+
+def event(name, start, end, device=DeviceType.CUDA, annotation=False):
+    return FunctionEvent(0, name, 1, start, end, device_type=device, is_user_annotation=annotation)
+
+
+def test_the_device_works_where_any_of_its_streams_does():
+    launch = event("aten::mm", 0, 100, DeviceType.CPU)
+    launch.append_kernel("gemm", 0, 30)  # the profiler books the kernel here too
+    events = [launch, event("gemm", 50, 80), event("copy", 70, 90), event("step", 0, 1000, annotation=True)]
+    assert measure.device_work([*events, event("norm", 100, 110)]) == (3, pytest.approx(50e-6))
+    assert measure.device_work([launch]) == (0, 0.0)
+
+
+def gpu_facts(busy, **parts):
+    parts = dict.fromkeys(PARTS, 0.0) | parts
+    step = measure.Interval(sum(parts.values()), 0, 1)
+    facts = measure.Facts([], step, parts, None, {}, device_busy=busy, launches=(400, busy * step.value))
+    return facts
+
+
+def test_a_device_that_idles_waits_for_what_holds_the_cpu_up():
+    look = next(rule.look for rule in rules.RULES if rule.name == "launches")
+    found = look(gpu_facts(0.25, forward=2.0, backward=2.0), None)
+    assert found.gain == pytest.approx(0.75) and "400 kernels" in found.evidence and "CUDA graph" in found.advice
+    assert look(gpu_facts(0.25, forward=1.0, rest=2.0, sync=1.0), None).startswith(
+        "with cached batches the device works"
+    )
+    assert look(gpu_facts(0.95, forward=4.0), None).startswith("with cached batches the device works 95%")
+    others = [found, rules.Finding("optimizer", "", "", 0.3), rules.Finding("syncs", "", "", 0.1)]
+    assert [f.rule for f in ranked(others)] == ["optimizer", "launches", "syncs"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "given", "forced"),
+    [
+        (("cuda",), {}, False, (("cuda",), {"non_blocking": True})),
+        (("cuda", torch.float32), {"non_blocking": True}, True, None),
+        (("cuda", torch.float32, False, True), {}, False, (("cuda", torch.float32, True, True), {})),
+        ((0, True), {}, True, None),
+    ],
+)
+def test_copies_that_do_not_wait_are_told_from_those_that_do(args, kwargs, given, forced):
+    assert instrument.non_blocking(args, kwargs) is given
+    assert forced is None or instrument.with_non_blocking(args, kwargs) == forced
+
+
+class OnDevice(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_what_waits_for_the_device_is_counted_where_the_loop_asks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    value = torch.tensor([1.5]).as_subclass(OnDevice)
+    with Instrument() as watched:
+        watched.step = Step(0.0)
+        float(value), value.item(), value.to("cpu"), value.to("cpu", non_blocking=True), bool(value)
+        watched.step = None
+    assert {what for _, what in watched.reads} == {"cuda __float__", "cuda item", "cuda to", "cuda __bool__"}
+    assert {Path(site.file).name for site, _ in watched.reads} == {Path(__file__).name}
+
+
 # --- whole diagnoses --------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +435,8 @@ def what_takes_long_is_not_tried():
         patch.setattr(remedies.Compile, "why_not", lambda driver: "not in this test")
         for name, seconds in (("BLOCK", 0.03), ("SAMPLING", 0.2), ("LOADING", 0.3)):
             patch.setattr(measure, name, seconds)
+        patch.setattr(measure, "PAIRS", 2)
+        patch.setattr(verify, "PAIRS", 4)
         yield
 
 
@@ -484,7 +591,7 @@ def slow(state, bucket):
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-measure.BLOCK, measure.SAMPLING, measure.LOADING, verify.PAIRS = 0.03, 0.1, 0.1, 4
+measure.BLOCK, measure.SAMPLING, measure.LOADING, measure.PAIRS, verify.PAIRS = 0.03, 0.1, 0.1, 2, 2
 remedies.Compile.why_not = lambda driver: "not in this test"
 torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Linear(64, 4), find_unused_parameters=True)
@@ -524,6 +631,8 @@ def test_processes_that_wait_for_each_others_gradients_are_told_the_same(tmp_pat
 
 STALLS = """
 import time, torch
+from fusedtrain.diagnose import measure, verify  # the test's patience
+measure.BLOCK, measure.SAMPLING, measure.LOADING, measure.PAIRS, verify.PAIRS = 0.03, 0.2, 0.2, 2, 4
 from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -536,6 +645,35 @@ while True:
         optimizer.step()
         time.sleep(0.02)  # the logger
 """
+
+
+SHORT = """
+import sys, time, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with open(sys.argv[1], "a") as file:
+    file.write("started ")
+for _ in range(60):
+    model(torch.rand(16, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.004)  # the logger
+"""
+
+
+def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path, monkeypatch):
+    train, log, told = tmp_path / "train.py", tmp_path / "starts", tmp_path / "told"
+    train.write_text(SHORT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    task = {"script": str(train), "arguments": [str(log)], "steps": 20, "verify": False, "do": "diagnose"}
+    runner.Task(task | {"output": str(told)}).run()
+    messages = list(map(json.loads, told.read_text().splitlines()))
+    report = next(message["report"] for message in reversed(messages) if "report" in message)
+    assert report["bottleneck"] == "own_code" and report["steps"] == 20 and not report["failure"]
+    assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.004)  # the logger"
+    again = sum("starting it again" in message.get("stage", "") for message in messages)
+    assert len(log.read_text().split()) == again + 1 > 2 and not any("ended" in message for message in messages)
 
 
 def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):
@@ -561,15 +699,15 @@ def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, f
     report = {"accepted": [], "findings": [finding], "verified": []}
     tried = []
 
-    def fresh(task, before, after):
-        tried.append((before, after))
-        return Paired((1.0, 1.1, 0.9), (faster, faster * 1.1, faster * 0.9)), [[2.0, 1.5]] * 6
+    def fresh(task, arms):
+        tried.append(arms)
+        return [(1.0, 1.1, 0.9), (faster, faster * 1.1, faster * 0.9)], [[2.0, 1.5]] * 6
 
     monkeypatch.setattr(script, "_fresh", fresh)
     script._verify_outside({}, report)
     (verdict,) = report["verified"]
     assert verdict["accepted"] is kept and verdict["losses"]["hold"]
-    assert tried == [([], [script.ALLOCATOR])] and report["accepted"] == [script.ALLOCATOR] * kept
+    assert tried == [[[], [script.ALLOCATOR]]] and report["accepted"] == [script.ALLOCATOR] * kept
     assert ("fresh" in report) is kept
 
 
@@ -605,6 +743,13 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
         fusedtrain.diagnose(print, [], steps=9)
     with pytest.raises(RuntimeError, match="no training loop was recognised"):
         fusedtrain.diagnose(lambda batch: None, [1, 2])
+
+
+def test_a_row_of_the_planted_faults_outlives_comments_and_nothing_else():
+    program = runpy.run_path(str(ROOT / "benchmarks" / "planted.py"))["program"]
+    text = 'def f(x):\n    """Says."""\n    return x + 1\n'
+    assert program(text) == program('def f(x):  # a comment\n    """Says more."""\n    return (x + 1)\n')
+    assert program(text) != program(text.replace("1", "2")) and program("x = 'a'") != program("x = 'b'")
 
 
 def test_the_planted_faults_name_rules():

@@ -56,7 +56,7 @@ def diagnose(training, data, *others, steps: int | None = None, verify: bool = F
             such as :class:`fusedtrain.train.Trainer`.
         data: what the batches come from, best a DataLoader; it is iterated over again and again.
         *others: further arguments of ``fit``, such as validation data.
-        steps: how many to watch; None: 50 to 200, about ten seconds.
+        steps: how many to watch; None: 50 to 200, about five seconds.
         verify: whether to try the remedies in paired trials, keep what is surely faster and report the combined gain.
 
     Returns:

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="try each remedy in turns with the run as it is, keep what is surely faster, look again (minutes)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps to watch (default: 50 to 200, about 10 seconds)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps to watch (default: 50 to 200, about 5 seconds)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the report")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with timeline and bars")
     parser.add_argument("script", help="a training script")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from fusedtrain._waits import TeamWaits
+from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.drive import Arm, Driver, Run
 from fusedtrain.diagnose.instrument import Instrument, Step
@@ -15,6 +17,12 @@ from fusedtrain.diagnose.rules import LEAST, RULES, Finding
 from fusedtrain.diagnose.statistics import Interval, Paired
 
 SHARED = 4
+# What is cured by other means too, and rather by these: they are the cause in the script's own lines.
+RATHER = {
+    "fuse": ("layout", "slow_16_bit"),
+    "launches": ("own_code", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
+}
+WATCHING = 5.0  # seconds of watching the run as it is, about
 NOISY = 0.1  # with A/A runs further apart than this, small gains cannot be told from noise
 
 
@@ -22,7 +30,7 @@ class Diagnosis:
     """Carries out the measurements and holds what came out.
 
     Args:
-        steps: how many to watch; None: 50 to 200, about ten seconds.
+        steps: how many to watch; None: 50 to 200, about five seconds.
         verify: whether to try the remedies.
         restore: whether to keep the state of the training in ``before``.
         stage: is told what is being done.
@@ -45,6 +53,7 @@ class Diagnosis:
         self.findings: list[Finding] = []
         self.checked: dict[str, str] = {}
         self.noise: Interval | None = None
+        self.cached_noise: Interval | None = None
         self.verdicts: list[verify.Verdict] = []
         self.combined: Paired | None = None
         self.timeline: list[list[tuple[str, float, float]]] = []
@@ -58,7 +67,7 @@ class Diagnosis:
     def noisy(self) -> bool:
         """Whether two equal arms differ so much that the machine cannot tell small gains from chance."""
         noise = self.noise
-        return noise is not None and (noise.high - noise.low > 2 * NOISY or (noise.low > 0.02 or noise.high < -0.02))
+        return noise is not None and (noise.half() > NOISY or (noise.low > 0.02 or noise.high < -0.02))
 
     @property
     def bottleneck(self) -> Finding | None:
@@ -81,7 +90,7 @@ class Diagnosis:
         sizes = yield from measure.warm_up(driver)
         self.stage("A/A: the same run twice, how noisy is the machine?")
         self.noise = (yield from measure.trial(driver, sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
-        steps = self.wanted or min(max(round(10 / sizes.step), 50), 200)
+        steps = self.wanted or min(max(round(WATCHING / sizes.step), 50), 200)
         self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), steps)
         self.checkpoint(self)
         if self.verifies:
@@ -92,7 +101,10 @@ class Diagnosis:
             self.failure = "the loop fails with a larger batch"
             self.checkpoint(self)  # the last one, if so
             cached = Arm((), measure.CachedSource(driver.batches))
+            snapshot = verify.Snapshot(driver) if replicas(driver) else None
             yield from measure.larger_batches(driver, self.facts, sizes, cached)
+            if snapshot is not None:
+                snapshot.restore()  # the processes went their own ways
             self.failure = ""
             self.findings, self.checked = self._look(self.facts, driver)
         self.checkpoint(self)
@@ -103,15 +115,17 @@ class Diagnosis:
         self.stage(f"watching {steps} steps")
         spans = driver.instrument.spans
         facts = yield from measure.observe(driver, arm, steps, self.remedies)
-        facts.noise, facts.thorough = (self.noise.high - self.noise.low) / 2, self.verifies
+        facts.noise = self.noise.half()
         if first:
-            cost = (driver.instrument.spans - spans) / (steps + 1) * span_cost()
+            cost = (driver.instrument.spans - spans) / (steps + 1) * span_cost(driver.instrument.waits)
             self.overhead = cost / facts.step.value
             yield from self._timeline(driver, arm)
         cached = arm
         if driver.loader is not None and driver.batches:
             self.stage("ceilings: cached batches")
             cached = yield from measure.ceiling(driver, facts, sizes, arm)
+            if first:
+                self.cached_noise = (yield from measure.trial(driver, sizes, cached, cached, measure.PAIRS)).gain()
             if first or facts.waiting.low > 0:
                 self.stage("ceilings: the loader alone")
                 measure.loader_rates(driver, facts)
@@ -123,12 +137,13 @@ class Diagnosis:
         if replicas(driver):
             self.stage("without exchanging gradients")
             yield from measure.exchange(driver, facts, sizes, cached, verify.Snapshot(driver))
+        facts.cached_noise = self.cached_noise.half() if cached is not arm else facts.noise
         yield from self._probe(driver, facts, sizes, arm, cached)
         return facts, *self._look(facts, driver)
 
-    def _probe(self, driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, cached: Arm):
+    def _probe(self, driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, cached: Arm, rules=RULES):
         """Tries every change that may help, briefly, with cached batches."""
-        for rule in RULES:
+        for rule in rules:
             if rule.candidates is None:
                 continue
             found = rule.candidates(facts, driver)
@@ -144,7 +159,7 @@ class Diagnosis:
                 self.stage(f"probing {remedy.name}")
                 after = Arm((*arm.remedies, remedy), cached.source)
                 pairs = yield from measure.trial(driver, sizes, cached, after, measure.PAIRS)
-                if not pairs.faster() and pairs.share() > max(LEAST, facts.noise):  # a disturbance of one pair?
+                if not pairs.faster() and pairs.share() > max(LEAST, facts.cached_noise):  # a disturbance of one pair?
                     pairs += yield from measure.trial(driver, sizes, cached, after, measure.PAIRS)
                 facts.probes[remedy.name] = pairs
 
@@ -168,9 +183,15 @@ class Diagnosis:
 
     def _verify(self, driver: Driver, sizes: Sizes):
         """Tries the remedies, the most promising first, and looks again after each that is kept."""
-        arm, findings, tried = Arm(), self.findings, set()
+        arm, facts, findings, tried = Arm(), self.facts, self.findings, set()
         while True:
             queue = [(f, r) for f in findings for r in f.remedies if r.name not in tried and not r.outside]
+            if not queue and not facts.thorough:  # what takes long is tried once, on top of all that was kept
+                facts.thorough = True
+                cached = Arm(arm.remedies, measure.CachedSource(driver.batches)) if facts.cached else arm
+                yield from self._probe(driver, facts, sizes, arm, cached, [r for r in RULES if r.name == "compile"])
+                findings, _ = self._look(facts, driver)
+                continue
             if not queue:
                 break
             finding, remedy = queue[0]
@@ -183,7 +204,9 @@ class Diagnosis:
                 arm = verify.with_remedy(arm, remedy)
                 sizes = Sizes(verdict.seconds[1], sizes.period)
                 self.stage("looking again")
-                _, findings, _ = yield from self._examine(driver, sizes, arm, max(10, sizes.block(arm)[0]))
+                thorough = facts.thorough
+                facts, findings, _ = yield from self._examine(driver, sizes, arm, max(10, sizes.block(arm)[0]))
+                facts.thorough = thorough
         if arm.remedies:
             self.stage("all together")
             self.combined = yield from measure.trial(driver, sizes, Arm(), arm, verify.PAIRS)
@@ -191,24 +214,25 @@ class Diagnosis:
 
 
 def ranked(findings: list[Finding]) -> list[Finding]:
-    """Returns the findings by predicted gain.
+    """Returns the findings by what they cost.
 
     Other layers may also cure what a layout or a precision does to the stock ones. The cause in the script's own lines
-    then comes first, and the layers after it, unless they bring more than SHARED times as much.
+    then comes first, and the layers after it, unless they bring more than SHARED times as much. So it is with a device
+    that waits to be told what to do, and what keeps the CPU from telling it.
     """
-    own = max((f.gain for f in findings if f.rule in ("layout", "slow_16_bit")), default=0.0)
 
     def rank(finding: Finding) -> tuple[float, bool]:
-        behind = finding.rule == "fuse" and own < finding.gain <= SHARED * own
-        return -(own if behind else finding.gain), behind
+        own = max((f.cost for f in findings if f.rule in RATHER.get(finding.rule, ())), default=0.0)
+        behind = own < finding.cost <= SHARED * own
+        return -(own if behind else finding.cost), behind
 
     return sorted(findings, key=rank)
 
 
-def span_cost() -> float:
+def span_cost(waits: TeamWaits | None) -> float:
     """Returns the seconds that timing one part costs, measured."""
     instrument = Instrument()
-    instrument.step = Step(0.0)
+    instrument.step, instrument.waits = Step(0.0), waits
 
     def nothing() -> None:
         pass
@@ -229,6 +253,6 @@ def machine() -> dict:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         "processor": platform.processor() or platform.machine(),
-        "cores": measure.cores(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
     }

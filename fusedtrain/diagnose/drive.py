@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from fusedtrain._waits import Waits
-from fusedtrain.diagnose.instrument import Instrument, Step
+from fusedtrain._waits import TeamWaits
+from fusedtrain.data.workers import cores
+from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
 
 _clock = time.perf_counter
 
@@ -83,6 +85,7 @@ def set_random_state(state: tuple) -> None:
 
 
 _FAR_EPOCH = 10**6  # beyond those of the run
+SETTLING = 4  # steps of a script that was started again, before it is measured
 
 
 class LoaderSource:
@@ -179,6 +182,25 @@ class Run:
     collect: int = 0  # keep some batches in Driver.batches, up to so many bytes
 
 
+def leave_out_others(records: list[Step]) -> None:
+    """Takes from the parts of steps what their threads waited for a core that other processes had.
+
+    Threads that work together also wait for one another, running in circles, unless there was nothing to do together:
+    no counter tells. What the others waited is taken off as far as a part lies above its median.
+    """
+    for part in {part for step in records for part in step.parts}:
+        steps = [step for step in records if part in step.parts]
+        for step in steps:
+            own, _ = step.waits.get(part, (0.0, 0.0))
+            step.parts[part] -= min(own, 0.99 * step.parts[part])
+        usual = median(step.parts[part] for step in steps)
+        for step in steps:
+            _, team = step.waits.get(part, (0.0, 0.0))
+            step.parts[part] -= min(team, max(0.0, step.parts[part] - usual))
+    for step in records:
+        step.waited = step.wall - sum(step.parts.values())
+
+
 Plan = Generator[Run, list[Step], None]
 
 
@@ -207,8 +229,12 @@ class Driver:
         self._discard = 0
         self._active: tuple = ()
         self._open: Step | None = None
+        self.threads = 1  # that the script's operations run on
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._waits = Waits()
+        self._waits = TeamWaits()
+        self._looked = False  # for the threads of the run that is under way
+        self.steps = 0  # that the script took under the plan
+        self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
 
     def install(self) -> None:
         def iterate(original):
@@ -250,7 +276,7 @@ class Driver:
         if iterator.inner is not self.source.iterator and not iterator.adopted:
             self.source.iterator, iterator.adopted = iterator.inner, True
         self._boundary()
-        source = self._run.arm.source or self.source
+        source = self.source if self._settling else self._run.arm.source or self.source
         source.prepare()
         self._begin()
         self.own_code += 1
@@ -280,21 +306,50 @@ class Driver:
             self._boundary()
             self._begin()
 
+    def restart(self) -> None:
+        """Forgets the objects of a script that has ended: it starts again, and the plan goes on with its new ones."""
+        self.use(())
+        if self.source is not None:
+            self.source.close()
+        self.loader = self.source = self.optimizer = self._last = self._open = None
+        self.instrument.forget()
+        self.starts += 1
+        self._settling = SETTLING
+
+    def _settle(self) -> None:
+        self._settling -= 1
+        if not self._settling:
+            self.instrument.settle()
+            self._discard = self._run.discard
+            self._use_arm(None)
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def alone(self, arm: Arm) -> bool:
-        """Whether all work of an arm is done by this thread: where it waits for a core, another process has it.
+        """Whether every thread of an arm may have a core: where one waits, another process has it.
 
-        Threads and workers of the run also take cores from each other. That is for the diagnosis to find.
+        Workers of a loader, and more threads than cores, take cores from each other. That is for the diagnosis to find.
+        The script's own workers idle while cached batches are used.
         """
-        sources = (arm.source, self.source)
-        workers = any(source is not None and source.in_flight for source in sources)
-        return torch.get_num_threads() == 1 and not workers and not torch.cuda.is_initialized()
+        source = arm.source or self.source
+        workers = source is not None and source.in_flight > 0
+        threads = next((r.threads for r in arm.remedies if r.threads is not None), self.threads)
+        return threads <= cores() and not workers and not torch.cuda.is_initialized()
+
+    def read_parts(self, step: float) -> None:
+        """Has what was waited told apart by the parts of a step of so many seconds, where reading costs below 1 %."""
+        self._waits.look()
+        cost = 2 * len(PARTS) * self._waits.cost()
+        self.instrument.waits = self._waits if cost < 0.01 * step else None
 
     def _begin(self) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         cpu = usage.ru_utime + usage.ru_stime
-        self._open = Step(0.0, faults=-usage.ru_minflt, cpu=-cpu, waited=-self._waits.read())
+        if not self._discard and not self._looked:
+            self._waits.look()
+            self._looked = True
+        self._open = Step(0.0, faults=-usage.ru_minflt, cpu=-cpu)
+        self._waited = self._waits.read()
         self._open.start = _clock()
         self.instrument.step = self._open
 
@@ -308,15 +363,21 @@ class Driver:
             torch.cuda.synchronize()  # a run pays for all its work and for none of another's
         step.end = _clock()
         # A whole switch of threads may lie between the two clocks.
-        step.waited = min(step.waited + self._waits.read(), 0.99 * step.wall) if self.alone(self._run.arm) else 0.0
+        waited = self._waits.since(self._waited)
         if self.losses is not None and self.instrument.loss is not None:
             self.losses.append(float(self.instrument.loss))
+        self.steps += 1
+        if self._settling:
+            self._settle()
+            return
         usage = resource.getrusage(resource.RUSAGE_SELF)
         step.faults += usage.ru_minflt
         step.cpu += usage.ru_utime + usage.ru_stime
         step.parts["rest"] = step.wall - sum(step.parts.values())
-        if step.waited:
-            step.parts = {part: seconds * step.seconds / step.wall for part, seconds in step.parts.items()}
+        if self.instrument.waits is None:  # they fall to the parts by their length
+            step.waits = {part: tuple(w * s / step.wall for w in waited) for part, s in step.parts.items()}
+        else:
+            step.waits["rest"] = tuple(max(0.0, w - sum(ws)) for w, *ws in zip(waited, *step.waits.values()))
         if self._discard > 0:
             self._discard -= 1
         else:
@@ -325,12 +386,15 @@ class Driver:
     def _boundary(self) -> None:
         self._end()
         if self.plan is None:
+            self.threads = torch.get_num_threads()
             self.plan = self._make_plan(self)
             self._advance(None)
         elif len(self._records) >= self._run.steps:
             self._advance(self._records)
 
     def _advance(self, records: list[Step] | None) -> None:
+        if records is not None and self.alone(self._run.arm):
+            leave_out_others(records)
         try:
             run = next(self.plan) if records is None else self.plan.send(agree(records))
         except StopIteration:
@@ -339,8 +403,12 @@ class Driver:
             self.finish()
             raise Finished from None
         before, self._run, self._records, self._discard = self._run, run, [], run.discard
-        self.use(run.arm.remedies)
-        source = run.arm.source or self.source
+        self._use_arm(before)
+
+    def _use_arm(self, before: Run | None) -> None:
+        arm, self._looked = self._run.arm, False
+        self.use(arm.remedies)
+        source = arm.source or self.source
         if source is not None and (before is None or (before.arm.source or self.source) is not source):
             with self.aside():
                 source.resume()

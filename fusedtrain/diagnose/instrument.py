@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
 
+from fusedtrain._waits import TeamWaits
+
 PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "rest")
 # Reading one of these from a tensor on a device waits until the device has computed it.
-READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__repr__")
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__repr__")
 _OWN = (
-    os.path.dirname(os.path.abspath(__file__)),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     os.path.dirname(torch.__file__),
     "<frozen",
     os.path.dirname(os.__file__),
@@ -52,6 +54,7 @@ class Step:
     faults: int = 0
     cpu: float = 0.0  # seconds of CPU time of this process, all threads
     restart: bool = False  # the loader began a new epoch in this step
+    waits: dict[str, tuple[float, float]] = field(default_factory=dict)  # by part: of this thread, of its team
     waited: float = 0.0  # seconds that other processes had the core, where that can be told
 
     @property
@@ -77,7 +80,7 @@ def user_frame(frame) -> Site | None:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_OWN) and "site-packages" not in name:
-            return Site(name, frame.f_lineno)
+            return Site(name, frame.f_lineno or frame.f_code.co_firstlineno)  # some instructions belong to no line
         frame = frame.f_back
     return None
 
@@ -85,6 +88,23 @@ def user_frame(frame) -> Site | None:
 def call_site() -> Site | None:
     """Returns the place in the user's code that is being carried out."""
     return user_frame(sys._getframe(1))
+
+
+def _flag(args: tuple) -> int | None:
+    """Returns where the first flag among the positional arguments of ``to()`` or ``cuda()`` is: non_blocking."""
+    return next((i for i, arg in enumerate(args) if type(arg) is bool), None)
+
+
+def non_blocking(args: tuple, kwargs: dict) -> bool:
+    """Returns whether ``to()`` or ``cuda()`` with these arguments does not wait for the copy."""
+    at = _flag(args)
+    return kwargs.get("non_blocking", False) if at is None else args[at]
+
+
+def with_non_blocking(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments of ``to()`` or ``cuda()`` with that flag set."""
+    at = _flag(args)
+    return (args, kwargs | {"non_blocking": True}) if at is None else ((*args[:at], True, *args[at + 1 :]), kwargs)
 
 
 class Instrument:
@@ -111,14 +131,16 @@ class Instrument:
         self.autocast: set[torch.dtype] = set()
         self.keeps_zero_grads = False
         self.spans = 0
+        self.waits: TeamWaits | None = None  # whose counters are read with every part
         # what remedies switch
         self.set_to_none = self.no_autocast = self.non_blocking = self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple] | None = {}  # of the outermost modules, by id, until settle()
+        self._inputs, self._hooks = self.inputs, []
         self._undo: list = []
-        self._depth = 0
+        self._depth, self._root = 0, None
         self._thread = threading.get_ident()
 
     def __enter__(self) -> "Instrument":
@@ -126,10 +148,7 @@ class Instrument:
         self._patch_tensors()
         self._patch_training()
         self._patch_sites()
-        self._hooks = [
-            torch_module.register_module_forward_pre_hook(self._enter_module),
-            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._watch_all()
         self._undo.append(lambda: [hook.remove() for hook in self._hooks])
         return self
 
@@ -151,18 +170,33 @@ class Instrument:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def add(self, part: str, start: float, end: float) -> None:
+    def add(self, part: str, start: float, end: float, waited: tuple[float, float] = (0.0, 0.0)) -> None:
         """Books the time from ``start`` to ``end`` to ``part`` of the step that is under way."""
         if self.step is None:
             return
         self.spans += 1
         self.step.parts[part] = self.step.parts.get(part, 0.0) + end - start
+        own, team = self.step.waits.get(part, (0.0, 0.0))
+        self.step.waits[part] = own + waited[0], team + waited[1]
         if self.timeline is not None:
             self.timeline.append((part, start, end))
 
+    def _open(self, part: str, owner: object = None) -> None:
+        self._depth, self.part, self._root = 1, part, owner
+        self._waited = self.waits and self.waits.read()
+        self._start = _clock()
+
+    def _finish(self) -> None:
+        end = _clock()
+        if self._waited:
+            self.add(self.part, self._start, end, self.waits.since(self._waited))
+        else:
+            self.add(self.part, self._start, end)
+        self._depth, self.part, self._root = 0, None, None
+
     def close(self) -> None:
         """Forgets parts that an exception left open."""
-        self._depth, self.part = 0, None
+        self._depth, self.part, self._root = 0, None, None
 
     def timed(self, part: str):
         """Returns a decorator that books the calls of a function, where no other part is running."""
@@ -171,12 +205,11 @@ class Instrument:
             def wrapper(*args, **kwargs):
                 if self._depth or threading.get_ident() != self._thread:
                     return original(*args, **kwargs)
-                self._depth, self.part, start = 1, part, _clock()
+                self._open(part)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self.add(part, start, _clock())
-                    self._depth, self.part = 0, None
+                    self._finish()
 
             return wrapper
 
@@ -194,20 +227,35 @@ class Instrument:
                 root.register_forward_hook(self._leave_module, always_call=True),
             ]
 
+    def forget(self) -> None:
+        """Begins anew with the objects of a script that is started again."""
+        self.close()
+        self.step, self.freeze_schedules, self.loss = None, False, None
+        for found in (self.roots, self.optimizers, self.sites, self._inputs):
+            found.clear()
+        self.inputs = self._inputs
+        self._watch_all()
+
+    def _watch_all(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            torch_module.register_module_forward_pre_hook(self._enter_module),
+            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
     def _enter_module(self, module: nn.Module, args) -> None:
         if self._depth or threading.get_ident() != self._thread:
             return
-        self._depth, self.part, self._root, self._start = 1, "forward", module, _clock()
-        if self.inputs is None:
-            return
-        self.inputs[id(module)] = args
-        if torch.is_grad_enabled() and not any(module is root for root in self.roots):
-            self.roots.append(module)
+        if self.inputs is not None:
+            self.inputs[id(module)] = args
+            if torch.is_grad_enabled() and not any(module is root for root in self.roots):
+                self.roots.append(module)
+        self._open("forward", module)
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
         if self._depth and self.part == "forward" and self._root is module:
-            self.add("forward", self._start, _clock())
-            self._depth, self.part, self._root = 0, None, None
+            self._finish()
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
 
@@ -233,19 +281,25 @@ class Instrument:
         return wrapper
 
     def _copy(self, original):
-        timed = self.timed("copy")(original)
+        timed, waiting = self.timed("copy")(original), self.timed("sync")(original)
 
         def wrapper(tensor, *args, **kwargs):
-            if self.step is None or tensor.device.type != "cpu" or not torch.cuda.is_available():
+            if self.step is None or not torch.cuda.is_available():
                 return original(tensor, *args, **kwargs)
-            if self.non_blocking:
-                kwargs["non_blocking"] = True
+            given = non_blocking(args, kwargs)
+            if tensor.is_cuda:
+                result = (original if given else waiting)(tensor, *args, **kwargs)
+                if result.device.type == "cpu" and not given:
+                    self.reads[call_site(), "cuda to"] += 1
+                return result
+            if self.non_blocking and not given:
+                args, kwargs = with_non_blocking(args, kwargs)
             result = timed(tensor, *args, **kwargs)
             if result.is_cuda:
                 self.copies["count"] += 1
                 self.copies["bytes"] += tensor.nbytes
                 self.copies["pageable"] += not tensor.is_pinned()
-                self.copies["blocking"] += not kwargs.get("non_blocking", False)
+                self.copies["blocking"] += not given
             return result
 
         return wrapper
@@ -313,13 +367,12 @@ class Instrument:
         self.before_optimizer(optimizer)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
-        self._depth, self.part, self._start, self._root = 1, "optimizer", _clock(), optimizer
+        self._open("optimizer", optimizer)
 
     def _leave_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
         optimizer = getattr(optimizer, "stands_for", optimizer)
         if self.part == "optimizer" and self._root is optimizer:
-            self.add("optimizer", self._start, _clock())
-            self._depth, self.part, self._root = 0, None, None
+            self._finish()
             self.on_optimizer(optimizer)
 
     def _patch_sites(self) -> None:

@@ -7,20 +7,21 @@ import contextlib
 import itertools
 import math
 import mmap
-import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import torch
+from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
+from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, agree, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
-from fusedtrain.diagnose.remedies import NoExchange, Remedy, Threads, clone_loader, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -58,13 +59,16 @@ class Facts:
     operations: list[tuple[str, float, int]] = field(
         default_factory=list
     )  # name, share of the CPU time, calls per step
-    device_busy: float | None = None  # share of the step; None without a GPU
+    reads: dict[str, int] = field(default_factory=dict)  # of numbers from tensors, by what read them
+    device_busy: float | None = None  # share of a step with cached batches; None without a GPU
+    launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
     probes: dict[str, Paired] = field(default_factory=dict)  # by name of the remedy, with cached batches
     refused: dict[str, str] = field(default_factory=dict)  # remedies that could not be tried, with the error
     fault_cost: float | None = None  # seconds per page fault
     exchange: Paired | None = None  # with and without exchanging gradients between processes
     larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
     noise: float = 0.0  # share of the step that two equal runs may differ by
+    cached_noise: float = 0.0  # and with cached batches
     thorough: bool = False  # whether changes that take long to try are tried
     fusible: dict[str, int] = field(default_factory=dict)  # what fuse() makes of layers, with their number
 
@@ -77,15 +81,6 @@ class Facts:
         return fmean(step.faults for step in self.steps)
 
 
-def cores() -> int:
-    """Returns how many cores this process may use, by its affinity and its control group."""
-    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
-        quota, period = file.read().split()
-        number = min(number, max(1, math.ceil(int(quota) / int(period))))
-    return number
-
-
 @dataclass(frozen=True)
 class Sizes:
     """How many steps a block of a trial takes."""
@@ -95,30 +90,32 @@ class Sizes:
 
     def block(self, arm: Arm) -> tuple[int, int]:
         """Returns (steps, discard)."""
-        steps, discard = min(max(math.ceil(BLOCK / self.step), 2), 30), 2 if self.step < 0.3 else 1
+        quick = self.step < 0.3
+        steps, discard = min(max(math.ceil(BLOCK / self.step), 1 + quick), 30), 1 + quick
         source = arm.source
         if source is not None and source.in_flight:  # batches of several workers arrive in bursts
             steps, discard = max(steps, source.in_flight), max(discard, source.in_flight // 2)
         return math.ceil(steps / self.period) * self.period, math.ceil(discard / self.period) * self.period
 
 
-def block(sizes: Sizes, arm: Arm, wall: bool):
+def block(driver: Driver, sizes: Sizes, arm: Arm, wall: bool):
     """One block of an arm; returns seconds per step."""
     steps, discard = sizes.block(arm)
     records = yield Run(steps, arm, discard)
-    # With cached batches all steps are alike; waits for a loader come in bursts and have to be added up.
     seconds = [step.wall if wall else step.seconds for step in records]
-    return median(seconds) if isinstance(arm.source, CachedSource) else fmean(seconds)
+    groups = [sum(seconds[i : i + sizes.period]) for i in range(0, len(seconds), sizes.period)]
+    # With cached batches all groups are alike; waits for a loader come in bursts and have to be added up.
+    alike = driver.loader is None or isinstance(arm.source, CachedSource)
+    return (median(groups) if alike else fmean(groups)) / sizes.period
 
 
 def trial(driver: Driver, sizes: Sizes, before: Arm, after: Arm, pairs: int):
     """Two arms take turns, in alternating order; returns :class:`Paired`."""
-    threads = any(isinstance(remedy, Threads) for remedy in (*before.remedies, *after.remedies))
-    wall = threads or not (driver.alone(before) and driver.alone(after))  # both are to be measured alike
+    wall = not (driver.alone(before) and driver.alone(after))  # both are to be measured alike
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(pairs):
         for second in (False, True) if i % 2 == 0 else (True, False):
-            times[second].append((yield from block(sizes, after if second else before, wall)))
+            times[second].append((yield from block(driver, sizes, after if second else before, wall)))
     return Paired(tuple(times[False]), tuple(times[True]))
 
 
@@ -130,15 +127,21 @@ def warm_up(driver: Driver):
         records += yield Run(4, collect=CACHE)
     optimized = [i for i, step in enumerate(records) if "optimizer" in step.parts]
     gaps = [b - a for a, b in itertools.pairwise(optimized)]
-    return Sizes(median(step.seconds for step in records[4:]), max(1, round(median(gaps))) if gaps else 1)
+    step = median(step.seconds for step in records[4:])
+    driver.read_parts(step)
+    return Sizes(step, max(1, round(median(gaps))) if gaps else 1)
 
 
 def observe(driver: Driver, arm: Arm, steps: int, remedies: dict[str, Remedy]):
     """Watches so many steps; returns :class:`Facts`."""
+    reads = Counter(driver.instrument.reads)
     records = yield Run(steps, arm, 1)
+    reads = driver.instrument.reads - reads
     parts = {part: fmean(step.parts.get(part, 0.0) for step in records) for part in PARTS}
     loader = driver.loader if arm.source is None else arm.source.loader
-    return Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
+    facts = Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
+    facts.reads = {name: sum(n for (_, what), n in reads.items() if what == name) for name in {w for _, w in reads}}
+    return facts
 
 
 def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
@@ -211,12 +214,16 @@ class Sampler:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "Sampler":
+        # Else Python code keeps the interpreter for 5 ms, and is seen only where it calls what lets go of it.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(2e-4)
         self.thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         self.stop.set()
         self.thread.join()
+        sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
         last = time.perf_counter()
@@ -248,14 +255,33 @@ def profile(driver: Driver, facts: Facts, arm: Arm):
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
     steps = 3
     with Profiler(activities=activities) as profiler:
-        records = yield Run(steps, arm)
+        yield Run(steps, arm)
     events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "fusedtrain::"))]
     total = sum(event.self_cpu_time_total for event in events) or 1
     ranked = sorted(events, key=lambda event: -event.self_cpu_time_total)
     facts.operations = [(e.key, e.self_cpu_time_total / total, round(e.count / steps)) for e in ranked[:8]]
     if torch.cuda.is_initialized():
-        busy = sum(getattr(event, "self_device_time_total", 0) for event in profiler.key_averages()) * 1e-6
-        facts.device_busy = busy / sum(step.seconds for step in records)
+        count, seconds = device_work(profiler.events())
+        facts.launches = count / steps, seconds / steps
+        # The profiler slows launching down, not what is launched.
+        facts.device_busy = min(1.0, seconds / steps / (facts.cached or facts.step.value))
+
+
+def device_work(events) -> tuple[int, float]:
+    """Returns how many kernels and copies the device carried out, and the seconds in which it had any.
+
+    The profiler books their times on the operation that launched them as well; streams overlap.
+    """
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type is not DeviceType.CPU and not event.is_user_annotation
+    )
+    seconds, until = 0.0, -math.inf
+    for start, end in spans:
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return len(spans), 1e-6 * seconds
 
 
 def fault_cost() -> float:
@@ -287,7 +313,12 @@ def repeat_batch(batch, times: int):
 
 
 def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: int = 4):
-    """Measures forward and backward of larger batches. A loop that relies on its batch size may fail here."""
+    """Measures forward and backward of larger batches. A loop that relies on its batch size may fail here.
+
+    Several processes do not exchange gradients in it: that takes as long for any batch.
+    """
+    if facts.exchange is not None:
+        arm = Arm((*arm.remedies, NoExchange()), arm.source)
     source = CachedSource([repeat_batch(batch, times) for batch in driver.batches])
     steps, discard = sizes.block(arm)
     seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -38,6 +38,7 @@ class Remedy:
     name = kind = how = ""
     on_loader = False
     outside = False  # it holds from the start of a process or not at all: tried in fresh ones
+    threads: int | None = None  # that operations then run on, where it changes their number
     rehearsed = False  # tried on the model alone first: it may not be able to run so
 
     def apply(self, driver: Driver) -> None:
@@ -122,18 +123,18 @@ class Threads(Remedy):
     kind = "last bit"
 
     def __init__(self, number: int):
-        self.number, self.name = number, f"threads({number})"
+        self.threads, self.name = number, f"threads({number})"
         self.how = f"torch.set_num_threads({number}), or OMP_NUM_THREADS={number} in the environment"
 
     def apply(self, driver: Driver) -> None:
         self._before = torch.get_num_threads()
-        _set_threads(self.number)
+        _set_threads(self.threads)
 
     def undo(self, driver: Driver) -> None:
         _set_threads(self._before)
 
     def changes(self, driver: Driver) -> list[Change]:
-        change = edit_argument(driver.instrument.sites.get("set_num_threads"), ("set_num_threads",), self.number)
+        change = edit_argument(driver.instrument.sites.get("set_num_threads"), ("set_num_threads",), self.threads)
         return [change] if change else []
 
 
@@ -400,7 +401,8 @@ class BFloat16(Remedy):
     def _enter(self, module: nn.Module, args) -> None:
         device = next(module.parameters()).device.type
         self._open.append(torch.autocast(device, dtype=torch.bfloat16))
-        self._open[-1].__enter__()
+        enter = torch.autocast.__enter__
+        getattr(enter, "__wrapped__", enter)(self._open[-1])  # it is not the script's
 
     def _leave(self, module: nn.Module, args, output):
         self._open.pop().__exit__(None, None, None)
@@ -415,7 +417,7 @@ class Compile(Remedy):
 
     def __init__(self, backend: str = "inductor"):
         self.backend = backend
-        self._compiled: dict[int, object] = {}  # by id of the model: compiled once
+        self._compiled: dict[nn.Module, object] = {}  # compiled once
 
     @staticmethod
     def why_not(driver: Driver) -> str | None:
@@ -431,9 +433,9 @@ class Compile(Remedy):
     def apply(self, driver: Driver) -> None:
         # Not model.compile(): it would compile the hooks of the instrument with it.
         for model in models(driver):
-            if id(model) not in self._compiled:
-                self._compiled[id(model)] = torch.compile(model.forward, backend=self.backend)
-            model.forward = self._compiled[id(model)]
+            if model not in self._compiled:
+                self._compiled[model] = torch.compile(model.forward, backend=self.backend)
+            model.forward = self._compiled[model]
 
     def undo(self, driver: Driver) -> None:
         for model in models(driver):
@@ -513,7 +515,7 @@ class PinnedCopies(Remedy):
 
 def specification(remedy: Remedy) -> dict:
     """Returns what :func:`rebuild` needs to make the remedy again in another process."""
-    arguments = {"number": remedy.number} if isinstance(remedy, Threads) else getattr(remedy, "arguments", {})
+    arguments = {"number": remedy.threads} if isinstance(remedy, Threads) else getattr(remedy, "arguments", {})
     if isinstance(remedy, FusedOptimizer):
         arguments = {"ours": remedy.ours}
     return {"remedy": type(remedy).__name__, "arguments": arguments}

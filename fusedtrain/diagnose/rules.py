@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver, ranks
 from fusedtrain.diagnose.instrument import Site
-from fusedtrain.diagnose.measure import Facts, cores, fault_cost
+from fusedtrain.diagnose.measure import Facts, fault_cost
 from fusedtrain.diagnose.remedies import (
     Allocator,
     BFloat16,
@@ -47,6 +48,7 @@ class Finding:
         advice: what to do by hand.
         option: a choice with a price, such as another precision; it is never called the bottleneck.
         lines: places in the user's code that the time goes to, with their share of the step.
+        lost: share of the step that the cause takes, where the remedies take away less; it ranks by that.
     """
 
     rule: str
@@ -57,6 +59,11 @@ class Finding:
     advice: str = ""
     option: bool = False
     lines: tuple[tuple[Site, float], ...] = ()
+    lost: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        return max(self.gain, self.lost)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def best_probe(facts: Facts, remedies: list[Remedy]) -> tuple[Remedy, float] | N
     """
     found = [(remedy, facts.probes[remedy.name]) for remedy in remedies if remedy.name in facts.probes]
     shares = [(r, p.share()) for r, p in found if p.faster()]
-    sure = [(r, share) for r, share in shares if share > facts.noise]
+    sure = [(r, share) for r, share in shares if share > facts.cached_noise]
     best = max(sure, key=lambda pair: pair[1], default=None)
     computing = min(facts.cached or facts.step.value, facts.step.value)
     return best and (best[0], best[1] * computing)
@@ -146,10 +153,11 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
 def _loader(facts: Facts, driver: Driver) -> Finding | str:
     if driver.loader is None:
         return "no loader was seen"
-    lost = facts.waiting.value
-    if serial(facts):  # what the loop spends in its loader is known exactly: a busy machine cannot blow it up
-        lost = min(lost, facts.parts["loader"] / facts.step.value)
-    if facts.waiting.low <= 0 or lost < max(LEAST, facts.noise):
+    if serial(facts):  # what the loop spends in its loader is known exactly, on a busy machine too
+        lost, least = min(facts.waiting.high, facts.parts["loader"] / facts.step.value), LEAST
+    else:
+        lost, least = facts.waiting.value if facts.waiting.low > 0 else 0.0, max(LEAST, facts.noise)
+    if lost < least:
         return f"cached batches save {max(lost, 0):.1%} of the step"
     evidence = (
         f"a step takes {1e3 * facts.step.value:.3g} ms, with cached batches {1e3 * facts.cached:.3g} ms:"
@@ -160,7 +168,7 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         advice = f"it was not changed: {facts.why_no_rates}"
         return Finding("loader", "the step waits for the data", evidence, lost, advice=advice, lines=lines)
     single, now = facts.rates[0], getattr(facts.loader, "num_workers", 0)
-    busy = single.cpu / single.seconds
+    busy = min(1.0, single.cpu / single.seconds)
     kind = "most of it waiting, as for storage" if busy < 0.5 else "most of it computing, as for decoding"
     delivers = ", ".join(
         f"{r.workers}: {1 / r.seconds:.3g}" for r in sorted(facts.rates.values(), key=lambda r: r.workers)
@@ -183,7 +191,7 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         return Finding("loader", cause, evidence, lost, advice=advice, lines=lines)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
-    return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines)
+    return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines, lost=lost)
 
 
 def _restarts(facts: Facts, driver: Driver) -> Finding | str:
@@ -238,6 +246,25 @@ def _syncs(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _launches(facts: Facts, driver: Driver) -> Finding | str:
+    if facts.device_busy is None:
+        return "n/a: no GPU is in use"
+    count, seconds = facts.launches
+    evidence = (
+        f"with cached batches the device works {facts.device_busy:.0%} of the time: {count:,.0f} kernels and copies per"
+        f" step, {1e6 * seconds / max(count, 1):.3g} us each"
+    )
+    waits = sum(facts.parts[part] for part in ("copy", "sync", "rest")) / facts.step.value  # findings of their own
+    idle = gain_of_computing(facts, driver, (1 - facts.device_busy) * (facts.cached or facts.step.value)) - waits
+    if idle < 0.1:
+        return evidence
+    advice = (
+        "fewer launches: fused layers and a fused optimizer, larger batches,"
+        ' torch.compile(model, mode="reduce-overhead"), which replays them as a CUDA graph'
+    )
+    return Finding("launches", "the device waits for the CPU to launch its work", evidence, idle, advice=advice)
+
+
 def _communication(facts: Facts, driver: Driver) -> Finding | str:
     if ranks() == 1:
         return "n/a: one process trains"
@@ -249,7 +276,7 @@ def _communication(facts: Facts, driver: Driver) -> Finding | str:
         f"without exchanging {size / 2**20:.3g} MiB of gradients between {ranks()} processes {1e3 * now:.3g} ms per"
         f" step become {1e3 * without:.3g} ms"
     )
-    if gain.low <= 0 or gain.value < max(LEAST, facts.noise):
+    if gain.low <= 0 or gain.value < max(LEAST, facts.cached_noise):
         return f"{evidence}: the exchange is hidden behind the backward pass"
     advice = (
         "exchange less often: larger batches, or several backward passes per optimizer step, all but the last under"
@@ -339,7 +366,7 @@ def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 def _compile(facts: Facts, driver: Driver) -> list[Remedy] | str:
     if not facts.thorough:
-        return "compiling takes seconds to minutes: --verify tries it"
+        return "compiling takes seconds to minutes: --verify tries it, last"
     return Compile.why_not(driver) or [facts.keep(Compile())]
 
 
@@ -353,7 +380,9 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
     if facts.larger is None:
         return "not measured: no batches to repeat"
     times, now, seconds = facts.larger
-    computing = facts.parts["forward"] + facts.parts["backward"]
+    computing = min(facts.parts["forward"] + facts.parts["backward"], now)
+    if facts.exchange is not None:
+        computing -= max(0.0, facts.exchange.share()) * facts.step.value
     gain = gain_of_computing(facts, driver, (1 - seconds / times / now) * computing)
     evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
     if gain < 0.25:
@@ -372,9 +401,9 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if share < 0.1:
         return evidence
     lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "rest")
-    reads = {what: round(count / max(1, len(facts.steps))) for (_, what), count in driver.instrument.reads.items()}
-    if reads.get("item", 0) > 10:
-        evidence += f"; about {reads['item']} .item() per step"
+    items = round(facts.reads.get("item", 0) / len(facts.steps))
+    if items > 10:
+        evidence += f"; about {items} .item() per step"
     cause = "the loop's own Python code takes the time"
     return Finding(
         "own_code", cause, evidence, share, advice="see the lines below; compute on whole tensors", lines=lines
@@ -386,6 +415,7 @@ RULES = (
     Rule("loader_restart", _restarts),
     Rule("copies", _copies),
     Rule("syncs", _syncs),
+    Rule("launches", _launches),
     Rule("communication", _communication),
     Rule("own_code", _own_code),
     Rule("allocator", _allocator),

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.diagnosis import Diagnosis
-from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
+from fusedtrain.diagnose.drive import SETTLING, Arm, Driver, Finished, Run
 from fusedtrain.diagnose.instrument import Instrument
 from fusedtrain.diagnose.remedies import rebuild
 from fusedtrain.diagnose.report import to_json
+
+SHORT = 2 * SETTLING  # a script that takes fewer steps is not started again
 
 
 class Task:
@@ -25,7 +27,7 @@ class Task:
     def __init__(self, task: dict):
         self.task, self.begin = task, time.perf_counter()
         self.file = open(task["output"], "a", buffering=1)  # noqa: SIM115 (held until the process ends)
-        self.done = False
+        self.failed = False
 
     def tell(self, **message) -> None:
         self.file.write(json.dumps(message) + "\n")
@@ -48,7 +50,7 @@ class Task:
         remedies = tuple(rebuild(spec, driver) for spec in self.task["remedies"])
         sources = [remedy.source for remedy in remedies if remedy.on_loader]
         arm = Arm(remedies, sources[-1] if sources else None)
-        steps = min(max(round(3 / sizes.step), 20), 100)
+        steps = min(max(round(2 / sizes.step), 10), 100)
         records = yield Run(steps, arm, max(3, sizes.block(arm)[1]))
         alone = driver.alone(arm)
         own = sum(step.seconds for step in records) / steps if alone else None
@@ -56,19 +58,30 @@ class Task:
 
     def run(self) -> None:
         script, arguments = self.task["script"], self.task["arguments"]
-        sys.argv = [script, *arguments]
         sys.path[0] = str(Path(script).resolve().parent)
         with Instrument() as instrument:
             driver = Driver(instrument, self.plan)
             driver.install()
-            try:
-                runpy.run_path(script, run_name="__main__")
-            except (Finished, SystemExit):
-                pass
-            except BaseException:
-                self.tell(error=traceback.format_exc(limit=-6))
+            while not driver.finished and not self.failed:
+                steps = driver.steps
+                self._run_script(script, arguments)
+                if driver.steps - steps < SHORT or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                    break
+                if not driver.finished:
+                    self.tell(stage=f"the script ended after {driver.steps - steps} steps: starting it again")
+                    driver.restart()
             if not driver.finished:
                 self.tell(ended=True, seen=driver.loader is not None or driver.optimizer is not None)
+
+    def _run_script(self, script: str, arguments: list[str]) -> None:
+        sys.argv = [script, *arguments]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except (Finished, SystemExit):
+            pass
+        except BaseException:
+            self.failed = True
+            self.tell(error=traceback.format_exc(limit=-6))
 
 
 if __name__ == "__main__":

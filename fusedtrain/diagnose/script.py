@@ -1,5 +1,6 @@
 """Diagnoses a script: runs it in processes of its own and gathers what they report."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
 PAIRS = 3  # of fresh processes
+CLEAR = 0.1  # where both of the first two pairs differ by more in the same direction, they are enough
 ALLOCATOR = {"remedy": "Allocator", "arguments": {}}
 
 
@@ -71,21 +73,21 @@ def diagnose_script(
 
 
 def _verify_outside(task: dict, report: dict) -> None:
-    """Tries what holds from the start of a process only, then everything together, and adds both to the report."""
-    inside = list(report["accepted"])
+    """Tries what holds from the start of a process only, times everything together, and adds both to the report."""
+    inside = report["accepted"]
     outside = next((f for f in report["findings"] if f["rule"] == "allocator"), None)
+    arms = [[], *([inside] if inside else []), *([[*inside, ALLOCATOR]] if outside else [])]
+    times, losses = _fresh(task, arms) if len(arms) > 1 else (None, [])
+    if times is None:
+        return
+    kept = times[1] if inside else None
     if outside is not None:
-        pairs, losses = _fresh(task, inside, [*inside, ALLOCATOR])
-        if pairs is not None:
-            verdict = _outside_verdict(outside, pairs, losses)
-            report["verified"].append(verdict)
-            if verdict["accepted"]:
-                report["accepted"] = [*inside, ALLOCATOR]
-                if not inside:
-                    report["fresh"] = _summary(pairs)
-    if report["accepted"] and "fresh" not in report:
-        pairs, _ = _fresh(task, [], report["accepted"])
-        report["fresh"] = pairs and _summary(pairs)
+        verdict = _outside_verdict(outside, Paired(times[-2], times[-1]), losses)
+        report["verified"].append(verdict)
+        if verdict["accepted"]:
+            report["accepted"], kept = arms[-1], times[-1]
+    if kept is not None:
+        report["fresh"] = _summary(Paired(times[0], kept))
 
 
 def _summary(pairs: Paired, level: float = 0.95) -> dict:
@@ -111,24 +113,32 @@ def _outside_verdict(finding: dict, pairs: Paired, losses: list[list[float]]) ->
     }
 
 
-def _fresh(task: dict, before: list[dict], after: list[dict]) -> tuple[Paired | None, list[list[float]]]:
-    """Times the script with two sets of remedies, in new processes that take turns."""
-    found: dict[bool, list[dict]] = {False: [], True: []}
-    losses = []
+def _fresh(task: dict, arms: list[list[dict]]) -> tuple[list[tuple[float, ...]] | None, list[list[float]]]:
+    """Times the script with each set of remedies in new processes that take turns.
+
+    Returns the seconds per step by set, None where a process failed, and the losses of all.
+    """
+    found: list[list[dict]] = [[] for _ in arms]
     for i in range(PAIRS):
-        for second in (False, True) if i % 2 == 0 else (True, False):
-            specs = after if second else before
-            variables = _allocator.variables() if ALLOCATOR in specs else {}
-            remedies = [spec for spec in specs if spec != ALLOCATOR]
-            messages, _ = _run(task | {"do": "time", "remedies": remedies}, variables)
-            done = next((m for m in messages if "seconds" in m), None)
-            if done is None:
+        turns = list(zip(arms, found))
+        for remedies, done in turns if i % 2 == 0 else reversed(turns):
+            variables = _allocator.variables() if ALLOCATOR in remedies else {}
+            inside = [remedy for remedy in remedies if remedy != ALLOCATOR]
+            messages, _ = _run(task | {"do": "time", "remedies": inside}, variables)
+            done += [message for message in messages if "seconds" in message]
+            if len(done) <= i:
                 return None, []
-            found[second].append(done)
-            losses.append(done["losses"])
-    # Both are measured alike: without what other processes took, where that is known of both.
-    name = "seconds" if any(done["own"] is None for done in found[False] + found[True]) else "own"
-    return Paired(*(tuple(done[name] for done in found[second]) for second in (False, True))), losses
+        # All are measured alike: without what other processes took, where that is known of all.
+        name = "seconds" if any(message["own"] is None for done in found for message in done) else "own"
+        times = [tuple(message[name] for message in done) for done in found]
+        if i == 1 and all(_clear(before, after) for before, after in itertools.pairwise(times)):
+            break
+    return times, [message["losses"] for done in found for message in done]
+
+
+def _clear(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
+    gains = [1 - b / a for a, b in zip(before, after)]
+    return min(gains) > CLEAR or max(gains) < -CLEAR
 
 
 def _run(task: dict, variables: dict[str, str], stage=lambda text: None) -> tuple[list[dict], str]:

@@ -17,6 +17,10 @@ class Interval:
     low: float
     high: float
 
+    def half(self) -> float:
+        """Half its width."""
+        return (self.high - self.low) / 2
+
 
 def bootstrap(values: Sequence[float], level: float = 0.95, of=fmean) -> Interval:
     """Returns a statistic of ``values`` with its percentile bootstrap interval; the same values give the same interval.

@@ -148,6 +148,14 @@ def check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
 
     The state of the training is that from before afterwards.
     """
+    while True:
+        starts = driver.starts
+        check = yield from _check_losses(driver, remedy, base)
+        if driver.starts == starts:  # else a script that was started again has another state
+            return check
+
+
+def _check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
     snapshot, kind = Snapshot(driver), remedy.kind
     if isinstance(remedy, Loader) or remedy.on_loader:
         generator = driver.loader.generator
