@@ -29,7 +29,7 @@ struct DepthwiseSizes {
 
 struct DepthwiseConv2d {
   DepthwiseSizes sizes;
-  Activation act;      // kIdentity, kRelu, kSilu, kGelu or kHardSwish
+  Activation act;      // kIdentity, kRelu, kSilu, kGelu, kHardSwish or kRelu6
   const void* x;       // [n, c, h, w] or [n, h, w, c]
   const void* weight;  // [c * m, kh, kw]
   const void* bias;    // [c * m] or null

@@ -1,6 +1,7 @@
 """The activations of csrc/core/activation.h and their derivatives, on float32 values.
 
-Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1.
+Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1,
+relu6'(0) = relu6'(6) = 0.
 libdevice is not available in Triton's interpreter: only what triton.language has itself is used.
 """
 
@@ -14,6 +15,7 @@ RELU = tl.constexpr(_codes.ACTIVATIONS.index("relu"))
 SILU = tl.constexpr(_codes.ACTIVATIONS.index("silu"))
 GELU = tl.constexpr(_codes.ACTIVATIONS.index("gelu"))
 HARD_SWISH = tl.constexpr(_codes.ACTIVATIONS.index("hard_swish"))
+RELU6 = tl.constexpr(_codes.ACTIVATIONS.index("relu6"))
 SIGMOID = tl.constexpr(_codes.ACTIVATIONS.index("sigmoid"))
 HARD_SIGMOID = tl.constexpr(_codes.ACTIVATIONS.index("hard_sigmoid"))
 TANH = tl.constexpr(_codes.ACTIVATIONS.index("tanh"))
@@ -91,6 +93,9 @@ def value(x, ACT: tl.constexpr):
         y = x * _normal_cdf(x, _bell(x))
     elif ACT == HARD_SWISH:
         y = x * _hard_sigmoid(x)
+    elif ACT == RELU6:
+        y = tl.where(x < 0.0, 0.0, x)
+        y = tl.where(y > 6.0, 6.0, y)
     elif ACT == SIGMOID:
         y = _sigmoid(x)
     elif ACT == HARD_SIGMOID:
@@ -118,6 +123,8 @@ def gradient(da, x, ACT: tl.constexpr):
         dx = da * (_normal_cdf(x, bell) + x * INV_SQRT_TWO_PI * bell)
     elif ACT == HARD_SWISH:
         dx = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, da, da * (x * ONE_THIRD + 0.5)))
+    elif ACT == RELU6:
+        dx = tl.where((x <= 0.0) | (x >= 6.0), 0.0, da)
     elif ACT == SIGMOID:
         dx = da * _sigmoid_slope(x)
     elif ACT == HARD_SIGMOID:

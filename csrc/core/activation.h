@@ -5,8 +5,8 @@
 //   Act<A, T>                      the same, good enough for elements of type T, which may be less work
 //
 // V is float, double or cpu::Vec. Vectors bring their own v* functions, found by argument-dependent lookup.
-// Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1;
-// of NaN: relu' = 1, hard_sigmoid' = 0, NaN for the others.
+// Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1,
+// relu6'(0) = relu6'(6) = 0; of NaN: relu' = relu6' = 1, hard_sigmoid' = 0, NaN for the others.
 #include <cmath>
 
 #include "core/types.h"
@@ -169,6 +169,18 @@ struct Act<Activation::kHardSwish, T> {
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
     return vselect(x <= V(-3), V(0), vselect(x >= V(3), V(1), x * V(1.0 / 3.0) + V(0.5)));
+  }
+};
+
+template <class T>
+struct Act<Activation::kRelu6, T> {
+  template <class V>
+  FUSEDTRAIN_HD static V value(V x) {
+    return at_most(at_least(x, V(0)), V(6));
+  }
+  template <class V>
+  FUSEDTRAIN_HD static V slope(V x) {
+    return vselect(x <= V(0), V(0), vselect(x >= V(6), V(0), V(1)));
   }
 };
 

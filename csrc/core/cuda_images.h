@@ -432,8 +432,8 @@ template <class F>
   using enum Activation;
   return visit_element(images.dtype, [&]<class T>() -> int {
     int code = cudaErrorInvalidValue;
-    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish>(images.in_act,
-                                                      [&]<Activation A>() { code = f.template operator()<T, A>(); });
+    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6>(
+        images.in_act, [&]<Activation A>() { code = f.template operator()<T, A>(); });
     return code;
   });
 }

@@ -18,6 +18,7 @@ enum class Activation : int32_t {
   kSilu,         // x * sigmoid(x)
   kGelu,         // x * (1 + erf(x / sqrt 2)) / 2
   kHardSwish,    // x * clamp(x + 3, 0, 6) / 6
+  kRelu6,        // clamp(x, 0, 6)
   kSigmoid,      // 1 / (1 + exp(-x))
   kHardSigmoid,  // clamp(x + 3, 0, 6) / 6
   kTanh,         // tanh(x)
@@ -34,7 +35,7 @@ struct Images {
   int64_t n, c, hw;
   DType dtype;
   Layout layout;
-  Activation in_act;  // kIdentity, kRelu, kSilu, kGelu or kHardSwish
+  Activation in_act;  // kIdentity, kRelu, kSilu, kGelu, kHardSwish or kRelu6
 };
 
 // Sums over hw are cut into chunks of this many positions and added in order, so that the result depends neither on the

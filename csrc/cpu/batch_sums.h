@@ -14,8 +14,8 @@ namespace {
 template <class F>
 void visit_act(Activation act, F&& f) {
   visit<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
-        Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>(act,
-                                                                                                  static_cast<F&&>(f));
+        Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>(
+      act, static_cast<F&&>(f));
 }
 
 // x with zeros in the lanes that a load left out.

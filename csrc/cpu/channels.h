@@ -15,8 +15,8 @@ namespace {
 
 template <class F>
 void visit_in_act(Activation act, F&& f) {
-  visit<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(
-      act, static_cast<F&&>(f));
+  visit<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
+        Activation::kRelu6>(act, static_cast<F&&>(f));
 }
 
 // ---- sums over hw: groups of kGroup terms as a tree, the groups of a chunk in order, then the chunks in order ----

@@ -149,9 +149,10 @@ void correlate_part(int64_t taps, const RowTask<typename V::Lane>& task) {
 
 template <class V>
 void activate(Activation act, typename V::Lane* values, int64_t count) {
-  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(act, [&]<Activation A>() {
-    for (int64_t i = 0; i < count; i += V::kLanes) store(values + i, Act<A>::value(load<V>(values + i)));
-  });
+  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish, Activation::kRelu6>(
+      act, [&]<Activation A>() {
+        for (int64_t i = 0; i < count; i += V::kLanes) store(values + i, Act<A>::value(load<V>(values + i)));
+      });
 }
 
 // out = act(init + the sum over `inputs` of their correlations with their taps).

@@ -158,7 +158,7 @@ constexpr int tap_rows(int taps) {
 // Apart, so that it takes no registers from where there is no activation.
 template <class V>
 [[gnu::noinline]] V activated(Activation act, V x) {
-  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish>(
+  visit<Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish, Activation::kRelu6>(
       act, [&]<Activation A>() { x = Act<A>::value(x); });
   return x;
 }

@@ -13,7 +13,8 @@ namespace {
 template <class F>
 void visit_act(Activation act, F&& f) {
   using enum Activation;
-  visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(act, static_cast<F&&>(f));
+  visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(
+      act, static_cast<F&&>(f));
 }
 
 template <class F>

@@ -22,9 +22,9 @@ struct StaticAct {
   }
 };
 struct RunTimeAct {
-  using Any =
-      AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
-             Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>;
+  using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
+                     Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
+                     Activation::kTanh, Activation::kHalfTanh>;
   static constexpr bool kIdentity = false;
   Activation a;
   template <class V>

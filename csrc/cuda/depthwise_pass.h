@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(Pass<T> a, Tiles g) {
       if (a.act == kSilu) activate<kSilu, N>(sums);
       if (a.act == kGelu) activate<kGelu, N>(sums);
       if (a.act == kHardSwish) activate<kHardSwish, N>(sums);
+      if (a.act == kRelu6) activate<kRelu6, N>(sums);
     }
     T* out = a.out + image * a.out_strides.image + channel * a.out_strides.channel + oy * a.out_strides.row;
 #pragma unroll

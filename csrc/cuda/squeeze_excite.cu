@@ -19,9 +19,9 @@ constexpr int kDepth = 512;  // inputs of a layer that stand in shared memory at
 constexpr int kOutputs = 2;  // outputs that a warp of linear_kernel computes together
 constexpr int kWarps = kThreads / kWarp;
 
-using Any =
-    AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
-           Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>;
+using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
+                   Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
+                   Activation::kTanh, Activation::kHalfTanh>;
 
 struct Sizes {
   int64_t n, in, out;

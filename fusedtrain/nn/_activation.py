@@ -68,6 +68,7 @@ _OP_NAMES: dict[type[nn.Module], str] = {
     nn.Hardswish: "hard_swish",
     nn.Identity: "identity",
     nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
     nn.SiLU: "silu",
     nn.Sigmoid: "sigmoid",
     nn.Tanh: "tanh",

@@ -4,7 +4,9 @@ The layers stay where they are in the blocks of timm and torchvision; it is the 
 Each call looks at the layers first: with a hook on one of them, or another layer in its place, they run one by one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,29 @@ NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
 GATES = (SqueezeExcite, SEModule, SqueezeExcitation)
 
 
-def _gate_layers(se: nn.Module) -> tuple[nn.Module, ...] | None:
+class Gate(NamedTuple):
+    """A gate whose layers stand in the block itself."""
+
+    fc1: nn.Module
+    act: nn.Module
+    fc2: nn.Module
+    gate: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = gates.fused(x, *self)
+        return gates.scale(x, functools.reduce(_on_vectors, self, gates.pool(x))) if y is None else y
+
+
+def _on_vectors(vectors: Tensor, layer: nn.Module) -> Tensor:
+    return layer(gates.as_map(vectors)).flatten(1) if isinstance(layer, nn.Conv2d) else layer(vectors)
+
+
+def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:
     """Returns the gate's two layers, each with the activation behind it, or None where there is more to it."""
+    if type(se) is Gate:
+        return se
+    if observed(se):
+        return None
     if type(se) is SqueezeExcite:
         return se.conv_reduce, se.act1, se.conv_expand, se.gate
     if type(se) is SEModule and not se.add_maxpool and op_name(se.bn) == "identity":
@@ -39,16 +62,19 @@ def _behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, tuple | None
     """Returns the op's name of the activation behind the normalisation, the gate or None, and the layers left."""
     inside = (getattr(norm, name, None) for name in ("drop", "act"))
     layers, act = [*(layer for layer in inside if layer is not None), *layers], "identity"
-    while layers and op_name(layers[0]) in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
-        name = op_name(layers.pop(0))
+    while layers and type(layers[0]) is not Gate:
+        name = op_name(layers[0])
+        if name not in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
+            break
+        layers.pop(0)
         act = act if name == "identity" else name
     gate = _gate(layers[0]) if layers else None
     return act, gate, layers if gate is None else layers[1:]
 
 
-def _gate(se: nn.Module) -> tuple | None:
+def _gate(se: nn.Module | Gate) -> tuple | None:
     """Returns the gate's weights, and the names of its two activations, or None where it is not what the op knows."""
-    layers = None if observed(se) else _gate_layers(se)
+    layers = _gate_layers(se)
     if layers is None:
         return None
     fc1, act, fc2, gate = layers
@@ -63,7 +89,7 @@ def middle(
     conv: nn.Module,
     norm: nn.Module,
     others: Sequence[nn.Module] = (),
-    se: nn.Module | None = None,
+    se: nn.Module | Gate | None = None,
     project: nn.Module | None = None,
 ) -> Tensor:
     """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same."""
@@ -72,13 +98,13 @@ def middle(
         x = norm(conv(x))
     else:
         act, gate, left = _behind(norm, left)
-        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and _is_projection(left[0]) else None)
+        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
     for layer in left:
         x = layer(x)
     return x
 
 
-def _is_projection(layer: nn.Module) -> bool:
+def is_projection(layer: nn.Module) -> bool:
     return type(layer) is nn.Conv2d and gates.is_pointwise(layer) and layer.stride == (1, 1)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fusedtrain.nn import batch_norm_act, depthwise_bn_act_se, depthwise_conv2d, eca, squeeze_excite
+from fusedtrain.nn import batch_norm_act, depthwise_bn_act_se, depthwise_conv2d, eca, hand_written, squeeze_excite
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,8 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
     activation behind it, and over processes), depthwise convolutions, and the blocks in which these follow each other:
-    timm's inverted residual and separable blocks and its ConvNormAct, and any Sequential, as torchvision's blocks are.
+    timm's inverted residual and separable blocks and its ConvNormAct, any Sequential, as torchvision's blocks are, and
+    blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.hand_written`).
     A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
     it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
@@ -251,9 +252,11 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     Numerics: those of the fused layers; each as good as the stock layer's own rounding error.
     """
     _refuse_wrapped("fuse", model)
-    report = []
+    report, theirs = [], set()
     for name, module, wrapper in list(_outer_wrappers(model)):
         rule = _rule_of(module)
+        if rule is not None or wrapper is not None or type(module) in _STOCK_OF:
+            theirs.add(name)
         if rule is None:
             continue
         reason = _why_not(module, rule, wrapper)
@@ -261,6 +264,13 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
         if reason is None and not dry_run:
             module._stock_class = _path(type(module))
             module.__class__ = rule.fused
+    for name, found in hand_written.find(model, _becomes, theirs.__contains__).items():
+        block = model.get_submodule(name)
+        reason = None if isinstance(found, hand_written.Recording) else found
+        after = None if reason else _path(hand_written.HandWritten)
+        report.append(Candidate(name, _path(type(block)), after, reason))
+        if reason is None and not dry_run:
+            hand_written.take(block, found)
     return Report(report)
 
 
@@ -286,6 +296,13 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
     _refuse_wrapped("unfuse", model)
     report = []
     for name, module, wrapper in list(_outer_wrappers(model)):
+        if isinstance(module, hand_written.HandWritten):
+            reason = None if wrapper is None else f"it is, or stands in, a {wrapper}"
+            before, stock = _path(hand_written.HandWritten), hand_written.stock_class(module)
+            report.append(Candidate(name, before, None if reason else _path(stock), reason))
+            if reason is None and not dry_run:
+                hand_written.restore(module)
+            continue
         if type(module) not in _STOCK_OF:
             continue
         stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[type(module)]))

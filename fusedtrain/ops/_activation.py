@@ -15,6 +15,7 @@ REFERENCE = {
     "silu": F.silu,
     "gelu": F.gelu,
     "hard_swish": F.hardswish,
+    "relu6": F.relu6,
     "sigmoid": torch.sigmoid,
     "hard_sigmoid": _hard_sigmoid,
     "tanh": torch.tanh,

@@ -6,12 +6,13 @@ ACTIVATIONS = (
     "silu",
     "gelu",
     "hard_swish",
+    "relu6",
     "sigmoid",
     "hard_sigmoid",
     "tanh",
     "half_tanh",
 )
-INPUT_ACTIVATIONS = ACTIVATIONS[:5]
+INPUT_ACTIVATIONS = ACTIVATIONS[:6]
 POOLS = ("avg", "avg_max")
 RULES = (
     "adam",

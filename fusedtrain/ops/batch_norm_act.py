@@ -290,8 +290,8 @@ def batch_norm_act(
         training: normalise by the statistics of this batch, not by the running ones.
         momentum: share of this batch in the new running statistics.
         eps: added to the variance.
-        act: the activation :math:`a`: "identity", "relu", "silu", "gelu", "hard_swish", "sigmoid", "hard_sigmoid",
-            "tanh" or "half_tanh".
+        act: the activation :math:`a`: "identity", "relu", "silu", "gelu", "hard_swish", "relu6", "sigmoid",
+            "hard_sigmoid", "tanh" or "half_tanh".
         residual: :math:`r`, of the shape and dtype of ``x``, or None.
         residual_after: add it after the activation (MobileNet) instead of before (ResNet).
         process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as by

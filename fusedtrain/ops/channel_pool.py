@@ -69,7 +69,7 @@ def channel_pool(x: Tensor, *, pool: str = "avg", in_act: str = "identity") -> T
         x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
             bfloat16, float16 or float64.
         pool: "avg" is the mean, "avg_max" the average of mean and maximum.
-        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu" or "hard_swish".
+        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6".
 
     Returns:
         ``[N, C]`` in the dtype of ``x``. For backward x is kept, and for "avg_max" the maximum and its count.

@@ -63,7 +63,7 @@ def channel_scale(x: Tensor, gate: Tensor, *, in_act: str = "identity") -> Tenso
         x: images ``[N, C, H, W]``; contiguous and channels_last run natively, other strides are copied first; float32,
             bfloat16, float16 or float64.
         gate: factors ``[N, C]`` in the dtype of ``x``, or in float32.
-        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu" or "hard_swish".
+        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6".
 
     Returns:
         ``[N, C, H, W]`` in the dtype and memory format of ``x``. For backward x and gate are kept.

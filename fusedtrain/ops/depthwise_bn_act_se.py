@@ -319,7 +319,7 @@ def depthwise_bn_act_se(
         stride: of the convolution, as for :func:`depthwise_conv2d`; so are the next two.
         padding: zeros around x.
         dilation: distance of the kernel's taps.
-        act: the activation :math:`a`: "identity", "relu", "silu", "gelu" or "hard_swish".
+        act: the activation :math:`a`: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6".
         se_act: the activation :math:`\phi` of the gate, one of :func:`squeeze_excite`.
         gate: the activation :math:`\sigma` of the gate, likewise.
         process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as for

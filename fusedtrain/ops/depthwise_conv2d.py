@@ -272,8 +272,8 @@ def depthwise_conv2d(
         padding: zeros around x: an int, (height, width), "valid", "same" (stride 1), or the asymmetric
             (left, right, top, bottom) of TensorFlow's "same" with stride 2.
         dilation: distance of the kernel's taps, one int or (height, width).
-        act: activation on the output: "identity", "relu", "silu", "gelu" or "hard_swish". Fused where no gradient is
-            recorded; otherwise a separate op.
+        act: activation on the output: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6". Fused where no
+            gradient is recorded; otherwise a separate op.
 
     Returns:
         ``[N, C * m, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and

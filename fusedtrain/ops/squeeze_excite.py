@@ -119,11 +119,11 @@ def squeeze_excite(
         b1: its bias ``[R]``, or None.
         w2: second layer, ``[C, R]`` or ``[C, R, 1, 1]``.
         b2: its bias ``[C]``, or None.
-        act: :math:`\phi`: "identity", "relu", "silu", "gelu", "hard_swish", "sigmoid", "hard_sigmoid", "tanh" or
-            "half_tanh".
+        act: :math:`\phi`: "identity", "relu", "silu", "gelu", "hard_swish", "relu6", "sigmoid", "hard_sigmoid",
+            "tanh" or "half_tanh".
         gate: :math:`\sigma`, one of the same; "half_tanh" is :math:`(\tanh(x) + 1) / 2`.
         pool: "avg" is the mean, "avg_max" the average of mean and maximum.
-        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu" or "hard_swish".
+        in_act: the activation :math:`a` in front: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6".
 
     Returns:
         ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside

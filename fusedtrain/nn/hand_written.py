@@ -1,0 +1,462 @@
+"""Blocks of classes that :mod:`fusedtrain.nn.fuse` has no rule for, found by torch.fx in what their forward does.
+
+A forward is recorded twice, in training and in evaluation, down to the layers of torch, timm, torchvision and this
+package. Where a depthwise convolution, its normalisation, activation and gate follow each other and nobody else uses
+what passes between them, they become one call; so does a gate by itself. All other code stays as it was recorded.
+What a recording cannot know is looked at in each call: where a plain attribute, a container or a hook has changed, or
+the block is called with more than its images, its own forward runs.
+"""
+
+import contextlib
+import functools
+import inspect
+import operator
+import random
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
+
+from fusedtrain.nn import _channel_gate as gates
+from fusedtrain.nn._activation import create, observed, op_name
+from fusedtrain.nn.depthwise_bn_act_se import CONVOLUTIONS, GATES, NORMS, Gate, Sequential, is_projection, middle
+from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+
+Kind = Callable[[nn.Module], type]  # the class that a layer has, or will have
+
+_KNOWN = {"torch", "torchvision", "timm", "fusedtrain"}
+_PLAIN = (bool, int, float, complex, str, tuple, type(None))
+_FUNCTIONS = {
+    **{F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.silu: "silu", F.hardswish: "hard_swish"},
+    **{F.gelu: "gelu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", F.hardsigmoid: "hard_sigmoid"},
+    **{torch.tanh: "tanh", F.tanh: "tanh", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"},
+}
+_SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "size", "contiguous"}
+_SHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, operator.getitem, getattr}
+
+
+@functools.cache
+def activation(name: str) -> nn.Module:
+    """Returns the layer in the place of a function; it has no state, so that one serves all."""
+    return create(name)
+
+
+def gated(x: Tensor, gate: Gate) -> Tensor:
+    """Returns ``gate(x)``; torch.fx records a function."""
+    return gate(x)
+
+
+class _Seen(NamedTuple):
+    """What of an inlined module decides what its forward does."""
+
+    kind: type
+    children: list[str]
+    plain: dict
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Seen":
+        plain = {k: v for k, v in vars(module).items() if type(v) in _PLAIN and k != "training"}
+        return cls(type(module), list(module._modules), plain)
+
+
+class Recording(NamedTuple):
+    """A block's forward with fused calls.
+
+    Args:
+        forwards: in evaluation and in training.
+        seen: what it holds for, by the paths of the modules that were inlined.
+        saved: how many calls fewer than layers.
+    """
+
+    forwards: tuple[Callable, Callable]
+    seen: dict[str, _Seen]
+    saved: int
+
+    @torch.compiler.assume_constant_result
+    def holds_for(self, block: nn.Module) -> bool:
+        for path, seen in self.seen.items():
+            module = block.get_submodule(path)
+            changed = path and (observed(module) or type(module) is not seen.kind or module.training != block.training)
+            if changed or _Seen.of(module)[1:] != seen[1:]:
+                return False
+        return True
+
+
+class HandWritten(nn.Module):
+    """A block of a class of your own whose layers are called as fused ops, as far as they follow each other.
+
+    Made by :func:`fusedtrain.fuse` only. It is still an instance of its own class, with all that this has.
+    """
+
+    _recording: Recording
+
+    def forward(self, *args, **kwargs):
+        if len(args) != 1 or kwargs or not self._recording.holds_for(self):
+            return super().forward(*args, **kwargs)
+        return self._recording.forwards[self.training](self, *args)
+
+    def __reduce_ex__(self, protocol):
+        state = {k: v for k, v in vars(self).items() if k != "_recording"}
+        return _new, (type(self).__mro__[2],), state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        restore(self)  # while it is recorded
+        take(self, record(self, type))
+
+
+@functools.cache
+def _derived(stock: type[nn.Module]) -> type[HandWritten]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (HandWritten, stock), names)
+
+
+def _new(stock: type[nn.Module]) -> HandWritten:
+    kind = _derived(stock)
+    return kind.__new__(kind)
+
+
+def take(block: nn.Module, recording: Recording) -> None:
+    """Lets ``block`` call fused ops, in place."""
+    block._recording = recording
+    block.__class__ = _derived(type(block))
+
+
+def restore(block: HandWritten) -> None:
+    """Gives ``block`` the class back that it had."""
+    vars(block).pop("_recording", None)
+    block.__class__ = stock_class(block)
+
+
+def stock_class(block: HandWritten) -> type[nn.Module]:
+    """Returns the class that ``block`` had."""
+    return type(block).__mro__[2]
+
+
+def is_unknown(module: nn.Module) -> bool:
+    """True for classes that are neither torch's, timm's, torchvision's nor ours."""
+    return not isinstance(module, HandWritten) and type(module).__module__.partition(".")[0] not in _KNOWN
+
+
+def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str, Recording | str]:
+    """Looks for blocks: the innermost modules that hold whole patterns.
+
+    Args:
+        model: is not changed.
+        kind: returns the class that a layer has, or will have once the rules are through with it.
+        leave: whether the module of a path is not to be touched: it has a rule, or is wrapped.
+
+    Returns:
+        By path, what was recorded, or why a module that holds a depthwise convolution and a normalisation, or a gate,
+        stays.
+    """
+    found: dict[str, Recording | str] = {}
+    saved: dict[str, int] = {}  # by it, or by blocks inside
+    done = tuple(f"{path}." if path else "" for path, m in model.named_modules() if isinstance(m, HandWritten))
+    for path, module in reversed(list(model.named_modules())):
+        if path.startswith(done):
+            continue
+        inner = sum(saved.get(f"{path}.{name}" if path else name, 0) for name, _ in module.named_children())
+        saved[path] = inner
+        if not _is_inlined(module) or "forward" in vars(module) or parametrize.is_parametrized(module):
+            continue
+        layers = [m for m in module.modules() if m is not module]
+        if not any(map(is_unknown, (module, *layers))) or not _may_hold_a_pattern(layers, kind):
+            continue
+        result = record(module, kind)
+        if isinstance(result, str):
+            if is_unknown(module) and _holds_one(module, kind) and not leave(path):
+                found[path] = result
+        elif result.saved > inner:
+            saved[path] = result.saved
+            if not leave(path):
+                prefix = f"{path}." if path else ""
+                for other in [other for other in found if other.startswith(prefix)]:
+                    del found[other]
+                found[path] = result
+    return found
+
+
+def _may_hold_a_pattern(layers: list[nn.Module], kind: Kind) -> bool:
+    return any(kind(m) in CONVOLUTIONS for m in layers) or sum(map(gates.is_pointwise, layers)) > 1
+
+
+def _holds_one(module: nn.Module, kind: Kind) -> bool:
+    kinds = {kind(child) for child in module.children()}
+    inside = [m for m in module.modules() if m is not module and not _is_inlined(m)]
+    is_gate = any(map(gates.is_mean, inside)) and sum(map(gates.is_pointwise, inside)) == 2
+    return bool(kinds.intersection(CONVOLUTIONS) and kinds.intersection(NORMS)) or is_gate
+
+
+# --- recording ------------------------------------------------------------------------------------------------------
+
+
+def _is_inlined(module: nn.Module) -> bool:
+    return type(module) in (nn.Sequential, Sequential) or is_unknown(module)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self):
+        super().__init__()
+        self.inlined: list[str] = [""]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if not _is_inlined(m) or observed(m):
+            return True
+        self.inlined.append(module_qualified_name)
+        return False
+
+    def create_args_for_root(self, root_fn, is_module, concrete_args=None):
+        """Of all its arguments the images alone; the others have their defaults."""
+        name = next(iter(inspect.signature(self.root.forward).parameters))
+        images = self.create_proxy("placeholder", name, (), {})
+        return lambda block, x: root_fn(block, x), [self.root, images]
+
+
+def record(block: nn.Module, kind: Kind) -> Recording | str:
+    """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
+    modes = {m: m.training for m in block.modules()}
+    graphs, inlined, saved = [], {""}, []
+    try:
+        for training in (False, True):
+            for module in modes:
+                module.training = training
+            tracer = _Tracer()
+            graph = _trace(tracer, block)
+            if isinstance(graph, str):
+                return graph
+            inlined.update(tracer.inlined)
+            saved.append(_rewrite(graph, block, kind))
+            graphs.append(graph)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    seen = {path: _Seen.of(block.get_submodule(path)) for path in sorted(inlined)}
+    return Recording(tuple(map(_compile, graphs)), seen, min(saved))
+
+
+@contextlib.contextmanager
+def _untouched(modules: list[nn.Module]):
+    """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
+    numpy, changes = sys.modules.get("numpy"), []
+    before, seen = [dict(vars(m)) for m in modules], [_Seen.of(m) for m in modules]
+    mine, theirs = random.getstate(), torch.get_rng_state()
+    third = None if numpy is None else numpy.random.get_state()
+    try:
+        yield changes
+        if [_Seen.of(m) for m in modules] != seen or any(vars(m).keys() != b.keys() for m, b in zip(modules, before)):
+            changes.append("its forward changes its attributes, or holds tensors that are no buffers")
+        drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
+        if drawn or (third is not None and repr(numpy.random.get_state()) != repr(third)):
+            changes.append("its forward draws random numbers outside of layers")
+    finally:
+        for module, old in zip(modules, before):
+            vars(module).clear()
+            vars(module).update(old)
+        random.setstate(mine)
+        torch.set_rng_state(theirs)
+        if third is not None:
+            numpy.random.set_state(third)
+
+
+def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
+    try:
+        with _untouched(list(block.modules())) as changes:
+            graph = tracer.trace(block)
+    except Exception as error:  # whatever a forward does with something that is no tensor
+        return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    return changes[0] if changes else graph
+
+
+def _compile(graph: fx.Graph) -> Callable:
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<fusedtrain: recorded forward>", "exec"), names)
+    return names["forward"]
+
+
+# --- patterns -------------------------------------------------------------------------------------------------------
+
+
+def _rewrite(graph: fx.Graph, block: nn.Module, kind: Kind) -> int:
+    """Puts one call in the place of each pattern and returns how many calls fewer there are."""
+    pattern = _Pattern(graph, block, kind)
+    for node in reversed(graph.nodes):
+        if not node.users and pattern.only_shapes(node):  # such as the two of ``n, c, _, _ = x.shape``
+            graph.erase_node(node)
+    saved = sum(pattern.chain(node) for node in list(graph.nodes))
+    saved += sum(pattern.gate(node) for node in list(graph.nodes) if node not in pattern.gone)
+    graph.lint()
+    return saved
+
+
+class _Pattern:
+    def __init__(self, graph: fx.Graph, block: nn.Module, kind: Kind):
+        self.graph, self.block, self.kind = graph, block, kind
+        self.gone: set[fx.Node] = set()
+
+    def module(self, node: fx.Node | None) -> nn.Module | None:
+        """The layer that ``node`` calls on one tensor."""
+        if node is None or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        return self.block.get_submodule(node.target)
+
+    def next(self, node: fx.Node) -> fx.Node | None:
+        """The only node that uses ``node``, where it takes nothing else."""
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        return user if user is not None and list(user.all_input_nodes) == [node] else None
+
+    def activation(self, node: fx.Node | None) -> str | None:
+        """The op's name of an activation, as a layer or as a function."""
+        if node is None:
+            return None
+        if node.op == "call_module":
+            layer = self.module(node)
+            return None if layer is None else op_name(layer)
+        plain = len(node.args) == 1 and node.kwargs.keys() <= {"inplace"}
+        return _FUNCTIONS.get(node.target) if plain and node.op in ("call_function", "call_method") else None
+
+    def layer(self, node: fx.Node) -> fx.Node:
+        """A node of the layer that ``node`` calls, or that is in the place of the function."""
+        if node.op == "call_module":
+            return self.graph.create_node("get_attr", node.target)
+        return self.graph.call_function(activation, (self.activation(node),))
+
+    def replace(self, nodes: list[fx.Node], call: Callable[[], fx.Node]) -> int:
+        """Puts ``call`` in the place of ``nodes``, the last of which has the result, and returns what that saves."""
+        with self.graph.inserting_before(nodes[-1]):
+            nodes[-1].replace_all_uses_with(call())
+        for node in reversed(nodes):
+            if not node.users:
+                self.graph.erase_node(node)
+                self.gone.add(node)
+        return sum(node.op == "call_module" or self.activation(node) is not None for node in nodes) - 1
+
+    def chain(self, conv: fx.Node) -> int:
+        """Depthwise convolution, normalisation, activations, gate, projection."""
+        if conv in self.gone or self.module(conv) is None or self.kind(self.module(conv)) not in CONVOLUTIONS:
+            return 0
+        norm = self.next(conv)
+        if self.module(norm) is None or self.kind(self.module(norm)) not in NORMS:
+            return 0
+        acts, last = [], norm
+        while self.activation(self.next(last)) in INPUT_ACTIVATIONS:
+            last = self.next(last)
+            acts.append(last)
+        nodes, gate = [conv, norm, *acts], None
+        if self.module(self.next(last)) is not None and self.kind(self.module(self.next(last))) in GATES:
+            last = gate = self.next(last)
+            nodes.append(gate)
+        else:
+            multiply = next((user for user in last.users if self._factors(user, last) is not None), None)
+            inside = None if multiply is None else self.inside_gate(multiply, last)
+            if inside is not None and set(last.users) <= {*inside[1], multiply}:
+                gate, last = inside[0], multiply
+                nodes += inside[1]
+        project = self.next(last)
+        if project is not None and self.module(project) is not None and is_projection(self.module(project)):
+            nodes.append(project)
+        else:
+            project = None
+
+        def call() -> fx.Node:
+            layers = [self.layer(node) for node in (conv, norm, *acts)]
+            se = None if gate is None else self.gate_object(gate) if isinstance(gate, tuple) else self.layer(gate)
+            arguments = (conv.args[0], *layers[:2], tuple(layers[2:]), se)
+            return self.graph.call_function(middle, (*arguments, None if project is None else self.layer(project)))
+
+        return self.replace(nodes, call)
+
+    def gate(self, multiply: fx.Node) -> int:
+        """Squeeze-and-excitation by itself."""
+        for x in multiply.all_input_nodes:
+            inside = self.inside_gate(multiply, x) if self._factors(multiply, x) is not None else None
+            if inside is not None:
+                return self.replace(inside[1], functools.partial(self.gated, x, inside[0]))
+        return 0
+
+    def gated(self, x: fx.Node, parts: tuple[fx.Node, ...]) -> fx.Node:
+        return self.graph.call_function(gated, (x, self.gate_object(parts)))
+
+    def gate_object(self, parts: tuple[fx.Node, ...]) -> fx.Node:
+        return self.graph.call_function(Gate, tuple(self.layer(part) for part in parts))
+
+    def _factors(self, node: fx.Node, x: fx.Node) -> fx.Node | None:
+        """The other factor where ``node`` multiplies ``x`` by something."""
+        if node.target not in (operator.mul, operator.imul, torch.mul, "mul", "mul_") or len(node.args) != 2:
+            return None
+        a, b = node.args
+        return b if a is x else a if b is x else None
+
+    def inside_gate(self, multiply: fx.Node, x: fx.Node) -> tuple[tuple[fx.Node, ...], list[fx.Node]] | None:
+        """The nodes (layer, activation, layer, activation) of a gate, and all nodes up to ``multiply``."""
+        factor = self._factors(multiply, x)
+        if not isinstance(factor, fx.Node):
+            return None
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        nodes, todo = set(), [factor]
+        while todo:
+            node = todo.pop()
+            if node is x or node in nodes:
+                continue
+            if order[node] < order[x] or node.op in ("placeholder", "get_attr"):
+                return None
+            nodes.add(node)
+            todo += node.all_input_nodes
+        ordered = sorted(nodes, key=order.__getitem__)
+        if any(not set(node.users) <= {*nodes, multiply} for node in ordered):
+            return None
+        work = [node for node in ordered if not self.only_shapes(node)]
+        if len(work) != 5 or not self._is_mean(work[0]):
+            return None
+        _, fc1, act, fc2, gate = work
+        layers = self.module(fc1), self.module(fc2)
+        if None in layers or not all(map(gates.is_pointwise, layers)):
+            return None
+        if self.activation(act) is None or self.activation(gate) is None or not self._shapes_fit(ordered, x, *layers):
+            return None
+        return (fc1, act, fc2, gate), [*ordered, multiply]
+
+    def only_shapes(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return type(self.module(node)) in (nn.Flatten, nn.Identity, nn.Unflatten)
+        return node.target in _SHAPES
+
+    def _is_mean(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return self.module(node) is not None and gates.is_mean(self.module(node))
+        if node.target is F.adaptive_avg_pool2d:
+            size = {**dict(zip(("input", "output_size"), node.args)), **node.kwargs}.get("output_size")
+            return size in (1, (1, 1), [1, 1])
+        if node.target not in (torch.mean, "mean"):
+            return False
+        options = {**dict(zip(("input", "dim", "keepdim"), node.args)), **node.kwargs}
+        dims = options.get("dim")
+        return options.keys() <= {"input", "dim", "keepdim"} and dims is not None and {d % 4 for d in dims} == {2, 3}
+
+    def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
+        """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
+        order of the numbers, so that the shape tells all."""
+        weight, c = fc1.weight, fc1.weight.shape[1]
+        n = 3 if c != 3 else 5
+        if fc2.weight.shape[0] != c:
+            return False
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device=weight.device)}
+                for node in nodes:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                    if node.op == "call_module":
+                        values[node] = self.block.get_submodule(node.target)(*args, **kwargs)
+                    elif node.op == "call_method":
+                        values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+                    else:
+                        values[node] = node.target(*args, **kwargs)
+        except Exception:  # a shape that does not go with this one
+            return False
+        return tuple(values[nodes[-1]].shape) in ((n, c, 1, 1), (n, c, 4, 5))

@@ -1,0 +1,281 @@
+"""fuse() on blocks of classes that nobody knows: found by what their forward does, or left alone."""
+
+import copy
+import io
+import pickle
+import random
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+from test_fuse import assert_model_as_good_as_torch
+from torch import nn
+
+import fusedtrain
+from fusedtrain.nn import _channel_gate, depthwise_bn_act_se
+from fusedtrain.nn.hand_written import HandWritten
+
+
+class LinearGate(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.avg_pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Sequential(nn.Linear(c, 4, bias=False), nn.ReLU(), nn.Linear(4, c, bias=False), nn.Sigmoid())
+
+    def forward(self, x):
+        n, c, _, _ = x.size()
+        y = self.fc(self.avg_pool(x).view(n, c)).view(n, c, 1, 1)
+        return x * y.expand_as(x)
+
+
+class ConvGate(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.reduce, self.expand = nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)
+
+    def forward(self, x):
+        return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2, 3), keepdim=True))))) * x
+
+
+class ConvNormAct(nn.Module):
+    def __init__(self, c, out, kernel, stride=1, groups=1):
+        super().__init__()
+        self.conv = nn.Conv2d(c, out, kernel, stride, kernel // 2, groups=groups, bias=False)
+        self.norm, self.act = nn.BatchNorm2d(out), nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.norm(self.conv(x)))
+
+
+class Nested(nn.Module):
+    """The layers of one pattern stand in three classes and a Sequential."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.expand = ConvNormAct(c, 32, 1)
+        self.rest = nn.Sequential(
+            ConvNormAct(32, 32, 5, 2, 32), ConvGate(32), nn.Conv2d(32, 24, 1, bias=False), nn.BatchNorm2d(24)
+        )
+
+    def forward(self, x):
+        return self.rest(self.expand(x))
+
+
+class Flat(nn.Module):
+    """All layers, also those of the gate, in one forward, with one activation for all and functions in between."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.conv0, self.norm0 = nn.Conv2d(c, 32, 1, bias=False), nn.BatchNorm2d(32)
+        self.depthwise, self.norm1 = nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False), nn.BatchNorm2d(32)
+        self.reduce, self.expand = nn.Conv2d(32, 4, 1), nn.Conv2d(4, 32, 1)
+        self.conv2, self.norm2 = nn.Conv2d(32, c, 1, bias=False), nn.BatchNorm2d(c)
+        self.act, self.skip = nn.SiLU(), True
+
+    def forward(self, inputs, drop=None):
+        x = self.act(self.norm0(self.conv0(inputs)))
+        x = self.act(self.norm1(self.depthwise(x)))
+        pooled = self.expand(self.act(self.reduce(F.adaptive_avg_pool2d(x, 1))))
+        x = self.norm2(self.conv2(torch.sigmoid(pooled) * x))
+        if drop:
+            x = F.dropout(x, drop, self.training)
+        return x + inputs if self.skip else x
+
+
+class Functional(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(c, c, 3, padding=1, groups=c), nn.BatchNorm2d(c)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        x = F.relu6(self.norm(self.conv(x)), inplace=True)
+        return self.drop(x) if self.training else x
+
+
+# class -> which modules are found in it, the fused calls of one forward: blocks, gates
+BLOCKS = {
+    LinearGate: ([""], 0, 1),
+    ConvGate: ([""], 0, 1),
+    Nested: (["rest"], 1, 0),
+    Flat: ([""], 1, 0),
+    Functional: ([""], 1, 0),
+}
+
+
+def fused(kind, c=16):
+    torch.manual_seed(0)
+    block = kind(c)
+    return block, copy.deepcopy(block), fusedtrain.fuse(block)
+
+
+def by_hand(report):
+    return [c.name for c in report.swapped if c.after == "fusedtrain.nn.hand_written.HandWritten"]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which of the two ops were called."""
+    made = []
+    for module, name in ((depthwise_bn_act_se, "depthwise_bn_act_se"), (_channel_gate, "squeeze_excite")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: made.append(name) or real(*a, **k))
+    return made
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
+def test_blocks_compute_as_well_as_before_with_fewer_calls(kind, calls):
+    block, stock, report = fused(kind)
+    names, blocks, gates = BLOCKS[kind]
+    assert by_hand(report) == names and isinstance(block, kind) and not report.kept
+    assert list(block.state_dict()) == list(stock.state_dict())
+    entry = nn.Conv2d(3, 16, 1)
+    for training in (True, False):
+        pair = (nn.Sequential(entry, m).train(training) for m in (block, stock))
+        assert_model_as_good_as_torch(*pair, f"{kind.__name__}, training {training}", size=9)
+        calls.clear()
+        copy.deepcopy(block)(harness.images((2, 16, 9, 9)))
+        assert [calls.count(name) for name in ("depthwise_bn_act_se", "squeeze_excite")] == [blocks, gates]
+
+
+@pytest.mark.parametrize("kind", [LinearGate, Flat, Nested], ids=lambda kind: kind.__name__)
+def test_copies_pickles_and_the_way_back(kind):
+    block, stock, report = fused(kind)
+    x = harness.images((2, 16, 9, 9))
+    file = io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    block.eval()
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), torch.load(file, weights_only=False).eval()):
+        assert [type(m) for m in other.modules()] == [type(m) for m in block.modules()]
+        assert torch.equal(other(x), block(x))
+    assert not fusedtrain.fuse(block).swapped
+    assert len(fusedtrain.unfuse(block).swapped) == len(report.swapped)
+    assert [type(m) for m in block.modules()] == [type(m) for m in stock.modules()]
+    assert all(vars(a).keys() == vars(b).keys() for a, b in zip(block.modules(), stock.modules()))
+
+
+def test_a_compiled_block_is_one_graph():
+    block, stock, _ = fused(Flat)
+    x = harness.images((2, 16, 9, 9))
+    y, truth = torch.compile(block, fullgraph=True, backend="eager")(x), copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(y, stock(x), truth, "compiled")
+
+
+def hooked(block):
+    block.fc.register_forward_hook(lambda *_: None)
+
+
+def replaced(block):
+    block.fc[1] = nn.Tanh()
+
+
+def another_container(block):
+    block.fc = nn.Sequential(*block.fc, nn.Dropout(0.0))
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, another_container], ids=lambda change: change.__name__)
+def test_changes_of_a_fused_gate_count(change, calls):
+    block, stock, _ = fused(LinearGate)
+    change(block)
+    if change is not hooked:
+        change(stock)
+    x = harness.images((2, 16, 9, 9))
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(block(x), stock(x), truth, change.__name__)
+    assert calls == (["squeeze_excite"] if change is replaced else [])
+
+
+def test_attributes_and_further_arguments_count(calls):
+    block, stock, _ = fused(Flat)
+    x = harness.images((2, 16, 9, 9))
+    for model in (block, stock):
+        model.skip = False
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), "without skip")
+    block.skip = True
+    assert calls == [] and block(x, 0.9).eq(x).sum() > 0.8 * x.numel() and calls == []
+    block(x)
+    assert calls == ["depthwise_bn_act_se"]
+
+
+class Draws(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if random.random() < 0.5 else self.norm(self.conv(x))
+
+
+class Counts(ConvNormAct):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Decides(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Holds(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) * torch.ones(())
+
+
+REASONS = {
+    Draws: "its forward draws random numbers outside of layers",
+    Counts: "its forward changes its attributes, or holds tensors that are no buffers",
+    Decides: "torch.fx cannot record its forward: "
+    "symbolically traced variables cannot be used as inputs to control flow",
+    Holds: "its forward changes its attributes, or holds tensors that are no buffers",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
+def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
+    model = nn.Sequential(kind(16, 16, 3, 1, 16).eval(), nn.ReLU())
+    state, before = random.getstate(), [dict(vars(m)) for m in model.modules()]
+    planned = fusedtrain.fuse(model, dry_run=True)
+    assert random.getstate() == state and [vars(m) for m in model.modules()] == before
+    report = fusedtrain.fuse(model)
+    assert report == planned and type(model[0]) is kind and not model[0].training
+    assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
+
+
+class OtherOrder(LinearGate):
+    """The gate of channel j and image i goes to channel i and image j where both numbers are the same."""
+
+    def forward(self, x):
+        n, c, _, _ = x.size()
+        return x * self.fc(self.avg_pool(x).view(n, c)).view(c, n, 1, 1)
+
+
+class RowsOnly(ConvGate):
+    def forward(self, x):
+        return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2,), keepdim=True))))) * x
+
+
+class UsedTwice(ConvGate):
+    def forward(self, x):
+        hidden = self.reduce(x.mean((2, 3), keepdim=True))
+        return torch.sigmoid(self.expand(F.silu(hidden))) * x + hidden.sum()
+
+
+class OfAnother(ConvGate):
+    def forward(self, x):
+        return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2, 3), keepdim=True))))) * x.relu()
+
+
+class BetweenIsUsed(ConvNormAct):
+    def forward(self, x):
+        z = self.conv(x)
+        return self.act(self.norm(z)) + z
+
+
+@pytest.mark.parametrize(
+    "block",
+    [*(kind(16) for kind in (OtherOrder, RowsOnly, UsedTwice, OfAnother)), BetweenIsUsed(16, 16, 3, 1, 16)],
+    ids=lambda block: type(block).__name__,
+)
+def test_what_only_looks_like_a_pattern_stays(block):
+    assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, HandWritten)
