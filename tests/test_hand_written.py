@@ -242,6 +242,12 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
 
 
+def test_quantised_and_wrapped_blocks_are_left_alone():
+    quantised, inside = LinearGate(16), nn.Sequential(nn.ReLU(), nn.DataParallel(LinearGate(16)))
+    quantised.qconfig = object()
+    assert by_hand(fusedtrain.fuse(quantised)) == by_hand(fusedtrain.fuse(inside)) == []
+
+
 class OtherOrder(LinearGate):
     """The gate of channel j and image i goes to channel i and image j where both numbers are the same."""
 

@@ -255,7 +255,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     report, theirs = [], set()
     for name, module, wrapper in list(_outer_wrappers(model)):
         rule = _rule_of(module)
-        if rule is not None or wrapper is not None or type(module) in _STOCK_OF:
+        if rule or wrapper or type(module) in _STOCK_OF or getattr(module, "qconfig", None) is not None:
             theirs.add(name)
         if rule is None:
             continue

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 from fusedtrain.nn import _channel_gate as gates
@@ -102,12 +101,14 @@ class HandWritten(nn.Module):
 
     def __reduce_ex__(self, protocol):
         state = {k: v for k, v in vars(self).items() if k != "_recording"}
-        return _new, (type(self).__mro__[2],), state
+        return _new, (stock_class(self),), state
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        restore(self)  # while it is recorded
-        take(self, record(self, type))
+        restore(self)  # its own forward is what is recorded
+        recording = record(self, type)
+        if isinstance(recording, Recording):
+            take(self, recording)
 
 
 @functools.cache
@@ -135,7 +136,8 @@ def restore(block: HandWritten) -> None:
 
 def stock_class(block: HandWritten) -> type[nn.Module]:
     """Returns the class that ``block`` had."""
-    return type(block).__mro__[2]
+    classes = type(block).__mro__
+    return classes[classes.index(HandWritten) + 1]
 
 
 def is_unknown(module: nn.Module) -> bool:
@@ -425,7 +427,7 @@ class _Pattern:
     def only_shapes(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return type(self.module(node)) in (nn.Flatten, nn.Identity, nn.Unflatten)
-        return node.target in _SHAPES
+        return node.op in ("call_function", "call_method") and node.target in _SHAPES
 
     def _is_mean(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -442,6 +444,8 @@ class _Pattern:
     def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
         """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
         order of the numbers, so that the shape tells all."""
+        from torch._subclasses.fake_tensor import FakeTensorMode  # pulls in much
+
         weight, c = fc1.weight, fc1.weight.shape[1]
         n = 3 if c != 3 else 5
         if fc2.weight.shape[0] != c:
