@@ -76,7 +76,6 @@ class Recording(NamedTuple):
     seen: dict[str, _Seen]
     saved: int
 
-    @torch.compiler.assume_constant_result
     def holds_for(self, block: nn.Module) -> bool:
         for path, seen in self.seen.items():
             module = block.get_submodule(path)
@@ -84,6 +83,8 @@ class Recording(NamedTuple):
             if changed or _Seen.of(module)[1:] != seen[1:]:
                 return False
         return True
+
+    holds_for._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing dynamo
 
 
 class HandWritten(nn.Module):
