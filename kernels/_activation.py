@@ -124,7 +124,7 @@ def gradient(da, x, ACT: tl.constexpr):
     elif ACT == HARD_SWISH:
         dx = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, da, da * (x * ONE_THIRD + 0.5)))
     elif ACT == RELU6:
-        dx = tl.where((x > 0.0) & (x < 6.0), da, 0.0)
+        dx = tl.where((x <= 0.0) | (x >= 6.0), 0.0, da)
     elif ACT == SIGMOID:
         dx = da * _sigmoid_slope(x)
     elif ACT == HARD_SIGMOID:

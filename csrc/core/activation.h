@@ -6,7 +6,7 @@
 //
 // V is float, double or cpu::Vec. Vectors bring their own v* functions, found by argument-dependent lookup.
 // Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1,
-// relu6'(0) = relu6'(6) = 0; of NaN: relu' = 1, hard_sigmoid' = relu6' = 0, NaN for the others.
+// relu6'(0) = relu6'(6) = 0; of NaN: relu' = relu6' = 1, hard_sigmoid' = 0, NaN for the others.
 #include <cmath>
 
 #include "core/types.h"
@@ -180,7 +180,7 @@ struct Act<Activation::kRelu6, T> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x > V(0), vselect(x < V(6), V(1), V(0)), V(0));
+    return vselect(x <= V(0), V(0), vselect(x >= V(6), V(0), V(1)));
   }
 };
 
