@@ -159,13 +159,12 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         stays.
     """
     found: dict[str, Recording | str] = {}
-    saved: dict[str, int] = {}  # by it, or by blocks inside
+    saved: dict[nn.Module, int] = {}  # by it, or by blocks inside
     done = tuple(f"{path}." if path else "" for path, m in model.named_modules() if isinstance(m, HandWritten))
     for path, module in reversed(list(model.named_modules())):
         if path.startswith(done):
             continue
-        inner = sum(saved.get(f"{path}.{name}" if path else name, 0) for name, _ in module.named_children())
-        saved[path] = inner
+        inner = saved[module] = sum(saved.get(child, 0) for child in module._modules.values())
         if not _is_inlined(module) or "forward" in vars(module) or parametrize.is_parametrized(module):
             continue
         layers = [m for m in module.modules() if m is not module]
@@ -176,7 +175,7 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
             if is_unknown(module) and _holds_one(module, kind) and not leave(path):
                 found[path] = result
         elif result.saved > inner:
-            saved[path] = result.saved
+            saved[module] = result.saved
             if not leave(path):
                 prefix = f"{path}." if path else ""
                 for other in [other for other in found if other.startswith(prefix)]:
