@@ -29,6 +29,7 @@ from zoo import Zoo
 
 NETWORKS = (
     "efficientnet_b0",
+    "mobilenetv2_100",
     "mobilenetv3_large_100",
     "mobilenetv4_conv_medium",
     "convnext_tiny",
