@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from fusedtrain.optim import AdamW
 from fusedtrain.train import Callback, Checkpoint, CheckpointStore, EpochSampler, SeededDataset, TrainConfig, Trainer
 
-SAMPLES, EPOCHS = 85, 3
+SAMPLES, EPOCHS = 85, 2
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from fusedtrain.train import ActivationCheckpointing, Batches, InputError, Precision, Schedule, TrainConfig, Trainer
+from fusedtrain import optim
+from fusedtrain.train import (
+    ActivationCheckpointing,
+    Batches,
+    InputError,
+    Precision,
+    Schedule,
+    SmallNet,
+    TrainConfig,
+    Trainer,
+)
 from fusedtrain.train.activation import Block, choose, matching, peak
 
 CHILD = """
@@ -70,6 +80,18 @@ def test_numbers_are_bitwise_those_without_it_dropout_and_precision_included(opt
     assert runs[0].model.state_dict().keys() == runs[1].model.state_dict().keys()
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()):
         assert torch.equal(a, b)
+
+
+def test_fused_layers_are_computed_again_too():
+    losses = []
+    for patterns in ((), ("blocks.*",)):
+        torch.manual_seed(0)
+        model = SmallNet(4, 3)
+        activation = ActivationCheckpointing(patterns)
+        config = TrainConfig(epochs=1, device="cpu", precision="bf16", activation_checkpointing=activation)
+        optimizer = optim.AdamW(model.parameters())
+        losses.append(Trainer(model, nn.CrossEntropyLoss(), optimizer, config).fit(data(12, 4, size=16)).step_losses)
+    assert losses[0] == losses[1]
 
 
 def test_peak_memory_falls():
