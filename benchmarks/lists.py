@@ -48,16 +48,17 @@ class ListBenchmark:
     op: str
     cases: Callable[[torch.dtype], list[ListCase]]
     peers: dict[str, str] = field(default_factory=dict)
+    compiled: bool = True
 
     def selected(self, dtype: torch.dtype, quick: bool, only: list[str]) -> list[ListCase]:
         cases = [case for case in self.cases(dtype) if any(text in case.label for text in only)]
-        if not quick:
+        if self.compiled and not quick:
             return cases
         # Compiling a step of hundreds of tensors takes minutes.
         return [
             replace(case, stock={name: make for name, make in case.stock.items() if not name.startswith("compile")})
             for case in cases
-            if case.network == "efficientnet_b0"
+            if not quick or case.network == "efficientnet_b0"
         ]
 
 

@@ -100,7 +100,7 @@ def groups(op: str, options: argparse.Namespace, known: set[tuple[str, ...]]) ->
         yield op, module.rows()
         return
     benchmark = module.BENCHMARK
-    if "compile" in options.without and isinstance(benchmark, harness.Benchmark):
+    if "compile" in options.without and hasattr(benchmark, "compiled"):
         benchmark = dataclasses.replace(benchmark, compiled=False)
     for name in options.dtype or DTYPES[options.device]:
         dtype = getattr(torch, name)
