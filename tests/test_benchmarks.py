@@ -54,12 +54,16 @@ def test_a_wrong_candidate_gets_no_number():
         assert any("no number: y is off by" in note for of, *_, note in rows if of == factor) is not passes
 
 
+# torch.compile takes half a minute; test_a_wrong_candidate_gets_no_number races it.
+OPTIONS = ("--case", "seresnet50.layer4", "--quick", "--dtype", "float32", "--without", "compile")
+OPTIONS += ("--device", "cpu", "--allocator", "tuned", "--budget", 0)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What a real run of one small layer leaves behind."""
     folder = tmp_path_factory.mktemp("results")
-    options = ("--op", "channel_pool", "dispatch", "--case", "seresnet50.layer4", "--quick", "--dtype", "float32")
-    run("run.py", *options, "--device", "cpu", "--allocator", "tuned", "--budget", 0, "--output", folder)
+    run("run.py", "--op", "channel_pool", "dispatch", *OPTIONS, "--output", folder)
     return folder
 
 
@@ -73,7 +77,7 @@ def test_every_row_says_what_was_measured_and_where(results):
     rows = rows_of(results, "channel_pool")
     assert {row["mode"] for row in rows} == {"fwd", "bwd", "fwd+bwd"}
     assert {row["layout"] for row in rows} == {"contiguous", "channels_last"}
-    assert {"auto", "reference", "eager", "compile", "copy"} <= {row["backend"] for row in rows}
+    assert {"auto", "reference", "eager", "copy"} <= {row["backend"] for row in rows}
     for row in rows:
         assert row["case"] == "seresnet50.layer4.0.se" and row["shape"] == "16x2048x7x7"
         assert 0 < float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])
@@ -86,8 +90,7 @@ def test_a_run_goes_on_where_it_stopped(results, tmp_path):
     held = tmp_path / file.parent.name / file.name
     held.parent.mkdir()
     held.write_text(file.read_text())
-    options = ("--op", "channel_pool", "--case", "seresnet50.layer4", "--quick", "--dtype", "float32", "--missing")
-    run("run.py", *options, "--device", "cpu", "--allocator", "tuned", "--budget", 0, "--output", tmp_path)
+    run("run.py", "--op", "channel_pool", *OPTIONS, "--missing", "--output", tmp_path)
     assert held.read_text() == file.read_text()
 
 

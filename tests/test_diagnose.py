@@ -8,6 +8,7 @@ import ast
 import copy
 import json
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -271,10 +272,10 @@ def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
     def step(backward, team, rest=3.0):
         return Step(0.0, backward + rest, {"backward": backward, "rest": rest}, waits={"backward": (1.0, team)})
 
-    steps = [step(2.0, 0.0), step(2.0, 9.0), step(2.0, 0.0), step(8.0, 5.0), step(8.0, 99.0)]
+    steps = [step(2.0, 0.0), step(4.0, 0.0), step(9.0, 8.0), step(8.0, 5.0), step(8.0, 99.0)]
     drive.leave_out_others(steps)
-    assert [s.parts["backward"] for s in steps] == [1.0, 1.0, 1.0, 2.0, 1.0]
-    assert [s.waited for s in steps] == [1.0, 1.0, 1.0, 6.0, 7.0] and all(s.parts["rest"] == 3.0 for s in steps)
+    assert [s.parts["backward"] for s in steps] == [1.0, 3.0, 1.0, 2.0, 1.0]
+    assert [s.waited for s in steps] == [1.0, 1.0, 8.0, 6.0, 7.0] and all(s.parts["rest"] == 3.0 for s in steps)
 
 
 def test_two_arms_take_turns():
@@ -485,6 +486,14 @@ def test_waiting_for_storage_is_named_and_cured_by_workers(slow_reader):
     assert kept[0]["remedy"].startswith("loader(num_workers=") and kept[0]["measured_gain"]["low"] > 0
     assert kept[0]["losses"]["hold"] and kept[0]["losses"]["difference"] == 0, "workers change no bit"
     assert report["combined"]["gain"]["low"] > 0
+
+
+def test_a_larger_batch_is_held_against_its_memory(slow_reader):
+    report, _, _ = slow_reader
+    said = report["checked"].get("batch_size") or next(
+        f["evidence"] for f in report["findings"] if f["rule"] == "batch_size"
+    )
+    assert re.search(r"for 4 times the batch; a step needs [\d,]+ and [\d,]+ MiB", said)
 
 
 def test_the_model_is_put_back(slow_reader):

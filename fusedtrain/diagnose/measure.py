@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
-from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, agree, copy_batch
+from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, agree, copy_batch, left_alone
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
@@ -67,6 +67,7 @@ class Facts:
     fault_cost: float | None = None  # seconds per page fault
     exchange: Paired | None = None  # with and without exchanging gradients between processes
     larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
+    larger_peaks: tuple[int, int] = (0, 0)  # bytes that steps of the one and the other need beyond what is held
     noise: float = 0.0  # share of the step that two equal runs may differ by
     cached_noise: float = 0.0  # and with cached batches
     thorough: bool = False  # whether changes that take long to try are tried
@@ -106,7 +107,7 @@ def block(driver: Driver, sizes: Sizes, arm: Arm, wall: bool):
     groups = [sum(seconds[i : i + sizes.period]) for i in range(0, len(seconds), sizes.period)]
     # With cached batches all groups are alike; waits for a loader come in bursts and have to be added up.
     alike = driver.loader is None or isinstance(arm.source, CachedSource)
-    return (median(groups) if alike else fmean(groups)) / sizes.period
+    return (left_alone(groups) if alike else fmean(groups)) / sizes.period
 
 
 def trial(driver: Driver, sizes: Sizes, before: Arm, after: Arm, pairs: int):
@@ -317,15 +318,22 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: 
 
     Several processes do not exchange gradients in it: that takes as long for any batch.
     """
+    from fusedtrain.train.memory import PeakMemory
+
     if facts.exchange is not None:
         arm = Arm((*arm.remedies, NoExchange()), arm.source)
     source = CachedSource([repeat_batch(batch, times) for batch in driver.batches])
     steps, discard = sizes.block(arm)
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     seconds: dict[bool, list[float]] = {False: [], True: []}
+    peaks = {False: 0, True: 0}
     for larger in (False, True, True, False):
+        memory = PeakMemory(device)
         records = yield Run(max(2 * sizes.period, steps // 2), Arm(arm.remedies, source) if larger else arm, discard)
         seconds[larger].append(median(_computing(step) for step in records))
+        peaks[larger] = max(peaks[larger], memory.bytes() or 0)
     facts.larger = times, fmean(seconds[False]), fmean(seconds[True])
+    facts.larger_peaks = peaks[False], peaks[True]
 
 
 def _computing(step: Step) -> float:

@@ -385,6 +385,7 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
         computing -= max(0.0, facts.exchange.share()) * facts.step.value
     gain = gain_of_computing(facts, driver, (1 - seconds / times / now) * computing)
     evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
+    evidence += "; a step needs {:,.0f} and {:,.0f} MiB".format(*(peak / 2**20 for peak in facts.larger_peaks))
     if gain < 0.25:
         return evidence
     advice = (
