@@ -49,6 +49,7 @@ struct Tile {
   Activation act;
   bool streams;        // out is written past the caches
   T* out;              // of output 0
+  int64_t out_step;    // to the next row of output
   int64_t begin, end;  // the outputs to be stored
 };
 
@@ -69,32 +70,36 @@ void run_tile(const Tile<T>& tile) {
       __builtin_prefetch(ahead + (j + Form::kAhead) * tile.pitch, 0, 2);
     });
   }
-  for (int64_t i = 0; i < tile.rows.count; ++i) {
-    const T* p = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
-    const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
-    V tap[Form::kSize][G::kVecs];
-    unroll<Form::kSize>([&](auto k) __attribute__((always_inline)) {
-      unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
-        tap[k][v] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
-      });
+  if (!tile.streams) {
+    unroll<kWide>([&](auto t) __attribute__((always_inline)) {
+      prefetch_for_store(tile.out + tile.out_step + t * tile.pitch);
     });
-    unroll<Form::columns(kWide)>([&](auto j) __attribute__((always_inline)) {
-      if (kInside || uint64_t(tile.column + j) < uint64_t(tile.width)) {
-        unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+  }
+  for (int64_t i = 0; i < tile.rows.count; ++i) {
+    const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
+    const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
+    unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+      V tap[Form::kSize];
+      unroll<Form::kSize>([&](auto k) __attribute__((always_inline)) {
+        tap[k] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
+      });
+      const T* p = first;
+      unroll<Form::columns(kWide)>([&](auto j) __attribute__((always_inline)) {
+        if (kInside || uint64_t(tile.column + j) < uint64_t(tile.width)) {
           const V x = G::template get<v>(p);
           unroll<kWide>([&](auto t) __attribute__((always_inline)) {
             constexpr int k = Form::tap(t, j);
-            if constexpr (k >= 0 && k < Form::kSize) acc[t][v] += tap[k][v] * x;
+            if constexpr (k >= 0 && k < Form::kSize) acc[t][v] += tap[k] * x;
           });
-        });
-      }
-      p += tile.pitch;
+        }
+        p += tile.pitch;
+      });
     });
   }
   if (tile.act != Activation::kIdentity) {
-    for (auto& pixel : acc) {
-      for (V& x : pixel) x = activated(tile.act, x);
-    }
+    unroll<kWide>([&](auto t) __attribute__((always_inline)) {
+      unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) { acc[t][v] = activated(tile.act, acc[t][v]); });
+    });
   }
   T* out = tile.out;
   unroll<kWide>([&](auto t) __attribute__((always_inline)) {
@@ -217,6 +222,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
                      kTapRow, to - from};
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
+        tile.out_step = s.wo * s.c;
         run_row<T, Gathered<kTaps, kStride>>(row, s.wo, 0, -s.left);
       }
       stream_fence();
@@ -254,6 +260,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       }
       for (int64_t iy = s.h * part.band / bands(s); iy < s.h * (part.band + 1) / bands(s); ++iy) {
         tile.out = static_cast<T*>(a.dx) + (part.image * s.h + iy) * s.w * s.c;
+        tile.out_step = s.w * s.c;
         if constexpr (kStride == 1) {
           const int64_t top = iy + s.top - (kTaps - 1);
           const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.ho - top, from, kTaps);

@@ -15,7 +15,7 @@ struct DotRows {
   Acc<T>* sums;  // [kh][kw][vector][lane]
 };
 
-template <class T, int kTaps, int kStride, int kRows, int v>
+template <class T, int kTaps, int kStride, int kDeep, int kRows, int v>
 void dot_rows(const DotRows<T>& task) {
   using G = Group<T>;
   using V = typename G::V;
@@ -28,36 +28,44 @@ void dot_rows(const DotRows<T>& task) {
   };
   each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { sums[ky][kx] = V(0); });
   const int64_t x_pitch = task.w * task.pitch, left = task.left;
-  for (int64_t row = 0; row < task.rows; ++row) {
+  for (int64_t row = 0; row < task.rows; row += kDeep) {
+    const auto is_row = [&](int i) __attribute__((always_inline)) { return i == 0 || row + i < task.rows; };
     const T* x = task.x + row * kStride * x_pitch;
     const int64_t x_row = task.x_row + row * kStride;
     const T* dy = task.dy + row * task.wo * task.pitch;
     const auto step = [&](auto pixels, auto inside, int64_t col) __attribute__((always_inline)) {
-      V g[pixels];
+      Column<T, kDeep> gradient(dy + col * task.pitch, task.wo * task.pitch, task.pitch, is_row);
+      decltype(gradient.template get<v>()) g[pixels];
       unroll<pixels>([&](auto i) __attribute__((always_inline)) {
-        g[i] = G::template get<v>(dy + (col + i) * task.pitch);
+        g[i] = gradient.template get<v>();
+        gradient.next();
         // As in run_tile.
-        const T* x_ahead = x + kRows * x_pitch + (col + i) * kStride * task.pitch;
-        unroll<kStride>([&](auto new_row) __attribute__((always_inline)) {
+        const T* x_ahead = x + ((kDeep - 1) * kStride + kRows) * x_pitch + (col + i) * kStride * task.pitch;
+        unroll<kDeep * kStride>([&](auto new_row) __attribute__((always_inline)) {
           unroll<kStride>([&](auto j) __attribute__((always_inline)) {
             __builtin_prefetch(x_ahead + new_row * x_pitch + j * task.pitch, 0, 2);
           });
         });
-        __builtin_prefetch(dy + (task.wo + col + i) * task.pitch, 0, 2);
+        unroll<kDeep>([&](auto d) __attribute__((always_inline)) {
+          __builtin_prefetch(dy + ((kDeep + d) * task.wo + col + i) * task.pitch, 0, 2);
+        });
       });
       unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
-        if (uint64_t(x_row + ky) >= uint64_t(task.h)) return;
+        const auto in_image = [&](int i) __attribute__((always_inline)) {
+          return is_row(i) && uint64_t(x_row + ky + i * kStride) < uint64_t(task.h);
+        };
+        if (!in_image(0) && !in_image(kDeep - 1)) return;
         const int64_t first = col * kStride - left;
-        const T* p = x + ky * x_pitch + first * task.pitch;
+        Column<T, kDeep> column(x + ky * x_pitch + first * task.pitch, kStride * x_pitch, task.pitch, in_image);
         unroll<(pixels - 1) * kStride + kTaps>([&](auto j) __attribute__((always_inline)) {
           if (inside || uint64_t(first + j) < uint64_t(task.w)) {
-            const V value = G::template get<v>(p);
+            const auto value = column.template get<v>();
             unroll<pixels>([&](auto i) __attribute__((always_inline)) {
               constexpr int kx = j - i * kStride;
-              if constexpr (kx >= 0 && kx < kTaps) sums[ky][kx] += g[i] * value;
+              if constexpr (kx >= 0 && kx < kTaps) sums[ky][kx] = multiply_add(sums[ky][kx], g[i], value);
             });
           }
-          p += task.pitch;
+          column.next();
         });
       });
     };
@@ -81,7 +89,7 @@ void dot_rows(const DotRows<T>& task) {
 }
 
 // All sums of one vector of a group, in parts that fit the registers.
-template <class T, int kTaps, int kStride, int v>
+template <class T, int kTaps, int kStride, int kDeep, int v>
 void dot(DotRows<T> task) {
   constexpr int kRows = tap_rows(kTaps), kRest = kTaps % kRows;
   const auto advance = [&](int rows) {
@@ -90,10 +98,10 @@ void dot(DotRows<T> task) {
     task.sums += rows * kTaps * Group<T>::kVecs * Vec<Acc<T>>::kLanes;
   };
   for (int ky = 0; ky + kRows <= kTaps; ky += kRows) {
-    dot_rows<T, kTaps, kStride, kRows, v>(task);
+    dot_rows<T, kTaps, kStride, kDeep, kRows, v>(task);
     advance(kRows);
   }
-  if constexpr (kRest > 0) dot_rows<T, kTaps, kStride, kRest, v>(task);
+  if constexpr (kRest > 0) dot_rows<T, kTaps, kStride, kDeep, kRest, v>(task);
 }
 
 // sum[vector][lane] += the sum over pixels.
@@ -143,8 +151,15 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                               .rows = rows,
                               .sums = total};
         if (a.dw) {
-          visit_kernel(
-              s, [&]<int kTaps, int kStride>() { unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, v>(task); }); });
+          visit_kernel(s, [&]<int kTaps, int kStride>() {
+            const auto dot_all = [&]<int kDeep>() {
+              unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, kDeep, v>(task); });
+            };
+            if constexpr (G::kPairs && kTaps >= 5) {  // fewer taps are bound by memory
+              if (rounds_to_bf16_by_instruction) return dot_all.template operator()<2>();
+            }
+            dot_all.template operator()<1>();
+          });
         }
         if (a.db) add_pixels(task.dy, rows * s.wo, s.c, total + k * G::kChannels);
       }

@@ -7,11 +7,40 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// A group of channels in memory as kVecs vectors; lane l of vector v is channel l * kVecs + v.
+// Asks for the cache line of p, which will be written: stores that miss the caches wait for each other.
+[[gnu::always_inline]] inline void prefetch_for_store(const void* p) {
+#if defined(__AVX2__)
+  asm volatile("prefetchw (%0)" ::"r"(p));
+#else
+  __builtin_prefetch(p, 1, 2);
+#endif
+}
+
+// sum + a * b
+template <class V>
+[[gnu::always_inline]] inline V multiply_add(V sum, V a, V b) {
+  return sum + a * b;
+}
+
+#if defined(__AVX512F__)
+// Two bfloat16 per lane, the first in the lower half. Where rounds_to_bf16_by_instruction, one instruction adds both
+// products to the float of the lane. It takes subnormal numbers for 0, as torch's kernels do, which use it too. Not as
+// an intrinsic, which the flags of this variant forbid.
+struct Pairs {
+  RawVec<uint32_t> v;
+};
+[[gnu::always_inline]] inline Vec<float> multiply_add(Vec<float> sum, Pairs a, Pairs b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "vm"(b.v));
+  return sum;
+}
+#endif
+
+// A group of channels in memory as kVecs vectors; which lane of which vector a channel is depends on T.
 template <class T>
 struct Group {
   using V = Vec<Acc<T>>;
   static constexpr int kVecs = 1, kChannels = V::kLanes;
+  static constexpr bool kPairs = false;  // whether there is pair<v>(p, q): get<v>(p) and get<v>(q) in one
   template <int v>
   static V get(const T* p) {
     return load<V>(p);
@@ -21,34 +50,68 @@ struct Group {
 };
 
 #if defined(__AVX512F__)
-// Two bfloat16 lie in each 32-bit lane: one instruction widens either, and a load takes 64 bytes.
+// A load takes 64 bytes. One instruction widens the lower or the higher half of each 128 bits of it, or interleaves it
+// with that of another pixel.
 template <>
 struct Group<BFloat16> {
   using V = Vec<float>;
-  using Wide = RawVec<uint32_t>;
   static constexpr int kVecs = 2, kChannels = 2 * V::kLanes;
+  static constexpr bool kPairs = true;
   template <int v>
   static V get(const BFloat16* p) {
-    Wide both;
-    std::memcpy(&both, p, sizeof both);
-    const Wide bits = v == 0 ? both << 16 : both & 0xffff0000u;
-    return V(reinterpret_cast<V::Raw>(bits));
+    return V(reinterpret_cast<V::Raw>(interleave<v>(_mm512_setzero_si512(), _mm512_loadu_si512(p))));
   }
-  static void put(BFloat16* p, const V* x) {
-    const Wide both = narrowed(x);
-    std::memcpy(p, &both, sizeof both);
+  template <int v>
+  static Pairs pair(const BFloat16* p, const BFloat16* q) {
+    return {reinterpret_cast<RawVec<uint32_t>>(interleave<v>(_mm512_loadu_si512(p), _mm512_loadu_si512(q)))};
   }
+  static void put(BFloat16* p, const V* x) { _mm512_storeu_si512(p, narrowed(x)); }
   static void stream(BFloat16* p, const V* x) { stream_raw(p, narrowed(x)); }
 
  private:
-  static Wide narrowed(const V* x) { return rounded(x[0]) >> 16 | (rounded(x[1]) & 0xffff0000u); }
-  // The upper halves are the rounded values.
-  static Wide rounded(V x) {
+  static __m512i narrowed(const V* x) { return _mm512_packus_epi32(rounded(x[0]), rounded(x[1])); }
+  static __m512i rounded(V x) {
+    using Wide = RawVec<uint32_t>;
     const Wide u = reinterpret_cast<Wide>(x.v);
-    return x.v != x.v ? Wide{} + 0x7fc00000u : u + 0x7fff + ((u >> 16) & 1);
+    return reinterpret_cast<__m512i>(x.v != x.v ? Wide{} + 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  }
+  template <int v>
+  static __m512i interleave(__m512i a, __m512i b) {
+    return v == 0 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpackhi_epi16(a, b);
   }
 };
 #endif
+
+// A pixel of each of kDeep neighbouring rows, moving along them. Two rows are multiplied in pairs. A row outside the
+// image is all zeros.
+template <class T, int kDeep>
+class Column {
+ public:
+  // inside(i): of row i, which lies i * row_step behind the first.
+  template <class Inside>
+  [[gnu::always_inline]] Column(const T* first, int64_t row_step, int64_t pitch, const Inside& inside) {
+    for (int i = 0; i < kDeep; ++i) {
+      p_[i] = inside(i) ? first + i * row_step : kZeros;
+      step_[i] = inside(i) ? pitch : 0;
+    }
+  }
+  template <int v>
+  [[gnu::always_inline]] auto get() const {
+    if constexpr (kDeep == 1) {
+      return Group<T>::template get<v>(p_[0]);
+    } else {
+      return Group<T>::template pair<v>(p_[0], p_[1]);
+    }
+  }
+  [[gnu::always_inline]] void next() {
+    for (int i = 0; i < kDeep; ++i) p_[i] += step_[i];
+  }
+
+ private:
+  alignas(64) static constexpr T kZeros[Group<T>::kChannels] = {};
+  const T* p_[kDeep];
+  int64_t step_[kDeep];
+};
 
 // The first channel of a group; the last group begins early enough to be full and repeats channels of the one before.
 template <class T>
