@@ -55,6 +55,12 @@ def pairwise(**choices) -> list[dict]:
     return cases
 
 
+def with_relu6(pairs: list[dict]) -> list[dict]:
+    """``pairs`` in which relu6 takes every other place of relu: it is relu with one more kink."""
+    places = [i for i, case in enumerate(pairs) if case["act"] == "relu"][::2]
+    return [case | ({"act": "relu6"} if i in places else {}) for i, case in enumerate(pairs)]
+
+
 def label(case: dict) -> str:
     """The test id of a case."""
     return "-".join(str(value).removeprefix("torch.") for value in case.values())
