@@ -261,6 +261,13 @@ class RowsOnly(ConvGate):
         return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2,), keepdim=True))))) * x
 
 
+class OfSequences(LinearGate):
+    """[N, L, C]: the mean over one dimension."""
+
+    def forward(self, x):
+        return x * self.fc(x.mean(1)).unsqueeze(1)
+
+
 class UsedTwice(ConvGate):
     def forward(self, x):
         hidden = self.reduce(x.mean((2, 3), keepdim=True))
@@ -280,7 +287,10 @@ class BetweenIsUsed(ConvNormAct):
 
 @pytest.mark.parametrize(
     "block",
-    [*(kind(16) for kind in (OtherOrder, RowsOnly, UsedTwice, OfAnother)), BetweenIsUsed(16, 16, 3, 1, 16)],
+    [
+        *(kind(16) for kind in (OtherOrder, RowsOnly, OfSequences, UsedTwice, OfAnother)),
+        BetweenIsUsed(16, 16, 3, 1, 16),
+    ],
     ids=lambda block: type(block).__name__,
 )
 def test_what_only_looks_like_a_pattern_stays(block):

@@ -439,7 +439,8 @@ class _Pattern:
             return False
         options = {**dict(zip(("input", "dim", "keepdim"), node.args)), **node.kwargs}
         dims = options.get("dim")
-        return options.keys() <= {"input", "dim", "keepdim"} and dims is not None and {d % 4 for d in dims} == {2, 3}
+        plain = isinstance(dims, (tuple, list)) and all(isinstance(d, int) for d in dims)
+        return plain and options.keys() <= {"input", "dim", "keepdim"} and {d % 4 for d in dims} == {2, 3}
 
     def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
         """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
@@ -461,6 +462,6 @@ class _Pattern:
                         values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
                     else:
                         values[node] = node.target(*args, **kwargs)
-        except Exception:  # a shape that does not go with this one
+        except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that does not go with this one
             return False
         return tuple(values[nodes[-1]].shape) in ((n, c, 1, 1), (n, c, 4, 5))
