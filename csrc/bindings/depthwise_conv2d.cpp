@@ -1,9 +1,7 @@
 // Tensors -> DepthwiseConv2d -> kernels.
-#include <memory>
-#include <new>
-
 #include "bindings/depthwise_gradients.h"
 #include "bindings/operators.h"
+#include "bindings/scratch.h"
 
 namespace fusedtrain::bindings {
 namespace {
@@ -50,19 +48,6 @@ bool is_channels_last(const Tensor& t) {
   }
   return true;
 }
-
-// Working memory of one thread, aligned to a cache line.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : memory_(::operator new(size_t(bytes), std::align_val_t(64))) {}
-  void* data() const { return memory_.get(); }
-
- private:
-  struct Free {
-    void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<void, Free> memory_;
-};
 
 // The weights by blocks of lanes.
 Tensor taps_of(const DepthwiseSizes& s, const Tensor& weight) {

@@ -16,25 +16,6 @@ namespace {
 #endif
 }
 
-// sum + a * b
-template <class V>
-[[gnu::always_inline]] inline V multiply_add(V sum, V a, V b) {
-  return sum + a * b;
-}
-
-#if defined(__AVX512F__)
-// Two bfloat16 per lane, the first in the lower half. Where rounds_to_bf16_by_instruction, one instruction adds both
-// products to the float of the lane. It takes subnormal numbers for 0, as torch's kernels do, which use it too. Not as
-// an intrinsic, which the flags of this variant forbid.
-struct Pairs {
-  RawVec<uint32_t> v;
-};
-[[gnu::always_inline]] inline Vec<float> multiply_add(Vec<float> sum, Pairs a, Pairs b) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "vm"(b.v));
-  return sum;
-}
-#endif
-
 // A group of channels in memory as kVecs vectors; which lane of which vector a channel is depends on T.
 template <class T>
 struct Group {

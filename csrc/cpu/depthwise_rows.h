@@ -5,42 +5,12 @@
 // accumulation type, into a small buffer [row][column][lane] that stays in L1, with zeros for the padding: the kernels
 // proper then know neither layout nor dtype nor borders. Internal linkage, as in core/simd.h.
 #include <algorithm>
-#include <utility>
 
-#include "core/simd.h"
+#include "cpu/vectors.h"
 #include "depthwise_conv2d.h"
 
 namespace fusedtrain::cpu {
 namespace {
-
-// f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>)
-template <int N, class F>
-[[gnu::always_inline]] inline void unroll(F&& f) {
-  [&]<int... Is>(std::integer_sequence<int, Is...>) __attribute__((always_inline)) {
-    (f(std::integral_constant<int, Is>{}), ...);
-  }
-  (std::make_integer_sequence<int, N>{});
-}
-
-// Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...
-template <class V, int kDistance = V::kLanes / 2>
-[[gnu::always_inline]] inline void transpose(V* rows) {
-  if constexpr (kDistance > 0) {
-    using Index = RawVec<typename V::Int>;
-    const auto [low, high] = [&]<int... e>(std::integer_sequence<int, e...>) {
-      return std::pair{Index{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...},
-                       Index{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...}};
-    }(std::make_integer_sequence<int, V::kLanes>{});
-    unroll<V::kLanes>([&](auto i) __attribute__((always_inline)) {
-      if constexpr (i / kDistance % 2 == 0) {
-        const auto a = rows[i].v, b = rows[i + kDistance].v;
-        rows[i].v = __builtin_shuffle(a, b, low);
-        rows[i + kDistance].v = __builtin_shuffle(a, b, high);
-      }
-    });
-    transpose<V, kDistance / 2>(rows);
-  }
-}
 
 // f(lanes) with AllLanes for a full block of channels.
 template <class V, class F>

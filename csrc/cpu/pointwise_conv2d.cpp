@@ -1,0 +1,405 @@
+// pointwise_conv2d on the CPU: the gradient of the weight.
+//   dw[o, c] = sum_p dy[p, o] * x[p, c]
+// A tile of sums stays in registers: kTileRows channels of the narrow side times up to kTileVecs vectors of the wide
+// one, over a block of pixels. A panel of kTileVecs vectors is swept over all narrow channels, so it stays in L1, and
+// the block of the narrow side in L2. Operands are read in place where they can be; else they are staged: copied to
+// [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those.
+#include "cpu/vectors.h"
+#include "pointwise_conv2d.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+constexpr int kTileVecs = 3;
+constexpr bool kHasMasks = kVecBytes == 64;  // loads of a part of a vector cost as much as whole ones
+
+// What a step holds of one channel: float, double, or two bfloat16 of consecutive pixels.
+struct Pair {
+  uint32_t bits;
+};
+template <class E>
+using Sum = std::conditional_t<std::is_same_v<E, double>, double, float>;
+template <class E>
+constexpr int kLanes = kVecBytes / int(sizeof(E));
+template <class E>  // with kTileVecs the registers are full; staged, the rows of a tile lie in one vector
+constexpr int kTileRows = kVecBytes == 64 ? 8 : std::min(kLanes<E>, 4);
+template <class E>
+constexpr int kPixels = std::is_same_v<E, Pair> ? 2 : 1;  // of a step
+
+template <class E>
+[[gnu::always_inline]] inline auto load_vector(const E* p, int lanes) {
+  if constexpr (std::is_same_v<E, Pair>) {
+    RawVec<uint32_t> pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    return Pairs{pairs};
+  } else if constexpr (kHasMasks) {
+    return load<Vec<E>>(p, FirstLanes{lanes});
+  } else {
+    return load<Vec<E>>(p);
+  }
+}
+template <class E>
+[[gnu::always_inline]] inline auto broadcast(E x) {
+  if constexpr (std::is_same_v<E, Pair>) {
+    return Pairs{RawVec<uint32_t>{} + x.bits};
+  } else {
+    return Vec<E>(x);
+  }
+}
+
+// ---- operands ----
+
+// What a tile reads of an operand.
+template <class E>
+struct Steps {
+  const E* p;
+  int64_t step;  // from a step to the next
+  int64_t vec;   // from a vector of channels to the next
+};
+
+// One of the matrices [pixel][channel].
+template <class T>
+struct Side {
+  const T* data;
+  int64_t channels, h, w;
+  PixelStrides strides;
+  bool even;  // all pixels lie strides.col apart: then they count as one long row
+
+  Side(const void* p, int64_t channels_, const PixelStrides& s, const PointwiseConv2dDw& a)
+      : data(static_cast<const T*>(p)), channels(channels_), h(a.h), w(a.w), strides(s) {
+    if (w == 1) strides.col = h == 1 ? s.image : s.row;
+    if (h == 1) strides.row = w * strides.col;
+    if (a.n == 1) strides.image = h * strides.row;
+    if (channels == 1) strides.channel = 1;
+    even = strides.row == w * strides.col && strides.image == h * strides.row;
+    if (even) w = a.n * h * w, h = 1;
+  }
+  template <class E>
+  bool is_in_place() const {
+    return std::is_same_v<T, E> && even && strides.channel == 1;
+  }
+  template <class E>
+  Steps<E> in_place(int64_t pixel, int64_t channel) const {
+    if constexpr (std::is_same_v<T, E>) return {.p = at(pixel) + channel, .step = strides.col, .vec = kLanes<E>};
+    return {};
+  }
+  const T* at(int64_t pixel) const {
+    const int64_t row = pixel / w;
+    return data + row / h * strides.image + row % h * strides.row + pixel % w * strides.col;
+  }
+};
+
+// Channels of a block of pixels, one after the other.
+template <class T>
+class Pixels {
+ public:
+  Pixels(const Side<T>& side, int64_t pixel, int64_t channel)
+      : side_(side),
+        p_(side.at(pixel) + channel * side.strides.channel),
+        x_(pixel % side.w),
+        y_(pixel / side.w % side.h) {}
+  const T* next() {
+    const PixelStrides& s = side_.strides;
+    const T* p = p_;
+    p_ += s.col;
+    if (++x_ == side_.w) {
+      x_ = 0;
+      p_ += s.row - side_.w * s.col;
+      if (++y_ == side_.h) {
+        y_ = 0;
+        p_ += s.image - side_.h * s.row;
+      }
+    }
+    return p;
+  }
+
+ private:
+  const Side<T>& side_;
+  const T* p_;
+  int64_t x_, y_;
+};
+
+#if defined(__AVX512F__)
+[[gnu::always_inline]] inline __m512i load_half(const BFloat16* p, int lanes) {
+  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << lanes) - 1), p));
+}
+#endif
+
+// One step of one vector, zeros behind `lanes`. q is the second pixel of a pair, or null: zeros.
+template <class T, class E>
+[[gnu::always_inline]] inline void stage_vector(const T* p, [[maybe_unused]] const T* q, int lanes, E* out) {
+  if constexpr (std::is_same_v<E, Pair>) {
+#if defined(__AVX512F__)
+    const __m512i first = load_half(p, lanes), second = load_half(q ? q : p, q ? lanes : 0);
+    _mm512_storeu_si512(out, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+#endif
+  } else if (kHasMasks || lanes < kLanes<E>) {
+    store(out, load<Vec<E>>(p, FirstLanes{lanes}));
+  } else {
+    store(out, load<Vec<E>>(p));
+  }
+}
+
+// The same of channels that are not neighbours.
+template <class T, class E>
+void gather_vector(const T* p, [[maybe_unused]] const T* q, int lanes, int64_t stride, E* out) {
+  T pixels[2][kLanes<E>] = {};
+  for (int i = 0; i < lanes; ++i) pixels[0][i] = p[i * stride];
+  if constexpr (kPixels<E> == 2) {
+    for (int i = 0; q && i < lanes; ++i) pixels[1][i] = q[i * stride];
+  }
+  stage_vector(pixels[0], pixels[1], kLanes<E>, out);
+}
+
+template <class E, int kVecs, class T>
+void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
+  constexpr int kPer = kPixels<E>;
+  Pixels<T> pixels(side, begin, first);
+  const int last = int(channels - (kVecs - 1) * kLanes<E>);
+  const int64_t steps = (end - begin) / kPer, stride = side.strides.channel;
+  const auto stage_step = [&](const T* p, const T* q) __attribute__((always_inline)) {
+    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+      const int lanes = v == kVecs - 1 ? last : kLanes<E>;
+      E* to = out + v * kSteps * kLanes<E>;
+      if (stride == 1) [[likely]] {
+        stage_vector(p + v * kLanes<E>, q ? q + v * kLanes<E> : q, lanes, to);
+      } else {
+        const int64_t at = v * kLanes<E> * stride;
+        gather_vector(p + at, q ? q + at : q, lanes, stride, to);
+      }
+    });
+    out += kLanes<E>;
+  };
+  for (int64_t step = 0; step < steps; ++step) {
+    const T* p = pixels.next();
+    stage_step(p, kPer == 2 ? pixels.next() : p);
+  }
+  if (steps * kPer < end - begin) stage_step(pixels.next(), nullptr);
+}
+
+// Writes channels of pixels [begin, end) to out.
+template <class E, class T>
+Steps<E> stage(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
+  for (int64_t c = 0; c < channels; c += kTileVecs * kLanes<E>) {
+    const int64_t rest = channels - c, vecs = std::min<int64_t>(kTileVecs, (rest + kLanes<E> - 1) / kLanes<E>);
+    visit<1, 2, 3>(vecs, [&]<int kVecs>() {
+      stage_vectors<E, kVecs>(side, first + c, std::min<int64_t>(rest, kVecs * kLanes<E>), begin, end,
+                              out + c * kSteps);
+    });
+  }
+  return {.p = out, .step = kLanes<E>, .vec = kSteps * kLanes<E>};
+}
+
+// ---- tiles ----
+
+// Memory to ask for: two cache lines per step.
+struct Ahead {
+  const char* p;
+  int64_t second, step;  // bytes from the first line to the second, and to the next step
+};
+
+template <class E>
+struct Tile {
+  Steps<E> wide;
+  int last;         // lanes of the last vector
+  Steps<E> narrow;  // at the first channel
+  int64_t steps;
+  Ahead ahead;
+  Sum<E>* sums;  // [narrow][wide]
+  int64_t pitch;
+  bool begins;  // the sums
+};
+
+template <class E, int kVecs, int kRows>
+void add_tile(const Tile<E>& t) {
+  using V = Vec<Sum<E>>;
+  V sums[kRows][kVecs];
+  const auto each_sum = [&](auto f) __attribute__((always_inline)) {
+    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
+      unroll<kVecs>([&](auto v) __attribute__((always_inline)) { f(row, v); });
+    });
+  };
+  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
+    sums[row][v] = V(0);
+    __builtin_prefetch(t.sums + row * t.pitch + v * V::kLanes, 1);
+  });
+  const E *wide = t.wide.p, *narrow = t.narrow.p;
+  const int64_t wide_step = t.wide.step, wide_vec = t.wide.vec, narrow_step = t.narrow.step;
+  const int last = t.last;
+  const char* ahead = t.ahead.p;
+  for (int64_t step = 0; step < t.steps; ++step) {
+    decltype(load_vector(wide, last)) x[kVecs];
+    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+      x[v] = load_vector(wide + v * wide_vec, v == kVecs - 1 ? last : kLanes<E>);
+    });
+    __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(ahead + t.ahead.second, 0, 2);
+    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
+      const auto y = broadcast(narrow[row]);
+      unroll<kVecs>([&](auto v) __attribute__((always_inline)) { sums[row][v] = multiply_add(sums[row][v], x[v], y); });
+    });
+    wide += wide_step;
+    narrow += narrow_step;
+    ahead += t.ahead.step;
+  }
+  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
+    Sum<E>* sum = t.sums + row * t.pitch + v * V::kLanes;
+    store(sum, t.begins ? sums[row][v] : load<V>(sum) + sums[row][v]);
+  });
+}
+
+// f<T, E>()
+template <class F>
+void visit_elements(DType dtype, F&& f) {
+  visit_dtype(dtype, [&]<class T>() {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (rounds_to_bf16_by_instruction) return f.template operator()<T, Pair>();
+    }
+#endif
+    f.template operator()<T, Acc<T>>();
+  });
+}
+
+// What the tiles of a block ask for: of both operands the next block, a line or two of every pixel per tile.
+template <class T, class E>
+class NextBlock {
+ public:
+  void add(const Side<T>& side, int64_t pixel, int64_t channel, int64_t channels) {
+    if (!side.even || side.strides.channel != 1) return;
+    parts_[count_++] = {reinterpret_cast<const char*>(side.at(pixel) + channel), channels * int64_t(sizeof(T)),
+                        side.strides.col * int64_t(sizeof(T))};
+  }
+  Ahead next(const void* otherwise) {
+    constexpr int64_t kBytes = 128 / kPixels<E>;
+    while (part_ < count_ && at_ >= parts_[part_].bytes) ++part_, at_ = 0;
+    if (part_ == count_) return {static_cast<const char*>(otherwise), 0, 0};
+    const Part& part = parts_[part_];
+    const char* p = part.p + at_;
+    at_ += kBytes;
+    return {p, kPixels<E> == 2 ? part.pitch : 64, part.pitch * kPixels<E>};
+  }
+
+ private:
+  struct Part {
+    const char* p;
+    int64_t bytes, pitch;
+  };
+  Part parts_[2];
+  int count_ = 0, part_ = 0;
+  int64_t at_ = 0;
+};
+
+// A chunk of either side over the pixels of a group.
+template <class T, class E>
+void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
+  constexpr int64_t kWidth = kLanes<E>;
+  const Side<T> dy(a.dy, a.o, a.dy_strides, a), x(a.x, a.c, a.x_strides, a);
+  const Side<T>&wide = wide_is_dy(a) ? dy : x, &narrow = wide_is_dy(a) ? x : dy;
+  const int64_t wide_chunks = chunks(wide.channels), narrow_chunks = chunks(narrow.channels);
+  const int64_t group = unit / (wide_chunks * narrow_chunks);
+  const int64_t wide_begin = unit / narrow_chunks % wide_chunks * kChunk, narrow_begin = unit % narrow_chunks * kChunk;
+  const int64_t wide_count = std::min(wide.channels - wide_begin, kChunk);
+  const int64_t narrow_count = std::min(narrow.channels - narrow_begin, kChunk);
+  const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
+
+  const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0);
+  const bool narrow_in_place = narrow.template is_in_place<E>();
+  E* panel_room = scratch;
+  E* narrow_room = scratch + kTileVecs * kWidth * kSteps;
+  const int64_t pitch = partial_pitch(a);
+  auto* sums = static_cast<Sum<E>*>(a.partial) + (group * narrow.channels + narrow_begin) * pitch + wide_begin;
+
+  // The blocks of the group, of nearly the same size.
+  const int64_t first = a.n * a.h * a.w * group / groups(a), pixels = a.n * a.h * a.w * (group + 1) / groups(a) - first;
+  const int64_t blocks = (pixels + kSteps * kPixels<E> - 1) / (kSteps * kPixels<E>);
+  const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
+    NextBlock<T, E> ahead;
+    if (block + 1 < blocks) {
+      ahead.add(wide, end, wide_begin, wide_count);
+      ahead.add(narrow, end, narrow_begin, narrow_count);
+    }
+    const Steps<E> narrow_steps = narrow_in_place ? narrow.template in_place<E>(begin, narrow_begin)
+                                                  : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t from = vecs * panel / panels * kWidth, to = vecs * (panel + 1) / panels * kWidth;
+      const int64_t count = std::min(to, wide_count) - from;
+      const Steps<E> wide_steps = wide_in_place ? wide.template in_place<E>(begin, wide_begin + from)
+                                                : stage(wide, wide_begin + from, count, begin, end, panel_room);
+      Tile<E> tile{.wide = wide_steps,
+                   .last = wide_in_place ? int((count - 1) % kWidth + 1) : int(kWidth),
+                   .narrow = narrow_steps,
+                   .steps = steps,
+                   .ahead = {},
+                   .sums = sums + from,
+                   .pitch = pitch,
+                   .begins = block == 0};
+      visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
+        const auto add_tiles = [&]<int kRows>(int64_t row) {
+          for (; row + kRows <= narrow_count; row += kRows) {
+            const int64_t vec = narrow_in_place ? 0 : row / kWidth;
+            tile.narrow.p = narrow_steps.p + vec * narrow_steps.vec + (row - vec * kWidth);
+            tile.ahead = ahead.next(tile.sums);
+            add_tile<E, kVecs, kRows>(tile);
+            tile.sums += kRows * pitch;
+          }
+          return row;
+        };
+        int64_t row = add_tiles.template operator()<kTileRows<E>>(0);
+        if constexpr (kTileRows<E> > 4) row = add_tiles.template operator()<4>(row);
+        row = add_tiles.template operator()<2>(row);
+        add_tiles.template operator()<1>(row);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+template <>
+void pointwise_conv2d_dw<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end) {
+  visit_elements(a.dtype, [&]<class T, class E>() {
+    for (int64_t unit = begin; unit < end; ++unit) add_unit<T>(a, unit, static_cast<E*>(scratch));
+  });
+}
+
+template <>
+void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, int64_t begin, int64_t end) {
+  visit_dtype(a.dtype, [&]<class T>() {
+    using V = Vec<Acc<T>>;
+    const int64_t narrow = narrow_channels(a), wide = wide_channels(a), pitch = partial_pitch(a);
+    const auto* partial = static_cast<const Acc<T>*>(a.partial);
+    auto* dw = static_cast<T*>(a.dw);
+    for (int64_t row = begin * kWideLanes; row < std::min(end * kWideLanes, narrow); row += V::kLanes) {
+      const int64_t rows = std::min<int64_t>(V::kLanes, narrow - row);
+      for (int64_t col = 0; col < wide; col += V::kLanes) {
+        const int64_t cols = std::min<int64_t>(V::kLanes, wide - col);
+        V sums[V::kLanes];
+        for (int i = 0; i < V::kLanes; ++i) sums[i] = V(0);
+        for (int64_t group = 0; group < groups(a); ++group) {
+          const Acc<T>* p = partial + (group * narrow + row) * pitch + col;
+          for (int64_t i = 0; i < rows; ++i) sums[i] += load<V>(p + i * pitch);
+        }
+        const auto put = [&](T* to, int64_t stride, int64_t vectors, int64_t lanes) {
+          for (int64_t i = 0; i < vectors; ++i) {
+            if (lanes == V::kLanes) {
+              store(to + i * stride, sums[i]);
+            } else {
+              store(to + i * stride, sums[i], FirstLanes{int(lanes)});
+            }
+          }
+        };
+        if (wide_is_dy(a)) {
+          transpose(sums);
+          put(dw + col * a.c + row, a.c, cols, rows);
+        } else {
+          put(dw + row * a.c + col, a.c, rows, cols);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace fusedtrain::cpu

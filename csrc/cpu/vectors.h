@@ -1,0 +1,60 @@
+#pragma once
+// What the kernels of convolutions share beyond core/simd.h: vectors by the dozen, and products. Internal linkage, as
+// there.
+#include <utility>
+
+#include "core/simd.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>)
+template <int N, class F>
+[[gnu::always_inline]] inline void unroll(F&& f) {
+  [&]<int... Is>(std::integer_sequence<int, Is...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, Is>{}), ...);
+  }
+  (std::make_integer_sequence<int, N>{});
+}
+
+// Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...
+template <class V, int kDistance = V::kLanes / 2>
+[[gnu::always_inline]] inline void transpose(V* rows) {
+  if constexpr (kDistance > 0) {
+    using Index = RawVec<typename V::Int>;
+    const auto [low, high] = [&]<int... e>(std::integer_sequence<int, e...>) {
+      return std::pair{Index{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...},
+                       Index{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...}};
+    }(std::make_integer_sequence<int, V::kLanes>{});
+    unroll<V::kLanes>([&](auto i) __attribute__((always_inline)) {
+      if constexpr (i / kDistance % 2 == 0) {
+        const auto a = rows[i].v, b = rows[i + kDistance].v;
+        rows[i].v = __builtin_shuffle(a, b, low);
+        rows[i + kDistance].v = __builtin_shuffle(a, b, high);
+      }
+    });
+    transpose<V, kDistance / 2>(rows);
+  }
+}
+
+// sum + a * b
+template <class V>
+[[gnu::always_inline]] inline V multiply_add(V sum, V a, V b) {
+  return sum + a * b;
+}
+
+// Two bfloat16 per lane, the first in the lower half.
+struct Pairs {
+  RawVec<uint32_t> v;
+};
+#if defined(__AVX512F__)
+// Where rounds_to_bf16_by_instruction, one instruction adds both products to the float of the lane. It takes subnormal
+// numbers for 0, as torch's kernels do, which use it too. Not as an intrinsic, which the flags of this variant forbid.
+[[gnu::always_inline]] inline Vec<float> multiply_add(Vec<float> sum, Pairs a, Pairs b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "vm"(b.v));
+  return sum;
+}
+#endif
+
+}  // namespace
+}  // namespace fusedtrain::cpu

@@ -1,0 +1,71 @@
+#pragma once
+// pointwise_conv2d: every pixel's channels mixed; kernels of 1x1, stride (sh, sw), no padding.
+//
+//   dw[o, c] = sum_{n, y, x} dy[n, o, y, x] * x[n, c, y * sh, x * sw]
+//
+// A product of two matrices whose rows are pixels: long sums, and for most layers less arithmetic than memory traffic.
+// acc is the accumulation type: float, double for kFloat64; dw is rounded once.
+#include <algorithm>
+
+#include "core/isa.h"
+#include "core/types.h"
+
+namespace fusedtrain {
+
+// Where a tensor has the pixels of dy, in elements; any strides.
+struct PixelStrides {
+  int64_t image, row, col, channel;
+};
+
+struct PointwiseConv2dDw {
+  int64_t n, c, o, h, w;  // h and w of dy
+  DType dtype;            // of dy, x and dw
+  PixelStrides dy_strides, x_strides;
+  const void* dy;  // [n, o, h, w]
+  const void* x;   // [n, c, h, w] under its strides: the pixels that meet one of dy
+  void* dw;        // [o, c]
+  void* partial;   // sums over parts of the pixels, added in order
+};
+
+namespace cpu {
+// The channels of one operand, the wide one, lie along vectors; those of the other, the narrow one, are broadcast. All
+// of it depends on the shapes alone, so results do not depend on the number of threads.
+constexpr int64_t kWideLanes = 16;  // vectors of any instruction set divide this
+constexpr int64_t kChunk = 480;     // channels of an operand per unit of work
+constexpr int64_t kSteps = 128;     // of a block, each of a pixel, or of two as a pair
+constexpr int64_t kGroupPixels = 1024, kMostGroups = 32;
+
+constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+constexpr bool wide_is_dy(const PointwiseConv2dDw& a) {
+  const int64_t dy_waste = round_up(a.o, kWideLanes) * a.c, x_waste = round_up(a.c, kWideLanes) * a.o;
+  return dy_waste < x_waste || (dy_waste == x_waste && a.o > a.c);
+}
+constexpr int64_t wide_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.o : a.c; }
+constexpr int64_t narrow_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.c : a.o; }
+constexpr int64_t chunks(int64_t channels) { return round_up(channels, kChunk) / kChunk; }
+
+// The pixels are shared out over this many groups, each with its own sums.
+constexpr int64_t groups(const PointwiseConv2dDw& a) {
+  const int64_t pixels = a.n * a.h * a.w;
+  return pixels == 0 ? 0 : std::clamp<int64_t>(pixels / kGroupPixels, 1, kMostGroups);
+}
+constexpr int64_t units(const PointwiseConv2dDw& a) { return groups(a) * chunks(a.o) * chunks(a.c); }
+
+// Elements of acc in `partial`: [group][narrow channel][wide channel].
+constexpr int64_t partial_pitch(const PointwiseConv2dDw& a) { return round_up(wide_channels(a), kWideLanes); }
+constexpr int64_t partial_size(const PointwiseConv2dDw& a) { return groups(a) * narrow_channels(a) * partial_pitch(a); }
+// Bytes of working memory per thread: the steps of a block as vectors, of three of the wide and all of the narrow side.
+constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2dDw& a) {
+  const int64_t narrow = std::min(narrow_channels(a), kChunk);
+  return kSteps * (3 * 64 + round_up(narrow, kWideLanes) * (a.dtype == DType::kFloat64 ? 8 : 4));
+}
+
+// Items: units. Writes partial.
+template <Isa I>
+void pointwise_conv2d_dw(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end);
+// Items: narrow channels, by kWideLanes. Writes dw.
+template <Isa I>
+void pointwise_conv2d_dw_finish(const PointwiseConv2dDw& a, int64_t begin, int64_t end);
+}  // namespace cpu
+
+}  // namespace fusedtrain
