@@ -44,7 +44,8 @@ AA = HERE / "results" / "planted_aa.csv"
 KNOWN = ("CAUSES", "CORES", "RANKS", "NEEDS", "FIXED_ENVIRONMENT")
 PACKAGE = Path(scripts.__file__).parents[1]
 LOOKS = ("__init__.py", "command.py", "html.py", "lines.py", "report.py")  # and not what is found
-MODULES = [PACKAGE / "_waits.py", *(f for f in sorted((PACKAGE / "diagnose").glob("*.py")) if f.name not in LOOKS)]
+MODULES = [PACKAGE / "_waits.py", PACKAGE / "data" / "workers.py"]
+MODULES += [f for f in sorted((PACKAGE / "diagnose").glob("*.py")) if f.name not in LOOKS]
 RUNS = 50  # A/A
 COLUMNS = (
     "script",

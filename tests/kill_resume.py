@@ -1,9 +1,10 @@
 """Kills a training run with SIGKILL at random moments, lets it go on, and compares with a run that was left alone.
 
 ``python tests/kill_resume.py FOLDER --kills 200`` goes through all kinds of runs: fp32 and bf16, 0 and 2 workers, 1 and
-2 processes, saving in the step or in a thread. Every run has dropout, augmentation that draws from Python's, NumPy's
-and torch's generators, shuffling, unequal batches, accumulation, a schedule and averaged weights. The losses of all
-steps and the whole last state must be the same bit by bit.
+2 processes, saving in the step or in a thread, and image files through :func:`fusedtrain.data.loader`. Every run has
+dropout, augmentation that draws from Python's, NumPy's and torch's generators, shuffling, unequal batches,
+accumulation, a schedule and averaged weights. The losses of all steps and the whole last state must be the same bit by
+bit.
 """
 
 import argparse
@@ -21,9 +22,12 @@ import forks
 import numpy as np
 import torch
 import torch._dynamo  # which every optimizer imports, once here and not in every fork
+from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from fusedtrain.data import DevicePrefetcher, ImageFolder, loader
+from fusedtrain.data.folder import to_tensor
 from fusedtrain.optim import AdamW
 from fusedtrain.train import Callback, Checkpoint, CheckpointStore, EpochSampler, SeededDataset, TrainConfig, Trainer
 
@@ -38,14 +42,14 @@ class Kind:
     workers: int = 0
     processes: int = 1
     asynchronous: bool = False
-    loader: str = "sampler"  # or "plain": DataLoader(shuffle=True), whose used batches are read again
+    loader: str = "sampler"  # "plain": DataLoader(shuffle=True), whose used batches are read again; "files": our own
     stop: str = ""  # where a signal comes, in :func:`preempt`: while waiting for "data", in "evaluation", in "forward"
     number: int = signal.SIGTERM
     group: bool = False  # to the workers too, as by a launcher
 
 
 KINDS = [Kind(*one) for one in itertools.product(("fp32", "bf16"), (0, 2), (1, 2), (False, True))]
-KINDS += [Kind(workers=workers, loader="plain") for workers in (0, 2)]
+KINDS += [Kind(workers=workers, loader=name) for name in ("plain", "files") for workers in (0, 2)]
 STOPS = [
     Kind(stop="data"),  # in the dataset, between two micro-batches of one update
     Kind(stop="data", workers=2, number=signal.SIGINT),
@@ -73,8 +77,24 @@ class Images(Dataset):
     def __getitem__(self, index: int):
         if self.trap is not None:
             self.trap.pass_by(wait=True)
-        image = self.images[index] * random.uniform(0.5, 1.5) + 0.1 * torch.randn(1, 8, 8)
-        return torch.roll(image, int(np.random.randint(8)), 2), self.targets[index]
+        return augment(self.images[index]), self.targets[index]
+
+
+def augment(image: torch.Tensor) -> torch.Tensor:
+    image = image * random.uniform(0.5, 1.5) + 0.1 * torch.randn(1, 8, 8)
+    return torch.roll(image, int(np.random.randint(8)), 2)
+
+
+def files(folder: Path) -> ImageFolder:
+    """The same as PNG and JPEG files in five folders, with one that is broken."""
+    if not folder.exists():
+        images = Images()
+        for index, (image, target) in enumerate(zip(images.images, images.targets)):
+            path = folder / str(target.item()) / f"{index}.{'jpg' if index % 2 else 'png'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].add(3).mul(40).clamp(0, 255).byte().numpy()).save(path)
+        path.write_bytes(path.read_bytes()[:50])
+    return ImageFolder(folder, transform=lambda image: augment(to_tensor(image)[:1].float() / 40 - 3))
 
 
 class Trap:
@@ -121,7 +141,13 @@ def train(kind: Kind, folder: Path, workers: int | None = None) -> None:
         traps[kind.stop] = Trap(kind, folder, counts[kind.stop] // kind.processes // max(1, kind.workers))
     if "forward" in traps:
         model[0].register_forward_hook(lambda module, *args: traps["forward"].pass_by() if module.training else None)
-    if kind.loader == "sampler":
+    if kind.loader == "files":
+        sampler = EpochSampler(SAMPLES, 8, seed=1)
+        own = loader(
+            SeededDataset(files(folder.parent / "images"), 1), batch_sampler=sampler, num_workers=workers, max_skipped=1
+        )
+        data, valid = DevicePrefetcher(own, "cpu"), DataLoader(SeededDataset(Images(), 2), 32)
+    elif kind.loader == "sampler":
         sampler = EpochSampler(SAMPLES, 8, seed=1, rank=rank, world_size=kind.processes)
         data = DataLoader(SeededDataset(Images(traps.get("data")), 1), batch_sampler=sampler, num_workers=workers)
         valid_sampler = EpochSampler(SAMPLES, 32, shuffle=False, rank=rank, world_size=kind.processes)
@@ -218,7 +244,7 @@ def check(kind: Kind, draw: random.Random, folder: Path, kills: int) -> int:
             if kills:
                 continue
         # Its own end, or the last kill: with another number of workers, which changes nothing.
-        finish(kind, killed, workers=1 if kind.loader == "sampler" else None)
+        finish(kind, killed, workers=None if kind.loader == "plain" else 1)
         alone.compare(killed)
         shutil.rmtree(killed)
     shutil.rmtree(folder)

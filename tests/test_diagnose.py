@@ -6,6 +6,7 @@ a loaded machine cannot hide it.
 
 import ast
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -149,7 +150,7 @@ def run(plan, make_optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), 
             for _ in range(100):
                 for images, targets in DataLoader(data, 16):
                     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss = nn.functional.cross_entropy(model(images.to(dtype)).float(), targets)
+                        loss = nn.functional.cross_entropy(model(x=images.to(dtype)).float(), targets)
                     optimizer.zero_grad(set_to_none=False)
                     loss.backward()
                     optimizer.step()
@@ -191,10 +192,12 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
         )
 
     def plan(driver):
+        inputs = driver.instrument.inputs
         yield Run(4, collect=2**20)
         driver.instrument.settle()
         before = copy.deepcopy(state(driver))
         remedy = SIMPLE[name]()
+        assert inputs and verify.rehearse(driver, remedy, inputs) is None
         check = yield from verify.check_losses(driver, remedy, ())
         seen["check"] = check
         yield Run(1)
@@ -358,6 +361,15 @@ def test_layers_that_also_cure_the_layout_come_after_it():
 
     assert names(fuse=0.8, layout=0.4, loader=0.5) == ["loader", "layout", "fuse"]
     assert names(loader=0.1, layout=0.07, fuse=0.3) == ["fuse", "loader", "layout"]
+
+
+def test_what_a_cause_takes_because_of_another_one_does_not_put_it_first():
+    loading = rules.Finding("loader", "", "", 0.5, lost=0.55, shared=("loader_restart", 0.35))
+    for restarts, first in ((0.35, "loader_restart"), (0.1, "loader")):
+        loading = dataclasses.replace(loading, shared=("loader_restart", restarts))
+        assert ranked([loading, rules.Finding("loader_restart", "", "", restarts)])[0].rule == first
+    other = rules.Finding("optimizer", "", "", 0.3)
+    assert [f.rule for f in ranked([loading, other])] == ["loader", "optimizer"]
 
 
 # --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------
@@ -676,7 +688,8 @@ def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [])
     task = {"script": str(train), "arguments": [str(log)], "steps": 20, "verify": False, "do": "diagnose"}
-    runner.Task(task | {"output": str(told)}).run()
+    task |= {"output": str(told)}
+    runner.Task(task).run(lambda: runner.run_script(task))
     messages = list(map(json.loads, told.read_text().splitlines()))
     report = next(message["report"] for message in reversed(messages) if "report" in message)
     assert report["bottleneck"] == "own_code" and report["steps"] == 20 and not report["failure"]
@@ -696,6 +709,31 @@ def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):
     assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.02)  # the logger"
     assert all(finding["predicted_gain"] <= 1 for finding in report["findings"])
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+SPAWNS = """
+import torch
+from fusedtrain.diagnose import measure
+measure.BLOCK, measure.SAMPLING, measure.PAIRS = 0.03, 0.1, 2
+
+def train(rank, size):
+    model = torch.nn.Linear(size, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        optimizer.zero_grad()
+        model(torch.rand(8, size)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, (64,), nprocs=1)
+"""
+
+
+def test_a_process_that_a_script_spawns_is_diagnosed(tmp_path):
+    train = tmp_path / "train.py"
+    train.write_text(SPAWNS)
+    report = script.diagnose_script(str(train), [], steps=10)
+    assert report["steps"] == 10 and report["parts_ms"]["backward"] > 0 and not report["failure"]
 
 
 @pytest.mark.parametrize(("faster", "kept"), [(0.5, True), (1.0, False)])
@@ -724,7 +762,10 @@ def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, f
     ("code", "message"),
     [
         ("1 / 0", "ZeroDivisionError"),
-        ("pass", "no training loop was recognised"),
+        (
+            "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
+            "no training loop was recognised: .* It started 1 more, which are not watched",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_diagnosed_says_why(tmp_path, code, message):

@@ -26,8 +26,8 @@ from fusedtrain.train import (
 from fusedtrain.train.weights import load_canonical, read_weights
 
 SCRIPT = Path(__file__).parent / "kill_resume.py"
-# Every pair of precision, workers, processes and the way of saving, and both kinds of loaders.
-KINDS = ("0", "7", "11", "13", "14", "16", "17")
+# Every pair of precision, workers, processes and the way of saving, and all kinds of loaders.
+KINDS = ("7", "11", "13", "14", "16", "17", "18", "19")
 forks = pytest.mark.skipif(platform.system() != "Linux", reason="the runs are forks, which only Linux supports")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import textwrap
 import time
@@ -99,22 +100,6 @@ def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(mo
         tune.tune_batch_size(target(models, "broken"), steps=1)
     with pytest.raises(tune.TuneError, match=r"a batch of 6 does not fit: the process was killed by SIGKILL"):
         tune.tune_batch_size(target(models, "killed"), smallest=6, steps=1)
-
-
-def test_a_killed_search_of_the_batch_size_goes_on(models, capsys):
-    arguments = ["tune", "batch-size", "--model", f"{models}:killed", "--image", "3x4x4", "--classes", "10"]
-    arguments += ["--device", "cpu", "--steps", "1", "--memory", "4", "--json"]
-    process = harness.start_python("-m", "fusedtrain", *arguments, pipes={"stderr": subprocess.PIPE})
-    first = process.stderr.readline()
-    process.kill()
-    process.communicate()
-    assert first.startswith("     2  ")
-    state = next((models.parent / "cache" / "tune").glob("batch-size-*.json"))
-    before = json.loads(state.read_text())["results"]["2"]
-    assert main(arguments) == 0
-    out, _ = capsys.readouterr()
-    assert json.loads(out)["largest"] == 5
-    assert json.loads(out)["trials"]["2"] == before  # not measured again: times never repeat
 
 
 # --- learning rate ----------------------------------------------------------------------------------------------------
@@ -384,6 +369,89 @@ def test_a_tie_and_a_model_without_ops_change_nothing(models, monkeypatch):
 
 
 # --- what all have in common ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gated(tmp_path):
+    """Models and a dataset that stop being measured once something was kept, as long as there is a file ``stop``."""
+    return write(
+        tmp_path / "gated.py",
+        """
+        import dataclasses, os, pathlib, time, torch, fusedtrain
+        from fusedtrain.data import workers
+
+        here = pathlib.Path(__file__).parent
+        workers.SECONDS = 0.1
+
+        def gate():
+            while (here / "stop").exists() and any(p.suffix in (".json", ".pt") for p in here.glob("cache/**/*")):
+                (here / "stopped").touch()
+                time.sleep(0.01)
+
+        class Net(torch.nn.Sequential):
+            def forward(self, x):
+                gate()
+                return super().forward(x)
+
+        def net(): return Net(torch.nn.Flatten(), torch.nn.Linear(256, 10))
+
+        class Zeros(torch.utils.data.Dataset):
+            def __len__(self): return 100
+            def __getitem__(self, index):
+                if torch.utils.data.get_worker_info() is not None:
+                    gate()
+                return torch.zeros(3, 8, 8)
+
+        def two_calls():
+            impls = fusedtrain.backend._OPS["squeeze_excite"]
+            kernel = impls["reference"]
+
+            def forward(*args):
+                gate()
+                return kernel.forward(*args)
+
+            impls["reference"] = dataclasses.replace(kernel, forward=forward)
+            layers = [torch.nn.Conv2d(1, 8, 1), fusedtrain.nn.SEModule(8), torch.nn.Conv2d(8, 16, 1)]
+            layers += [fusedtrain.nn.SEModule(16), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
+            return torch.nn.Sequential(*layers)
+        """,
+    )
+
+
+# What is tuned; the file and the entry that keeps what was measured; the same in the result.
+KILLED = {
+    "batch-size": ("net --largest 8 --steps 1 --memory 4", "tune/*.json", "results", lambda r: {"2": r["trials"]["2"]}),
+    "lr": ("net --steps 50", "tune/*.pt", "losses", lambda r: r["losses"][:20]),
+    "loader": ("Zeros", "loader/*.json", "points", lambda r: {"0": [r["points"]["0"], r["starts"]["0"]]}),
+    "backend": ("two_calls --batch-size 2", "backends.json", "entries", lambda r: r["entries"][:1]),
+}
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_what_was_killed_goes_on_from_what_was_kept(what, gated, cache, capsys, monkeypatch):
+    (function, *options), file, name, in_result = KILLED[what][0].split(), *KILLED[what][1:]
+    network = ["--image", "1x16x16", "--classes", "10", "--device", "cpu", "--model"]
+    command = ["tune", what, *(["--data"] if what == "loader" else network), f"{gated}:{function}", *options, "--json"]
+    stop, stopped = gated.with_name("stop"), gated.with_name("stopped")
+    stop.touch()
+    process = harness.start_python("-m", "fusedtrain", *command)
+    while process.poll() is None and not stopped.exists():
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    stop.unlink()
+    (path,) = cache.glob(file)
+    kept = torch.load(path)[name] if path.suffix == ".pt" else json.loads(path.read_text())[name]
+    monkeypatch.setattr(fusedtrain.data.workers, "_one_worker", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setitem(backend._OPS["squeeze_excite"], "reference", backend._OPS["squeeze_excite"]["reference"])
+    monkeypatch.setattr(fusedtrain.data.workers, "SECONDS", 0.1)
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert kept and kept == in_result(json.loads(out))  # times never repeat
+    if what == "lr":
+        assert err.startswith("goes on after step 20\n")
+        assert main([*command, "--fresh"]) == 0
+        assert capsys.readouterr().out == out
 
 
 @pytest.mark.parametrize(

@@ -214,17 +214,23 @@ class Diagnosis:
 
 
 def ranked(findings: list[Finding]) -> list[Finding]:
-    """Returns the findings by what they cost.
+    """Returns the findings by what they cost, without what they cost because of another one alone.
 
     Other layers may also cure what a layout or a precision does to the stock ones. The cause in the script's own lines
     then comes first, and the layers after it, unless they bring more than SHARED times as much. So it is with a device
     that waits to be told what to do, and what keeps the CPU from telling it.
     """
+    found = {finding.rule for finding in findings}
+
+    def own_cost(finding: Finding) -> float:
+        rule, share = finding.shared
+        return finding.cost - (share if rule in found else 0.0)
 
     def rank(finding: Finding) -> tuple[float, bool]:
-        own = max((f.cost for f in findings if f.rule in RATHER.get(finding.rule, ())), default=0.0)
-        behind = own < finding.cost <= SHARED * own
-        return -(own if behind else finding.cost), behind
+        cost, rather = own_cost(finding), RATHER.get(finding.rule, ())
+        own = max((own_cost(f) for f in findings if f.rule in rather), default=0.0)
+        behind = own < cost <= SHARED * own
+        return -(own if behind else cost), behind
 
     return sorted(findings, key=rank)
 

@@ -83,6 +83,10 @@ def set_random_state(state: tuple) -> None:
         sys.modules["numpy"].random.set_state(state[2])
 
 
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 _FAR_EPOCH = 10**6  # beyond those of the run
 SETTLING = 4  # steps of a script that was started again, before it is measured
 
@@ -252,7 +256,7 @@ class Driver:
         self.instrument.patch(DataLoader, "__iter__", iterate)
         # it warns of more workers than cores, whatever the workers wait for
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
-        self.instrument.before_optimizer = self._recognise
+        self.instrument.before_optimizer = self._before_optimizer
         self.instrument.on_optimizer = self._after_optimizer
 
     @contextlib.contextmanager
@@ -293,6 +297,11 @@ class Driver:
             self.batches.append(copy_batch(batch))
         return batch
 
+    def _before_optimizer(self, optimizer) -> None:
+        self._recognise(optimizer)
+        if self._open is not None:
+            self._open.optimizer_faults -= _faults()
+
     def _recognise(self, optimizer) -> None:
         """The loader that was asked last before the first optimizer step is that of the training loop."""
         if self.loader is not None or self.optimizer is not None or threading.get_ident() != self._thread:
@@ -304,6 +313,8 @@ class Driver:
         self.source = LoaderSource(self.loader, self._last.inner)
 
     def _after_optimizer(self, optimizer) -> None:
+        if self._open is not None:
+            self._open.optimizer_faults += _faults()
         if optimizer is self.optimizer:
             if self.finished:
                 raise Finished

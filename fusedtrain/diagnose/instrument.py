@@ -52,6 +52,7 @@ class Step:
     end: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)  # seconds by name of PARTS
     faults: int = 0
+    optimizer_faults: int = 0  # of them, while the optimizer stepped
     cpu: float = 0.0  # seconds of CPU time of this process, all threads
     restart: bool = False  # the loader began a new epoch in this step
     waits: dict[str, tuple[float, float]] = field(default_factory=dict)  # by part: of this thread, of its team
@@ -137,7 +138,7 @@ class Instrument:
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
         self.loss: Tensor | None = None  # where the last backward pass began
-        self.inputs: dict[int, tuple] | None = {}  # of the outermost modules, by id, until settle()
+        self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
         self._inputs, self._hooks = self.inputs, []
         self._undo: list = []
         self._depth, self._root = 0, None
@@ -247,11 +248,14 @@ class Instrument:
     def _enter_module(self, module: nn.Module, args) -> None:
         if self._depth or threading.get_ident() != self._thread:
             return
-        if self.inputs is not None:
-            self.inputs[id(module)] = args
-            if torch.is_grad_enabled() and not any(module is root for root in self.roots):
-                self.roots.append(module)
+        if self.inputs is not None and torch.is_grad_enabled() and not any(module is root for root in self.roots):
+            self.roots.append(module)
+            self._hooks.append(module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
         self._open("forward", module)
+
+    def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled():
+            self._inputs[id(module)] = args, kwargs
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
         if self._depth and self.part == "forward" and self._root is module:

@@ -171,7 +171,10 @@ class ChannelsLast(Remedy):
             if p.dim() == 4
         ]
         self._convert(driver, [(p, True) for p, _ in self._formats])
-        self._hooks = [model.register_forward_pre_hook(_to_channels_last, prepend=True) for model in models(driver)]
+        self._hooks = [
+            model.register_forward_pre_hook(_to_channels_last, prepend=True, with_kwargs=True)
+            for model in models(driver)
+        ]
 
     def undo(self, driver: Driver) -> None:
         for hook in self._hooks:
@@ -199,9 +202,10 @@ def _change(driver: Driver, p: Tensor, convert) -> None:
                 state[name] = convert(value)
 
 
-def _to_channels_last(module: nn.Module, args: tuple) -> tuple:
+def _to_channels_last(module: nn.Module, *inputs) -> tuple:
     return tree_map(
-        lambda x: x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x, args
+        lambda x: x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x,
+        inputs,
     )
 
 
@@ -355,7 +359,8 @@ class Float32(Remedy):
             self._tensors += [(t, t.dtype) for t in found]
             if found:
                 dtype = found[0].dtype
-                self._hooks.append(model.register_forward_pre_hook(lambda m, args: _cast(args, HALVES, torch.float32)))
+                cast = lambda m, *inputs: _cast(inputs, HALVES, torch.float32)  # noqa: E731 (beside its use)
+                self._hooks.append(model.register_forward_pre_hook(cast, with_kwargs=True))
                 self._hooks.append(
                     model.register_forward_hook(lambda m, args, y, to=dtype: _cast(y, (torch.float32,), to))
                 )

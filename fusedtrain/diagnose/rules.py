@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -49,6 +50,8 @@ class Finding:
         option: a choice with a price, such as another precision; it is never called the bottleneck.
         lines: places in the user's code that the time goes to, with their share of the step.
         lost: share of the step that the cause takes, where the remedies take away less; it ranks by that.
+        shared: share of the step that this cause takes only because of another one, by the name of its rule; where that
+            is found as well, it is not counted twice in the ranking.
     """
 
     rule: str
@@ -60,6 +63,7 @@ class Finding:
     option: bool = False
     lines: tuple[tuple[Site, float], ...] = ()
     lost: float = 0.0
+    shared: tuple[str, float] = ("", 0.0)
 
     @property
     def cost(self) -> float:
@@ -89,7 +93,7 @@ def serial(facts: Facts) -> bool:
     return getattr(facts.loader, "num_workers", 0) == 0
 
 
-def gain_of_computing(facts: Facts, driver: Driver, saved: float) -> float:
+def gain_of_computing(facts: Facts, saved: float) -> float:
     """Returns the share of the step that goes away when computing takes ``saved`` seconds less."""
     step = facts.step.value
     if serial(facts) or facts.cached is None:
@@ -99,7 +103,7 @@ def gain_of_computing(facts: Facts, driver: Driver, saved: float) -> float:
     return (step - max(step - saved, pace)) / step
 
 
-def gain_of_loading(facts: Facts, driver: Driver, workers: int) -> float:
+def gain_of_loading(facts: Facts, workers: int) -> float:
     """Returns the share of the step that so many workers save.
 
     They overlap with computing; the step is then the slowest of computing, loading, and all CPU work over all cores.
@@ -134,7 +138,7 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
         if refused and len(refused) == len(remedies):
             return f"tried, but it fails: {refused[0]}"
         best = best_probe(facts, remedies)
-        gain = gain_of_computing(facts, driver, best[1]) if best else 0.0
+        gain = gain_of_computing(facts, best[1]) if best else 0.0
         if best is None or gain < LEAST:
             return "tried: no gain with cached batches" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
         before, after = facts.probes[best[0].name].seconds()
@@ -177,7 +181,7 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f"; one batch takes {1e3 * single.seconds:.3g} ms, {kind} ({busy:.0%} CPU);"
         f" batches/s by number of workers: {delivers}"
     )
-    gains = {workers: gain_of_loading(facts, driver, workers) for workers in facts.rates if workers != now}
+    gains = {workers: gain_of_loading(facts, workers) for workers in facts.rates if workers != now}
     best = max(gains.values())
     near = [w for w, gain in gains.items() if gain > best - 0.03]
     # Workers that only wait cost little: with some to spare the loader keeps up when computing gets faster.
@@ -187,11 +191,23 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
+    shared = ("loader_restart", waiting_for_restarts(facts)[0])
     if best < LEAST:
-        return Finding("loader", cause, evidence, lost, advice=advice, lines=lines)
+        return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
-    return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines, lost=lost)
+    return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines, lost=lost, shared=shared)
+
+
+def waiting_for_restarts(facts: Facts) -> tuple[float, list[float]]:
+    """Returns the share of the time that steps wait longer for data where an epoch begins, and those waits in
+    seconds."""
+    restarts = [step.parts.get("loader", 0.0) for step in facts.steps if step.restart]
+    others = [step.parts.get("loader", 0.0) for step in facts.steps if not step.restart]
+    if not restarts or not others:
+        return 0.0, restarts
+    longer = sum(restarts) - len(restarts) * sum(others) / len(others)
+    return longer / sum(step.seconds for step in facts.steps), restarts
 
 
 def _restarts(facts: Facts, driver: Driver) -> Finding | str:
@@ -200,18 +216,16 @@ def _restarts(facts: Facts, driver: Driver) -> Finding | str:
         return "the loader has no workers to restart"
     if getattr(loader, "persistent_workers", False):
         return "the workers stay from epoch to epoch"
-    restarts = [step.parts.get("loader", 0.0) for step in facts.steps if step.restart]
-    others = [step.parts.get("loader", 0.0) for step in facts.steps if not step.restart]
-    if not restarts or not others:
+    lost, waits = waiting_for_restarts(facts)
+    if not waits:
         return "no epoch ended while it was measured"
-    lost = (sum(restarts) - len(restarts) * sum(others) / len(others)) / sum(step.seconds for step in facts.steps)
     if lost < LEAST:
         return f"restarting them takes {max(lost, 0):.1%} of the time"
-    wait = sum(restarts) / len(restarts)
-    evidence = f"{len(restarts)} epochs in {len(facts.steps)} steps began with {wait:.3g} s of waiting"
+    evidence = f"{len(waits)} epochs in {len(facts.steps)} steps began with {fmean(waits):.3g} s of waiting"
     reason = why_not_clone(loader)
     remedies = () if reason else (facts.keep(Loader(driver, persistent_workers=True)),)
-    return Finding("loader_restart", "the loader starts its workers anew in every epoch", evidence, lost, remedies)
+    cause, advice = "the loader starts its workers anew in every epoch", "make the loader once, before the first epoch"
+    return Finding("loader_restart", cause, evidence, lost, remedies, advice)
 
 
 def _copies(facts: Facts, driver: Driver) -> Finding | str:
@@ -255,7 +269,7 @@ def _launches(facts: Facts, driver: Driver) -> Finding | str:
         f" step, {1e6 * seconds / max(count, 1):.3g} us each"
     )
     waits = sum(facts.parts[part] for part in ("copy", "sync", "rest")) / facts.step.value  # findings of their own
-    idle = gain_of_computing(facts, driver, (1 - facts.device_busy) * (facts.cached or facts.step.value)) - waits
+    idle = gain_of_computing(facts, (1 - facts.device_busy) * (facts.cached or facts.step.value)) - waits
     if idle < 0.1:
         return evidence
     advice = (
@@ -288,7 +302,7 @@ def _communication(facts: Facts, driver: Driver) -> Finding | str:
         "communication",
         "the processes wait for each other's gradients",
         evidence,
-        gain_of_computing(facts, driver, gain.value * min(facts.cached or facts.step.value, facts.step.value)),
+        gain_of_computing(facts, gain.value * min(facts.cached or facts.step.value, facts.step.value)),
         tuple(remedy for remedy in remedies if remedy.arguments),
         advice,
     )
@@ -307,11 +321,12 @@ def _allocator(facts: Facts, driver: Driver) -> Finding | str:
     facts.fault_cost = facts.fault_cost or fault_cost()
     seconds = facts.faults * facts.fault_cost
     evidence = f"{faults}, {1e6 * facts.fault_cost:.2g} us each: {1e3 * seconds:.3g} ms"
-    gain = gain_of_computing(facts, driver, min(seconds, facts.step.value))
+    gain = gain_of_computing(facts, min(seconds, facts.step.value))
     if gain < LEAST:
         return evidence
     cause = "freed memory goes back to the kernel and is mapped anew, page by page"
-    return Finding("allocator", cause, evidence, gain, (facts.keep(Allocator()),))
+    shared = ("optimizer", gain * facts.optimizer_faults / facts.faults)  # what lies between its passes over memory
+    return Finding("allocator", cause, evidence, gain, (facts.keep(Allocator()),), shared=shared)
 
 
 def _threads(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -383,7 +398,7 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
     computing = min(facts.parts["forward"] + facts.parts["backward"], now)
     if facts.exchange is not None:
         computing -= max(0.0, facts.exchange.share()) * facts.step.value
-    gain = gain_of_computing(facts, driver, (1 - seconds / times / now) * computing)
+    gain = gain_of_computing(facts, (1 - seconds / times / now) * computing)
     evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
     evidence += "; a step needs {:,.0f} and {:,.0f} MiB".format(*(peak / 2**20 for peak in facts.larger_peaks))
     if gain < 0.25:
@@ -405,10 +420,11 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     items = round(facts.reads.get("item", 0) / len(facts.steps))
     if items > 10:
         evidence += f"; about {items} .item() per step"
-    cause = "the loop's own Python code takes the time"
-    return Finding(
-        "own_code", cause, evidence, share, advice="see the lines below; compute on whole tensors", lines=lines
-    )
+    cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
+    if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
+        cause = "the loop waits in its own code, as for storage"
+        advice = "see the lines below; read data in the workers of a DataLoader, write in a thread"
+    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines)
 
 
 RULES = (

@@ -4,12 +4,15 @@ The task holds the script, its arguments, what to do and a file that receives on
 """
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
-import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+
+import torch.multiprocessing
 
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.diagnosis import Diagnosis
@@ -22,15 +25,23 @@ SHORT = 2 * SETTLING  # a script that takes fewer steps is not started again
 
 
 class Task:
-    """One process: a diagnosis, or the timing of a script with some remedies in force from its start."""
+    """One process: a diagnosis, or the timing of a script with some remedies in force from its start.
 
-    def __init__(self, task: dict):
-        self.task, self.begin = task, time.perf_counter()
+    Args:
+        task: see above.
+        rank: of a process that the script has spawned to train; the first one reports. None: the script's own.
+    """
+
+    def __init__(self, task: dict, rank: int | None = None):
+        self.task, self.rank = task, rank
         self.file = open(task["output"], "a", buffering=1)  # noqa: SIM115 (held until the process ends)
         self.failed = False
+        self.spawned = 0  # processes that train
+        self.others = 0  # processes that the script started otherwise
 
     def tell(self, **message) -> None:
-        self.file.write(json.dumps(message) + "\n")
+        if not self.rank or "error" in message:
+            self.file.write(json.dumps(message) + "\n")
 
     def plan(self, driver: Driver):
         task = self.task
@@ -56,35 +67,81 @@ class Task:
         own = sum(step.seconds for step in records) / steps if alone else None
         self.tell(seconds=sum(step.wall for step in records) / steps, own=own, losses=losses[:4])
 
-    def run(self) -> None:
-        script, arguments = self.task["script"], self.task["arguments"]
-        sys.path[0] = str(Path(script).resolve().parent)
+    def run(self, train: Callable[[], None]) -> None:
+        alone = self.rank is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
         with Instrument() as instrument:
             driver = Driver(instrument, self.plan)
             driver.install()
+            self._watch_processes(driver)
             while not driver.finished and not self.failed:
                 steps = driver.steps
-                self._run_script(script, arguments)
-                if driver.steps - steps < SHORT or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                self._run(train)
+                if driver.steps - steps < SHORT or not alone:
                     break
                 if not driver.finished:
                     self.tell(stage=f"the script ended after {driver.steps - steps} steps: starting it again")
                     driver.restart()
-            if not driver.finished:
-                self.tell(ended=True, seen=driver.loader is not None or driver.optimizer is not None)
+            if self.spawned:
+                self.tell(spawned=self.spawned)  # they report
+            elif not driver.finished:
+                seen = driver.loader is not None or driver.optimizer is not None
+                self.tell(ended=True, seen=seen, processes=self.others)
 
-    def _run_script(self, script: str, arguments: list[str]) -> None:
-        sys.argv = [script, *arguments]
+    def _run(self, train: Callable[[], None]) -> None:
         try:
-            runpy.run_path(script, run_name="__main__")
+            train()
         except (Finished, SystemExit):
             pass
         except BaseException:
-            self.failed = True
-            self.tell(error=traceback.format_exc(limit=-6))
+            if not self.spawned:  # else it was told over there
+                self.failed = True
+                self.tell(error=traceback.format_exc(limit=-6))
+
+    def _watch_processes(self, driver: Driver) -> None:
+        """Has the processes of torch.multiprocessing.spawn diagnosed, and counts those that others start."""
+        spawn = sys.modules["torch.multiprocessing.spawn"]  # torch.multiprocessing.spawn is the function
+
+        def spawning(original):
+            def wrapper(fn, args=(), nprocs=1, *more, **options):
+                from fusedtrain.diagnose.runner import spawned  # by the name under which a new process finds it
+
+                self.spawned = nprocs
+                return original(spawned, (self.task, fn, args), nprocs, *more, **options)
+
+            return wrapper
+
+        def starting(original):
+            def wrapper(process):
+                own = getattr(process._target, "__module__", "").startswith(("torch.", "multiprocessing."))
+                self.others += not own  # but workers of a loader, for instance
+                return original(process)
+
+            return wrapper
+
+        for owner in (spawn, torch.multiprocessing):
+            driver.instrument.patch(owner, "start_processes", spawning)
+        driver.instrument.patch(multiprocessing.process.BaseProcess, "start", starting)
+
+
+def run_script(task: dict) -> None:
+    """Runs the script as Python would."""
+    sys.path[0] = str(Path(task["script"]).resolve().parent)
+    sys.argv = [task["script"], *task["arguments"]]
+    runpy.run_path(task["script"], run_name="__main__")
+
+
+def spawned(rank: int, task: dict, function: Callable, args: tuple) -> None:
+    """Stands in for a function that the script lets several processes run."""
+    run(Task(task, rank), lambda: function(rank, *args))
+
+
+def run(task: Task, train: Callable[[], None]) -> None:
+    """Carries a task out and ends the process."""
+    task.run(train)
+    sys.stdout.flush()
+    os._exit(0)  # workers of abandoned loaders are not waited for
 
 
 if __name__ == "__main__":
-    Task(json.loads(Path(sys.argv[1]).read_text())).run()
-    sys.stdout.flush()
-    os._exit(0)  # workers of abandoned loaders are not waited for
+    content = json.loads(Path(sys.argv[1]).read_text())
+    run(Task(content), lambda: run_script(content))

@@ -57,8 +57,9 @@ def diagnose_script(
             raise ScriptError(f"the script failed:\n{error}")
         if any(m.get("seen") for m in messages):
             raise ScriptError("the script ended before enough steps were measured; let it train longer")
-        if any("ended" in m for m in messages):
-            raise ScriptError("no training loop was recognised: no optimizer of torch.optim took a step")
+        ended = next((m for m in messages if "ended" in m), None)
+        if ended is not None:
+            raise ScriptError(_unseen(ended["processes"]))
         raise ScriptError(f"the script's process died; the end of its output:\n{log[-2000:]}")
     if error is not None:
         report["failure"] = (
@@ -66,10 +67,22 @@ def diagnose_script(
         )
     elif any("ended" in m for m in messages):
         report["failure"] = "the script ended before all was measured"
-    if verify and fresh and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    ranks = max(int(os.environ.get("WORLD_SIZE", "1")), *(m.get("spawned", 1) for m in messages))
+    if verify and fresh and ranks == 1:
         stage("in fresh processes")
         _verify_outside(task, report)
     return report
+
+
+def _unseen(processes: int) -> str:
+    """Says that no optimizer took a step, and in which processes nobody looked."""
+    text = "no training loop was recognised: no optimizer of torch.optim took a step"
+    if not processes:
+        return text
+    return (
+        f"{text} in the script's own process. It started {processes} more, which are not watched: those of"
+        " torch.multiprocessing.spawn would be, and those of torchrun -m fusedtrain diagnose SCRIPT"
+    )
 
 
 def _verify_outside(task: dict, report: dict) -> None:

@@ -20,7 +20,7 @@ from fusedtrain.diagnose.drive import (
     ranks,
     set_random_state,
 )
-from fusedtrain.diagnose.remedies import Loader, Remedy, clone_loader, models
+from fusedtrain.diagnose.remedies import Remedy, clone_loader, models
 from fusedtrain.diagnose.statistics import Interval
 
 PAIRS = 8
@@ -94,7 +94,7 @@ def _rehearse(driver: Driver, remedy: Remedy, inputs: dict[int, tuple]) -> str |
         try:
             for model in models(driver):
                 if id(model) in inputs:
-                    _forward_backward(model, inputs[id(model)])
+                    _forward_backward(model, *inputs[id(model)])
         finally:
             remedy.undo(driver)
     except Exception as error:
@@ -106,10 +106,10 @@ def _rehearse(driver: Driver, remedy: Remedy, inputs: dict[int, tuple]) -> str |
     return None
 
 
-def _forward_backward(model: torch.nn.Module, args: tuple) -> None:
+def _forward_backward(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     alone = model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
     with torch.enable_grad(), alone:
-        output = model(*args)
+        output = model(*args, **kwargs)
         tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if tensors:
             params = [p for p in model.parameters() if p.requires_grad]
@@ -157,7 +157,7 @@ def check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
 
 def _check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
     snapshot, kind = Snapshot(driver), remedy.kind
-    if isinstance(remedy, Loader) or remedy.on_loader:
+    if remedy.on_loader:
         generator = driver.loader.generator
         state = generator and generator.get_state()
         arguments = ({}, getattr(remedy, "arguments", {"pin_memory": True}))

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fusedtrain.train.accumulation import Group
@@ -118,7 +119,10 @@ class Feed:
         if self.world.size > 1:
             own = len(self.batches) - self.used if self._sampler is None else self._sampler.remaining()
             self._left = int(self.world.max(own)[0])
+        stayed = getattr(self._loader, "_iterator", None) is not None
         self._iterator = iter(self.batches)
+        if stayed:  # workers that stay draw no seed, but new ones do, and those of a run that goes on are new
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         self._batch, self.iterating = None, True
         if self._position is None and self.used:
             wait(self._skip)
