@@ -51,7 +51,7 @@ def _seconds(call: Callable) -> float:
     return (clock() - start) / CALLS
 
 
-def _one(benchmark: Benchmark, options: dict) -> Iterator[dict]:
+def _one(benchmark: Benchmark, options: dict, rounds: int) -> Iterator[dict]:
     impls = importlib.import_module(f"fusedtrain.ops.{benchmark.op}").IMPLS
     plain, recording = _inputs(benchmark.op, False), _inputs(benchmark.op, True)
     chosen = select(benchmark.op, impls, *plain)
@@ -64,7 +64,7 @@ def _one(benchmark: Benchmark, options: dict) -> Iterator[dict]:
     times = {}
 
     def race(calls: dict[str, Callable]) -> None:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for mode in random.sample(list(calls), len(calls)):
                 times.setdefault(mode, []).append(_seconds(calls[mode]))
 
@@ -85,13 +85,14 @@ def _one(benchmark: Benchmark, options: dict) -> Iterator[dict]:
         yield {
             **{"op": "dispatch", "family": benchmark.op, "case": benchmark.op, "shape": "x".join(map(str, SHAPE))},
             **{"dtype": "float32", "layout": "contiguous", "mode": mode, "note": f"runs {picked}"},
-            **{"backend": "eager" if mode.startswith("eager") else "auto", "rounds": ROUNDS},
+            **{"backend": "eager" if mode.startswith("eager") else "auto", "rounds": rounds},
             **{"us_p50": p50, "us_p20": p20, "us_p80": p80},
         }
 
 
-def rows() -> Iterator[dict]:
-    """Measures every op on the CPU."""
-    yield from _one(bench_channel_pool.BENCHMARK, {})
-    yield from _one(bench_channel_scale.BENCHMARK, {})
-    yield from _one(bench_squeeze_excite.BENCHMARK, {"act": "silu", "gate": "sigmoid"})
+def rows(quick: bool) -> Iterator[dict]:
+    """Measures every op on the CPU; in fewer rounds where it is to be quick."""
+    rounds = 10 if quick else ROUNDS
+    yield from _one(bench_channel_pool.BENCHMARK, {}, rounds)
+    yield from _one(bench_channel_scale.BENCHMARK, {}, rounds)
+    yield from _one(bench_squeeze_excite.BENCHMARK, {"act": "silu", "gate": "sigmoid"}, rounds)

@@ -1,24 +1,31 @@
-"""What the training loop costs per step over a raw PyTorch loop, beside Lightning and accelerate where installed.
+"""What the training loop costs per step over a raw PyTorch loop, beside Lightning and accelerate where they import.
 
-A tiny network on the CPU, one thread: what is left after the raw loop's time is the loop's own. The variants take
-turns; medians over the rounds. ``python benchmarks/bench_train_loop.py`` prints the table.
+A tiny network on the CPU: what is left after the raw loop's time is the loop's own. The loops take turns. Rows per
+loop: ``step`` is the whole step, ``over raw`` what it takes longer than a raw loop of the same round; the start of a
+run, measured by a run of one step, is taken off.
 """
 
-import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import io
+import logging
+import os
+import random
+import sys
 import tempfile
-import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import torch
+from harness import quantiles
+from timing import host_clock
 from torch import nn
 
 from fusedtrain.train import Logging, Schedule, TrainConfig, Trainer
 
-STEPS = 1000
+STEPS, ROUNDS = 3000, 11
 
 
 def net() -> nn.Sequential:
@@ -40,6 +47,13 @@ class Data:
             yield self.batch
 
 
+class Screen(io.StringIO):
+    """A terminal, so that the progress bar is drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def raw(data: Data) -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -51,23 +65,20 @@ def raw(data: Data) -> None:
         optimizer.zero_grad()
 
 
-def trainer(data: Data, **options) -> None:
-    model = net()
-    config = TrainConfig(epochs=1, device="cpu", schedule=Schedule("constant", warmup_epochs=0, per="epoch"), **options)
-    with contextlib.redirect_stdout(io.StringIO()):
+def trainer(data: Data, schedule: str = "constant", screen: type = io.StringIO, **options) -> None:
+    model, per = net(), "epoch" if schedule == "constant" else "step"
+    config = TrainConfig(epochs=1, device="cpu", schedule=Schedule(schedule, warmup_epochs=0, per=per), **options)
+    with contextlib.redirect_stdout(screen()):
         Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.01), config).fit(data)
+
+
+def scheduled(data: Data) -> None:
+    trainer(data, "cosine")
 
 
 def logged(data: Data) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        trainer(data, logging=Logging(Path(folder), log_every=1))
-
-
-def scheduled(data: Data) -> None:
-    model = net()
-    config = TrainConfig(epochs=1, device="cpu", schedule=Schedule("cosine", warmup_epochs=0))
-    with contextlib.redirect_stdout(io.StringIO()):
-        Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.01), config).fit(data)
+        trainer(data, screen=Screen, logging=Logging(Path(folder), log_every=1))
 
 
 def accelerated(data: Data) -> None:
@@ -98,54 +109,59 @@ def lightning(data: Data) -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    L.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(Module(), data)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings(action="ignore"):
+        L.Trainer(max_epochs=1, accelerator="cpu", **silent).fit(Module(), data)
 
 
-VARIANTS = {
+LOOPS = {
     "raw loop": raw,
-    "Trainer": trainer,
+    "Trainer, bare": trainer,
     "Trainer, cosine per step": scheduled,
-    "Trainer, every step logged": logged,
+    "Trainer, every step logged, progress bar": logged,
 }
-RIVALS = {"accelerate": accelerated, "lightning": lightning}
-
-
-def measure(variants: dict, rounds: int, steps: int) -> dict[str, float]:
-    """Microseconds per step; the start of a run, measured by a run of one step, is taken off."""
-    took = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            run(Data(1))
-            middle = time.perf_counter()
-            run(Data(steps + 1))
-            took[name].append((time.perf_counter() - middle - (middle - start)) / steps * 1e6)
-    return {name: median(values) for name, values in took.items()}
+PEERS = {"accelerate": accelerated, "lightning": lightning}  # bare: without logging and progress
 
 
 def importable(name: str) -> bool:
+    """Whether a peer can run here; says why not."""
     try:
         importlib.import_module(name)
-    except (ImportError, RuntimeError):  # RuntimeError: a torchvision of another torch, which lightning imports
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # the latter: a torchvision of another torch
+        print(f"{name} is not measured: {error}", file=sys.stderr)
         return False
     return True
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {name: run for name, run in RIVALS.items() if importable(name)}
-    times = measure(VARIANTS | found, options.rounds, options.steps)
-    print(f"{'loop':<28}{'us/step':>9}{'over raw':>10}")
-    for name, value in times.items():
-        print(f"{name:<28}{value:>9.1f}{value - times['raw loop']:>10.1f}")
-    for name in RIVALS.keys() - found.keys():
-        print(f"{name:<28} cannot be imported here")
+def _seconds(run: Callable[[Data], None], steps: int) -> float:
+    clock, data = host_clock(), Data(steps)
+    start = clock()
+    run(data)
+    return clock() - start
 
 
-if __name__ == "__main__":
-    main()
+def rows(quick: bool) -> Iterator[dict]:
+    """Measures all loops on the CPU; in fewer rounds where it is to be quick."""
+    rounds = 3 if quick else ROUNDS
+    os.environ["TERM"] = "xterm"  # a terminal on which rich draws
+    loops = LOOPS | {name: run for name, run in PEERS.items() if importable(name)}
+    took = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, run in random.sample(list(loops.items()), len(loops)):
+            start = _seconds(run, 1)
+            took[name].append((_seconds(run, STEPS + 1) - start) / STEPS)
+    for name, seconds in took.items():
+        over = [one - raw for one, raw in zip(seconds, took["raw loop"])]
+        for mode, values in {"step": seconds, "over raw": over}.items():
+            p20, p50, p80 = quantiles(values)
+            yield {
+                **{"op": "train_loop", "family": "train_loop", "case": name, "shape": "8x16", "dtype": "float32"},
+                **{"layout": "contiguous", "mode": mode, "rounds": rounds},
+                **{"backend": "eager" if name == "raw loop" else name if name in PEERS else "auto"},
+                **{"note": importlib.metadata.version(name) if name in PEERS else ""},
+                **{"us_p50": p50, "us_p20": p20, "us_p80": p80},
+            }

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+OPS = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
-    parser.add_argument("--op", nargs="+", choices=ops, default=ops, metavar="OP", help=f"of {', '.join(ops)}")
+    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, metavar="OP", help=f"of {', '.join(OPS)}")
     parser.add_argument(
         "--models",
         nargs="*",
@@ -96,8 +96,8 @@ def groups(op: str, options: argparse.Namespace, known: set[tuple[str, ...]]) ->
 
     module = importlib.import_module(f"bench_{op}")
     measure = getattr(module, "measure", harness.measure)
-    if op == "dispatch":
-        yield op, module.rows()
+    if hasattr(module, "rows"):
+        yield op, module.rows(options.quick)
         return
     benchmark = module.BENCHMARK
     if "compile" in options.without and hasattr(benchmark, "compiled"):
@@ -161,7 +161,10 @@ def run_ops(options: argparse.Namespace, shared: dict, folder: Path, console: Co
             results.merge(folder / f"{op}.csv", measured)  # after each case, so that a stopped run keeps its numbers
             everything += measured
             progress.advance(bar)
-    show(console, everything)
+    if set(options.op) - report.PYTHON.keys():
+        show(console, [row for row in everything if row["op"] not in report.PYTHON])
+    for op in report.PYTHON.keys() & set(options.op):
+        console.print(report.python_section(op, results.read(folder / f"{op}.csv")))
 
 
 def run_models(options: argparse.Namespace, shared: dict, folder: Path, console: Console) -> None:

@@ -116,6 +116,23 @@ def test_dispatch_is_measured_for_every_op(results):
     assert all(0 < float(row["us_p50"]) < 1000 for row in rows)
 
 
+LOOPS = """
+import importlib, bench_train_loop as bench, report, results, run
+for op in run.OPS:
+    assert {"rows", "BENCHMARK"} & vars(importlib.import_module(f"bench_{op}")).keys(), op
+bench.STEPS, bench.PEERS = 30, {"no_such_package": None}
+rows = [{**dict.fromkeys(results.COLUMNS, ""), **row, "load": 0.0} for row in bench.rows(quick=True)]
+print(report.python_section("train_loop", rows))
+"""
+
+
+def test_the_cost_of_the_training_loop_is_measured_and_a_missing_peer_named():
+    text = run("-c", LOOPS)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| raw loop", "| Trainer, "))]
+    assert len(rows) == 4 and all(0 < float(row[3].rstrip(" |")) < 1e5 for row in rows)
+    assert "- Not measured: no_such_package: it could not be imported there." in text
+
+
 def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")

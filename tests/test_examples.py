@@ -3,6 +3,7 @@
 The packages are not among the tests' requirements: where they are missing, the tests are skipped.
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -30,8 +31,9 @@ def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  
 
 @pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_network_learns_in_the_trainer_of_another_package(package, ranks, tmp_path, zoo):
-    pytest.importorskip(package, reason=f"{package} is not installed, and no requirement of the tests")
+def test_a_network_learns_in_the_trainer_of_another_package(package, ranks, tmp_path):
+    if importlib.util.find_spec(package) is None:  # not imported here: it may need what zoo_child mends
+        pytest.skip(f"{package} is not installed, and no requirement of the tests")
     script = {"lightning": "lightning_trainer", "accelerate": "accelerate_loop", "transformers": "transformers_trainer"}
     found = run(f"{script[package]}.py", ranks, tmp_path)
     assert all(accuracy > 0.9 for accuracy, _ in found)
