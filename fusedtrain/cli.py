@@ -133,6 +133,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
         import sklearn  # noqa: F401
         import tyro  # noqa: F401
 
+        from fusedtrain.data import SampleError
         from fusedtrain.train import CheckpointError, NonFiniteError, digits, options
     except ModuleNotFoundError as error:
         return _missing(error, "train")
@@ -149,7 +150,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
     except digits.InputError as error:
         return _fail(str(error), 2)
-    except (CheckpointError, NonFiniteError) as error:
+    except (CheckpointError, NonFiniteError, SampleError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

@@ -9,9 +9,21 @@ import harness
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fusedtrain._files import write_atomic
-from fusedtrain.train import Batches, InputError, Schedule, SmallNet, TrainConfig, Trainer, load_digits
+from fusedtrain.train import (
+    Batches,
+    InputError,
+    Logging,
+    Profile,
+    Schedule,
+    SeededDataset,
+    SmallNet,
+    TrainConfig,
+    Trainer,
+    load_digits,
+)
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS
 
@@ -212,6 +224,52 @@ def test_a_label_outside_the_classes_is_found_wherever_it_lies():
     data.targets[-1] = 10
     with pytest.raises(InputError, match="the model has 10 classes, but the validation labels go from 0 to 10"):
         trainer(small_net()).fit(batches(64, 16), data)
+
+
+class Shifted(Dataset):
+    """Gives out other labels than those that it lists."""
+
+    def __init__(self, images, targets):
+        self.images, self.given, self.targets = images, targets, (targets + 5).tolist()
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], self.given[index]
+
+
+@pytest.mark.parametrize(("kind", "seeded"), [(TensorDataset, False), (TensorDataset, True), (Shifted, False)])
+def test_so_is_one_of_a_dataset_behind_a_dataloader(kind, seeded):
+    targets = torch.tensor([0] * 7 + [9])
+    for label in (9, 10):
+        targets[5] = label
+        dataset = kind(IMAGES[:1].expand(8, 1, 16, 16), targets)
+        run = trainer(small_net())
+        try:
+            run.fit(DataLoader(SeededDataset(dataset) if seeded else dataset, 4))
+        except InputError as error:
+            assert label == 10 and str(error) == "the model has 10 classes, but the training labels go from 0 to 10"
+            assert run.step_count == 0
+        else:
+            assert label == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"checkpoint": "file/a"}, "checkpoints"),
+        ({"logging": Logging("file/a")}, "logs"),
+        ({"profile": Profile("file/a")}, "trace"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(tmp_path, monkeypatch, config, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    run = trainer(small_net(), **config)
+    with pytest.raises(InputError, match=f"the folder of the {what} cannot be made: .*file/a"):
+        run.fit(batches(64, 16))
+    assert run.step_count == 0
 
 
 def test_a_model_without_logits_is_refused():

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import TensorDataset, default_collate
 
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.feed import set_epoch
+from fusedtrain.train.rng import SeededDataset
 
 
 def check_data(trainer, name: str, batches: Iterable) -> dict:
@@ -51,7 +53,7 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
         return
     if outputs.dim() != 2 or len(outputs) != len(inputs):
         raise InputError(f"for class indices the model must return logits [N, classes], got {list(outputs.shape)}")
-    labels = getattr(batches, "targets", targets)  # of all data, where they are at hand
+    labels = _all_labels(batches, targets)
     ignored = getattr(trainer.loss, "ignore_index", None)
     if ignored is not None:
         labels = labels[labels != ignored]
@@ -60,6 +62,24 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
             f"the model has {outputs.shape[1]} classes, but the {name} labels go from {int(labels.min())} to"
             f" {int(labels.max())}"
         )
+
+
+def _all_labels(batches: Iterable, targets: Tensor) -> Tensor:
+    """The labels of all data where they are at hand, or the lowest and highest where a dataset lists them, as it gives
+    them out; else those of the first batch."""
+    owner = getattr(batches, "batches", batches)  # of a prefetcher
+    if isinstance(getattr(owner, "targets", None), Tensor):
+        return owner.targets
+    if getattr(owner, "collate_fn", None) is not default_collate:  # another may change the labels
+        return targets
+    dataset = owner.dataset.dataset if isinstance(owner.dataset, SeededDataset) else owner.dataset
+    listed = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
+    try:
+        listed = torch.as_tensor(listed)
+        ends = [int(dataset[int(at)][1]) for at in (listed.argmin(), listed.argmax())]
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return targets  # not numbers, or no pairs
+    return torch.cat([targets.cpu(), torch.tensor(ends)])
 
 
 def describe(batch) -> str:
@@ -74,8 +94,9 @@ def describe(batch) -> str:
 def to_device(batch, device: torch.device, memory_format: torch.memory_format, dtype: torch.dtype | None = None):
     """``batch`` with its tensors on ``device``, images in ``memory_format``, floating point ones in ``dtype`` where it
     is given; copies do not make the CPU wait."""
-    if type(batch) in (tuple, list) and len(batch) == 2 and all(type(t) is Tensor for t in batch):
-        return [_move(t, device, memory_format, dtype) for t in batch]  # the usual case, without a walk over a tree
+    if type(batch) in (tuple, list) and len(batch) == 2 and type(batch[0]) is type(batch[1]) is Tensor:
+        # the usual case, without a walk over a tree
+        return [_move(batch[0], device, memory_format, dtype), _move(batch[1], device, memory_format, dtype)]
     return tree_map(lambda t: _move(t, device, memory_format, dtype) if isinstance(t, Tensor) else t, batch)
 
 

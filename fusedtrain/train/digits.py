@@ -18,7 +18,7 @@ from fusedtrain import _allocator, _extension, _info
 from fusedtrain.train import report
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.data import Batches, load_digits
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, make_folder
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS, SmallNet
 from fusedtrain.train.trainer import Trainer
@@ -132,8 +132,4 @@ def _make_output(wanted: Path | None) -> Path:
     output = wanted or Path("runs", time.strftime("digits-%Y%m%d-%H%M%S"))
     if (output / report.RESULTS).exists():
         raise InputError(f"{output} holds the results of an earlier run; choose another --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"the output folder cannot be made: {error}") from None
-    return output
+    return make_folder(output, "the output folder")

@@ -1,5 +1,8 @@
 """The error for what a training run cannot be told."""
 
+import os
+from pathlib import Path
+
 
 class InputError(Exception):
     """The user's options, data or model do not fit together; the message is one line and says what to change."""
@@ -9,3 +12,14 @@ def require(condition: bool, message: str) -> None:
     """Raises InputError with ``message`` unless ``condition`` holds."""
     if not condition:
         raise InputError(message)
+
+
+def make_folder(path: Path | str, what: str) -> Path:
+    """Makes a folder that will be written to, where it is missing; InputError where that cannot be."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{what} cannot be made: {error}") from None
+    require(os.access(path, os.W_OK), f"{what} cannot be written to: {path}")
+    return path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fusedtrain.train.errors import require
+from fusedtrain.train.errors import make_folder, require
 
 SPANS = ("data", "copy", "forward", "backward", "optimizer", "graph", "evaluation", "checkpoint", "other")
 
@@ -79,7 +79,7 @@ class Tracer:
     def __init__(self, config: Profile, spans: Spans):
         self.config, self.spans, self._steps = config, spans, 0
         self._profiler = None
-        Path(config.profile_dir).mkdir(parents=True, exist_ok=True)
+        make_folder(config.profile_dir, "the folder of the trace")
 
     def step(self) -> None:
         """Called before every update."""

@@ -5,7 +5,7 @@ import sys
 import time
 from datetime import timedelta
 
-BAR_SECONDS, LINE_SECONDS = 0.1, 30.0
+BAR_SECONDS, LINE_SECONDS = 0.25, 30.0
 
 
 class Progress:
@@ -38,6 +38,7 @@ class Progress:
                 progress.TimeElapsedColumn(),
                 "left",
                 progress.TimeRemainingColumn(),
+                refresh_per_second=1 / BAR_SECONDS,
                 transient=True,
             )
             total = None if self.steps is None else self.epochs * self.steps

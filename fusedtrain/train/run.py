@@ -20,7 +20,7 @@ from fusedtrain.train import groups, parity
 from fusedtrain.train.checkpoint import CheckpointError
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
-from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.options import parse_command, read_yaml, write_yaml
@@ -118,10 +118,7 @@ def run(options: Options) -> History:
     output = options.output or Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
     output = Path(world.decide(str(output)))
     trainer, train, valid = build(options, world)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"the output folder cannot be made: {error}") from None
+    make_folder(output, "the output folder")
     if world.rank == 0:
         write_yaml(output / "options.yaml", dataclasses.replace(options, output=output))
     config = options.train

@@ -8,7 +8,7 @@ import torch
 
 from fusedtrain._files import write_atomic
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
-from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
@@ -54,6 +54,7 @@ class Saving:
         self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
         if self.config.directory is None:
             return
+        make_folder(self.config.directory, "the folder of the checkpoints")
         # Losses and the gradients of half a group are what they are; what is wrong with them is found elsewhere.
         names = ["history", "group", *(f"model/{name}" for name in nonfinite_names(trainer.model))]
         if self.fsdp:
@@ -203,7 +204,7 @@ class Saving:
             load_model_state(t, state["model"])
             load_optimizer_state(t, state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
             raise InputError(
                 f"the checkpoint in {self.config.directory} is of another model or optimizer: {reason}"
             ) from error

@@ -63,8 +63,9 @@ class Schedule:
         )
         require(self.schedule != "multistep" or bool(self.milestones), "the schedule multistep needs milestones")
 
-    def build(self, optimizer: Optimizer, epochs: int, steps: int) -> LRScheduler:
+    def build(self, optimizer: Optimizer, epochs: int, steps: int, mode: str = "min") -> LRScheduler:
         """Returns torch's scheduler for a run of ``epochs`` epochs of ``steps`` updates; it sets the first rate.
+        ``mode``: for plateau, whether a smaller ("min") or a larger value ("max") of the metric is better.
 
         Raises:
             InputError: onecycle cannot cycle the momentum of this optimizer.
@@ -74,7 +75,7 @@ class Schedule:
             return _one_cycle(optimizer, ticks * epochs)
         warmup, factor = round(self.warmup_epochs * ticks), self._factor(ticks, ticks * epochs)
         if self.schedule == "plateau":
-            return Plateau(optimizer, warmup_steps=round(self.warmup_epochs * steps), schedule=self)
+            return Plateau(optimizer, round(self.warmup_epochs * steps), self, mode)
         return LambdaLR(optimizer, lambda t: (t + 1) / warmup if t < warmup else factor(t, warmup))
 
     def _factor(self, ticks: int, total: int) -> Callable[[int, int], float]:
@@ -107,7 +108,7 @@ class Plateau:
     """torch's ReduceLROnPlateau behind a linear warm-up: :meth:`step` after every update, :meth:`observe` after every
     epoch."""
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int, schedule: Schedule, mode: str = "min"):
+    def __init__(self, optimizer: Optimizer, warmup_steps: int, schedule: Schedule, mode: str):
         self.optimizer, self.warmup_steps, self.last_epoch = optimizer, warmup_steps, 0
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         lows = [schedule.min_factor * peak for peak in self.peaks]
@@ -136,12 +137,15 @@ class Plateau:
         self.plateau.load_state_dict(state["plateau"])
 
 
-def make(config: Schedule, made, optimizer: Optimizer, epochs: int, updates: int | None) -> tuple[object, bool]:
+def make(
+    config: Schedule, made, optimizer: Optimizer, epochs: int, updates: int | None, mode: str
+) -> tuple[object, bool]:
     """Returns the scheduler of a run and whether it moves with every update.
 
     Args:
         made: a scheduler of torch's, what makes one from optimizer and number of updates, or None.
         updates: per epoch; None where that is not known.
+        mode: of the metric, see :meth:`Schedule.build`.
 
     Raises:
         InputError: the schedule needs to know the number of updates.
@@ -152,7 +156,7 @@ def make(config: Schedule, made, optimizer: Optimizer, epochs: int, updates: int
             updates is not None or config.schedule == "constant",
             f"the schedule {config.schedule} needs training data with a length",
         )
-        return config.build(optimizer, epochs, updates or 1), per_step or config.schedule == "plateau"
+        return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
     if not hasattr(made, "step"):
         made = made(optimizer, (updates or 0) * epochs)
     return made, per_step and not isinstance(made, ReduceLROnPlateau)

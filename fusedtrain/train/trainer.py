@@ -276,6 +276,8 @@ class Trainer:
         monitor = config.early_stopping.monitor
         if valid is not None and monitor not in metrics:
             raise InputError(f"monitor must be one of {', '.join(metrics)}, got {monitor!r}")
+        if valid is None and monitor != "loss":
+            raise InputError(f"monitor {monitor!r} needs validation data")
         budget.fit(self, train)
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = config.cudnn_benchmark
@@ -286,7 +288,7 @@ class Trainer:
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
         self.schedule, self._per_step = schedule.make(
-            config.schedule, self._scheduler, self.optimizer, config.epochs, updates
+            config.schedule, self._scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
         )
         self.numbers, self._batches = Numbers(self, self.late), []
         self._group_loss = self._group_weight = 0.0

@@ -90,10 +90,12 @@ class Update:
             self._sharded = any(hasattr(g, "full_tensor") for g in grads)
         if self.max_grad_norm is None and not self._sharded:
             # The check of GradScaler: one pass, no norm.
-            self._found.zero_()
             for same in [grads] if self._alike and grads else _by_kind(grads):
                 torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
-            return not self._found
+            if not self._found:
+                return True
+            self._found.zero_()
+            return False
         self.norm = nn.utils.get_total_norm(grads)
         if self._sharded:
             self.norm = self.norm.full_tensor()
