@@ -138,13 +138,30 @@ def is_candidate(module):
     return isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or type(module).__name__ in ATTENTION
 
 
+def is_pointwise(module):
+    return (
+        type(module) is nn.Conv2d and module.groups == 1 and module.kernel_size == (1, 1) and module.padding == (0, 0)
+    )
+
+
+def candidates_of(model):
+    """The names of all candidates: those by their class, and 1x1 convolutions outside of channel attention."""
+    found, gates = set(), ()
+    for name, module in model.named_modules():
+        if is_candidate(module) or (is_pointwise(module) and not name.startswith(gates)):
+            found.add(name)
+        if type(module).__name__ in ATTENTION:
+            gates += (f"{name}.",)
+    return found
+
+
 def is_middle(conv, norm):
     return isinstance(conv, nn.Conv2d) and is_candidate(conv) and "BatchNorm" in type(norm).__name__
 
 
 def check_sweep(model):
     """fuse() finds every candidate, swaps those that have a fused layer, and nothing of the model is lost."""
-    candidates = {name for name, module in model.named_modules() if is_candidate(module)}
+    candidates = candidates_of(model)
     before, classes, parameters = layout_of(model), classes_of(model), list(model.parameters())
     planned = fusedtrain.fuse(model, dry_run=True)
     assert classes_of(model) == classes

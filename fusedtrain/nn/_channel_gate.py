@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedtrain.nn._activation import observed, op_name
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
+from fusedtrain.nn.pointwise_conv2d import is_pointwise as is_pointwise_conv
 from fusedtrain.ops import channel_pool, channel_scale, squeeze_excite
 
 # torch.fx records a call of one of these as a single node.
@@ -40,10 +42,9 @@ def is_mean(layer: nn.Module) -> bool:
 
 def is_pointwise(layer: nn.Module) -> bool:
     """True for a plain Linear or 1x1 convolution: its weight and bias are all that it does."""
-    kind = type(layer)
-    if kind is nn.Conv2d:
-        return layer.kernel_size == (1, 1) and layer.padding == (0, 0) and layer.groups == 1 and not observed(layer)
-    return kind is nn.Linear and not observed(layer)
+    if type(layer) in (nn.Conv2d, PointwiseConv2d):
+        return is_pointwise_conv(layer) and not observed(layer)
+    return type(layer) is nn.Linear and not observed(layer)
 
 
 def fused(

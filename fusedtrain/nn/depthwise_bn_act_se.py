@@ -105,7 +105,7 @@ def middle(
 
 
 def is_projection(layer: nn.Module) -> bool:
-    return type(layer) is nn.Conv2d and gates.is_pointwise(layer) and layer.stride == (1, 1)
+    return isinstance(layer, nn.Conv2d) and gates.is_pointwise(layer) and layer.stride == (1, 1)
 
 
 def _is_known(conv: nn.Module, norm: nn.Module) -> bool:

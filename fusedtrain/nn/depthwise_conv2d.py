@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtrain import ops
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 
 
 class DepthwiseConv2d(nn.Conv2d):
@@ -148,7 +149,7 @@ class DepthwiseSeparableConv(nn.Module):
         )
         self.norm1 = norm_layer(in_channels) if norm_layer else nn.Identity()
         self.act1 = act_layer() if act_layer else nn.Identity()
-        self.pointwise = nn.Conv2d(in_channels, out_channels, 1, bias=bias, **factory)
+        self.pointwise = PointwiseConv2d(in_channels, out_channels, bias=bias, **factory)
         self.norm2 = norm_layer(out_channels) if norm_layer else nn.Identity()
         self.act2 = act_layer() if act_layer else nn.Identity()
 

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fusedtrain.nn import batch_norm_act, depthwise_bn_act_se, depthwise_conv2d, eca, hand_written, squeeze_excite
+from fusedtrain.nn import (
+    batch_norm_act,
+    depthwise_bn_act_se,
+    depthwise_conv2d,
+    eca,
+    hand_written,
+    pointwise_conv2d,
+    squeeze_excite,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,12 @@ RULES = (
         applies=lambda module: module.groups == module.in_channels > 1,
     ),
     Rule(
+        "torch.nn.modules.conv.Conv2d",
+        pointwise_conv2d.PointwiseConv2d,
+        ("weight",),
+        applies=lambda module: type(module) is nn.Conv2d and pointwise_conv2d.is_pointwise(module),
+    ),
+    Rule(
         "timm.layers.conv2d_same.Conv2dSame",
         depthwise_conv2d.DepthwiseConv2dSame,
         ("weight",),
@@ -122,8 +136,14 @@ RULES = (
     Rule("timm.layers.squeeze_excite.SqueezeExciteCl"),
     Rule("timm.models.hgnet.EseModule"),
 )
-_BY_STOCK = {rule.stock: rule for rule in RULES}
+_BY_STOCK: dict[str, list[Rule]] = {}
+for _rule in RULES:
+    _BY_STOCK.setdefault(_rule.stock, []).append(_rule)
 _STOCK_OF = {rule.fused: rule.stock for rule in reversed(RULES) if rule.fused is not None}
+
+_GATES = {
+    rule.fused for rule in RULES if rule.fused is None or rule.fused.__module__.endswith(("squeeze_excite", "eca"))
+}
 
 # A model inside one of these has been sharded, replicated or compiled with the classes that it has.
 _WRAPPERS = {
@@ -221,16 +241,16 @@ def _rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule of the module's class or of the nearest class it is derived from, where that applies."""
     if type(module) in _STOCK_OF:
         return None
-    rule = next((_BY_STOCK[path] for path in map(_path, type(module).__mro__) if path in _BY_STOCK), None)
-    return rule if rule is not None and rule.applies(module) else None
+    rules = next((_BY_STOCK[path] for path in map(_path, type(module).__mro__) if path in _BY_STOCK), ())
+    return next((rule for rule in rules if rule.applies(module)), None)
 
 
 def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
-    activation behind it, and over processes), depthwise convolutions, and the blocks in which these follow each other:
-    timm's inverted residual and separable blocks and its ConvNormAct, any Sequential, as torchvision's blocks are, and
+    activation behind it, and over processes), depthwise and 1x1 convolutions, and the blocks in which these follow each
+    other: timm's inverted residual and separable blocks and its ConvNormAct, any Sequential, as torchvision's are, and
     blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.hand_written`).
     A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
     it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
@@ -252,9 +272,15 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     Numerics: those of the fused layers; each as good as the stock layer's own rounding error.
     """
     _refuse_wrapped("fuse", model)
-    report, theirs = [], set()
+    report, theirs, inside_gates = [], set(), set()
     for name, module, wrapper in list(_outer_wrappers(model)):
         rule = _rule_of(module)
+        if type(module) in _GATES or (rule is not None and rule.fused in _GATES):
+            inside_gates.add(name)
+        elif name.rpartition(".")[0] in inside_gates:
+            inside_gates.add(name)
+            if rule is not None and rule.fused is pointwise_conv2d.PointwiseConv2d:
+                continue  # it sees one pixel, and the gate's op takes its weights
         if rule or wrapper or type(module) in _STOCK_OF or getattr(module, "qconfig", None) is not None:
             theirs.add(name)
         if rule is None:

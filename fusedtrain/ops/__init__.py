@@ -7,6 +7,7 @@ from fusedtrain.ops.depthwise_bn_act_se import depthwise_bn_act_se
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
 from fusedtrain.ops.grad_norm import grad_norm
 from fusedtrain.ops.optimizer_step import optimizer_step_
+from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
 from fusedtrain.ops.squeeze_excite import squeeze_excite
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "depthwise_conv2d",
     "grad_norm",
     "optimizer_step_",
+    "pointwise_conv2d",
     "squeeze_excite",
 ]

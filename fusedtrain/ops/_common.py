@@ -74,6 +74,31 @@ def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     return dw if dw.shape != w.shape or dw.stride() == w.stride() else dw.as_strided(w.shape, w.stride())
 
 
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
+    """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
+    both = [value, value] if isinstance(value, int) else list(value)
+    if len(both) != 2 or not all(isinstance(v, int) and v >= least for v in both):
+        raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
+    return both
+
+
+def in_format_of(y: Tensor, x: Tensor) -> Tensor:
+    """Returns ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in torch."""
+    c, h, w = x.shape[1:]
+    if x.stride() == (h * w * c, 1, w * c, c) and x.stride(0) != x.stride(1):
+        return y.contiguous(memory_format=torch.channels_last)
+    return y
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """True when the autograd Function must record; under export the raw operator stands in the graph."""
     if not torch.is_grad_enabled() or torch.compiler.is_exporting():

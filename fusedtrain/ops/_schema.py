@@ -1,7 +1,8 @@
 """Every operator of the package, one line each.
 
 The schemas stand in Python so that the operators, their fakes and ``opcheck`` exist without a compiler; the compiled
-library only adds implementations. Each operator also has a ``.triton`` overload, the same signature on Triton kernels.
+library only adds implementations. Each operator also has a ``.triton`` overload, the same signature on Triton kernels,
+but those of ``CPU_ONLY``.
 
 Conventions: ``act``, ``gate``, ``in_act`` and ``pool`` are codes of ``_codes.py``; ``x``, ``dy``, ``y`` and ``dx`` are
 dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak, ties, mean, m2, rstd and
@@ -54,6 +55,8 @@ SCHEMAS = {
     " -> Tensor y",
     "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+    "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
+    "pointwise_conv2d_dw": "(Tensor dy, Tensor x, int[] stride) -> Tensor dw",
     "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
     " int act, int gate, int pool, int in_act)"
     " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits, Tensor peak, Tensor ties)",
@@ -71,6 +74,8 @@ TABLES = {
     "grad_norm_table": "(Tensor[] tables) -> Tensor norm",
     "optimizer_step_table_": f"(Tensor table, {_STEP}, {_NARROW}) -> ()",
 }
+
+CPU_ONLY = ("pointwise_conv2d",)  # ops that are matrix products on a GPU, where PyTorch's own libraries run them
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -93,6 +98,8 @@ def _triton_launcher(name: str):
 
 for _name, _signature in SCHEMAS.items():
     LIBRARY.define(_name + _signature, tags=_TAGS)
+    if stem(_name) in CPU_ONLY:
+        continue
     LIBRARY.define(f"{_name}.triton" + _signature, tags=_TAGS)
     for _device in ("CUDA", "CPU"):  # on the CPU Triton's interpreter runs them
         LIBRARY.impl(f"{_name}.triton", _triton_launcher(_name), _device)
@@ -107,7 +114,8 @@ def register_fake(name: str):
 
     def register(fake):
         torch.library.register_fake(f"fusedtrain::{name}", fake, lib=LIBRARY)
-        torch.library.register_fake(f"fusedtrain::{name}.triton", fake, lib=LIBRARY)
+        if stem(name) not in CPU_ONLY:
+            torch.library.register_fake(f"fusedtrain::{name}.triton", fake, lib=LIBRARY)
         return fake
 
     return register

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,11 +26,14 @@ from fusedtrain.ops.batch_norm_act import _check as _check_norm
 from fusedtrain.ops.batch_norm_act import reference as norm_reference
 from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPLS
 from fusedtrain.ops.depthwise_conv2d import IMPLS as CONV_IMPLS
-from fusedtrain.ops.depthwise_conv2d import _autocast, _geometry, _in_format_of, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import _check as _check_conv
 from fusedtrain.ops.depthwise_conv2d import _fake as _fake_convolved
 from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
+from fusedtrain.ops.depthwise_conv2d import _geometry, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
+from fusedtrain.ops.pointwise_conv2d import IMPLS as PROJECTION_IMPLS
+from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
+from fusedtrain.ops.pointwise_conv2d import reference_backward as projection_backward
 from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
 from fusedtrain.ops.squeeze_excite import reference as gate_reference
 
@@ -229,16 +231,16 @@ class _Projection(torch.autograd.Function):
     def forward(ctx, y, weight, bias, again, *kept):
         ctx.save_for_backward(weight, *kept)
         ctx.again = again
-        return F.conv2d(y, weight, bias)
+        ctx.impl = select("pointwise_conv2d", PROJECTION_IMPLS, y, weight, bias, [1, 1])
+        return ctx.impl.forward(y, weight, bias, [1, 1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
-        grads = torch.ops.aten.convolution_backward(
-            *(dout, y, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needed)
-        )
+        backward = ctx.impl.backward or projection_backward
+        grads = backward(_common.dense_like(dout, y), y, weight, [1, 1], needed)
         return *(grad if need else None for grad, need in zip(grads, needed)), None, *(None,) * len(kept)
 
 
@@ -355,11 +357,11 @@ def depthwise_bn_act_se(
         _codes.code("se_act", se_act, _codes.ACTIVATIONS),
         _codes.code("gate", gate, _codes.ACTIVATIONS),
     ]
-    conv = _autocast(x, weight, bias)
+    conv = _common.autocast(x, weight, bias)
     geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
     _check(*conv, *running, *affine, se, training, process_group, output)
-    after = () if projection is None else _autocast(x, *projection)[1:]
+    after = () if projection is None else _common.autocast(x, *projection)[1:]
     if after:
         _check_projection(conv[0], conv[1].shape[0], *after)
     group = process_group if training else None
@@ -367,7 +369,7 @@ def depthwise_bn_act_se(
     if impl.backward is None or 0 in x.shape:
         norm = (*running, *affine, training, momentum, eps)
         y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
-        return F.conv2d(y, *after) if after else y
+        return pointwise_conv2d(y, *after) if after else y
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
     if se is not None:
         dtype = _weight_dtype(x, *se)
@@ -385,15 +387,15 @@ def depthwise_bn_act_se(
     else:
         again, kept = functools.partial(_with_gate, impl, names), (z, mean, rstd, *affine, *se)
     if not recording:
-        y = _in_format_of(again(*kept), x)
-        return F.conv2d(y, *after) if after else y
+        y = _common.in_format_of(again(*kept), x)
+        return pointwise_conv2d(y, *after) if after else y
     conv_backward = _conv_backward(impl, x, weight, bias, *geometry)
     batch, tail = (z, mean, rstd, count), (geometry, group)
     if se is None:
         y = _DepthwiseBnAct.apply(x, weight, bias, *affine, *batch, names[0], *tail, (impl, norm, conv_backward))
     else:
         y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, *batch, names, *tail, (impl, conv_backward))
-    y = _in_format_of(y, x)
+    y = _common.in_format_of(y, x)
     if not after:
         return y
-    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else F.conv2d(y, *after)
+    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else pointwise_conv2d(y, *after)

@@ -173,13 +173,6 @@ class _DepthwiseConv2d(torch.autograd.Function):
         return *(grad if needed else None for grad, needed in zip(grads, need)), None, None, None
 
 
-def _pair(name: str, value: int | tuple[int, int], least: int) -> list[int]:
-    pair = [value, value] if isinstance(value, int) else list(value)
-    if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
-        raise ValueError(f"depthwise_conv2d: {name} must be an int or a pair of ints >= {least}, got {value!r}")
-    return pair
-
-
 def _sides(padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
     """Returns ``padding`` as (left, right, top, bottom)."""
     if padding == "valid":
@@ -195,7 +188,7 @@ def _sides(padding, kernel: tuple[int, int], stride: list[int], dilation: list[i
         if not all(isinstance(p, int) and p >= 0 for p in padding):
             raise ValueError(f"depthwise_conv2d: padding must not be negative, got {padding!r}")
         return list(padding)
-    h, w = _pair("padding", padding, 0)
+    h, w = _common.pair("depthwise_conv2d", "padding", padding, 0)
     return [w, w, h, h]
 
 
@@ -219,7 +212,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _geometry(x: Tensor, weight: Tensor, stride, padding, dilation) -> tuple[tuple[list[int], ...], tuple[int, int]]:
     """Returns stride, padding and dilation as the operators take them, and the height and width of the output."""
     kernel = (weight.shape[2], weight.shape[3])
-    stride, dilation = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    stride = _common.pair("depthwise_conv2d", "stride", stride, 1)
+    dilation = _common.pair("depthwise_conv2d", "dilation", dilation, 1)
     sides = _sides(padding, kernel, stride, dilation)
     left, right, top, bottom = sides
     ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
@@ -230,23 +224,6 @@ def _geometry(x: Tensor, weight: Tensor, stride, padding, dilation) -> tuple[tup
             f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
         )
     return (stride, sides, dilation), (ho, wo)
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _in_format_of(y: Tensor, x: Tensor) -> Tensor:
-    """Returns ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in torch."""
-    c, h, w = x.shape[1:]
-    if x.stride() == (h * w * c, 1, w * c, c) and x.stride(0) != x.stride(1):
-        return y.contiguous(memory_format=torch.channels_last)
-    return y
 
 
 def depthwise_conv2d(
@@ -293,7 +270,7 @@ def depthwise_conv2d(
     if isinstance(x, Tensor) and x.dim() == 3:
         return depthwise_conv2d(x[None], weight, bias, stride, padding, dilation, act=act)[0]
     _common.check_images("depthwise_conv2d", x)
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
@@ -306,6 +283,6 @@ def depthwise_conv2d(
         return reference(x, weight, bias, *geometry, act_code)
     x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
     if not recording:
-        return _in_format_of(impl.forward(x, weight, bias, *geometry, act_code), x)
+        return _common.in_format_of(impl.forward(x, weight, bias, *geometry, act_code), x)
     y = _DepthwiseConv2d.apply(x, weight, bias, geometry, impl.forward, backward)
-    return _activation.REFERENCE[act](_in_format_of(y, x))
+    return _activation.REFERENCE[act](_common.in_format_of(y, x))

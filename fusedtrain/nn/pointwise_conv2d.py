@@ -1,0 +1,69 @@
+"""1x1 convolutions as layers: nn.Conv2d with a kernel of one pixel, on the fused op."""
+
+from torch import Tensor, nn
+
+from fusedtrain import ops
+
+
+class PointwiseConv2d(nn.Conv2d):
+    r"""A 1x1 convolution, in the place of ``nn.Conv2d(in_channels, out_channels, 1)``.
+
+    .. math:: y_{o,p} = b_o + \sum_c w_{oc}\, x_{c,p}
+
+    Args:
+        in_channels: channels C of the images.
+        out_channels: channels D of the output.
+        kernel_size: 1; stands here, as the next four but stride and bias, so that the arguments are those of
+            ``nn.Conv2d``.
+        stride: one int or (height, width).
+        padding: 0.
+        dilation: without effect on one pixel.
+        groups: 1.
+        bias: whether a bias is learned.
+        padding_mode: without effect where nothing is padded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, ``[N, D, Ho, Wo]`` in the same memory
+        format. state_dict: ``weight`` ``[D, C, 1, 1]`` and ``bias`` ``[D]``, initialised as ``nn.Conv2d``.
+
+    Raises:
+        ValueError: kernel, padding or groups are others, or a shape does not fit.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.pointwise_conv2d`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.pointwise_conv2d`.
+    Source: ``torch.nn.Conv2d``
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int] = 1,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(
+            *(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias),
+            *(padding_mode, device, dtype),
+        )
+        if not is_pointwise(self):
+            raise ValueError(
+                "PointwiseConv2d: kernel_size must be 1, padding 0 and groups 1,"
+                f" got {kernel_size!r}, {padding!r} and {groups!r}"
+            )
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.pointwise_conv2d(input, weight, bias, self.stride)
+
+
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """True for a kernel of one pixel over all channels, without padding."""
+    return conv.kernel_size == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid", "same")

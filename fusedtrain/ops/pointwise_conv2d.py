@@ -1,0 +1,166 @@
+r"""pointwise_conv2d: a 1x1 convolution, a product of matrices over all pixels.
+
+.. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _common, _schema
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    return F.conv2d(x, weight, bias, stride)
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if _common.is_channels_last(x) else torch.contiguous_format
+
+
+@_schema.register_fake("pointwise_conv2d")
+def _fake(x, weight, bias, stride):
+    ho, wo = (-(-size // step) for size, step in zip(x.shape[2:], stride))
+    return torch.empty((x.shape[0], weight.shape[0], ho, wo), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+
+
+@_schema.register_fake("pointwise_conv2d_dw")
+def _fake_dw(dy, x, stride):
+    return x.new_empty(dy.shape[1], x.shape[1], 1, 1)
+
+
+# Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).
+_MOST_CHANNELS = 384
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    """``F.conv2d``, in float32 by oneDNN also where ATen would take MKL: one thread and few images, at half the speed
+    on CPUs that are not Intel's."""
+    onednn = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    if x.dtype == torch.float32 and onednn and x.shape[1] <= _MOST_CHANNELS:
+        y = torch.ops.aten.mkldnn_convolution(x, weight, bias, [0, 0], stride, [1, 1], 1)
+    else:
+        y = F.conv2d(x, weight, bias, stride)
+    return y.contiguous(memory_format=_layout(x))
+
+
+_schema.LIBRARY.impl("pointwise_conv2d", _onednn, "CPU")
+
+
+_SMALL = 200_000  # elements of x: up to here the calls cost more than what the kernels may gain
+
+
+def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
+    if not _common.is_channels_last(x):
+        return "stock PyTorch runs contiguous images: the kernels take channels_last and would need copies"
+    if x.numel() < _SMALL:
+        return f"x has fewer than {_SMALL} elements: stock calls cost less"
+    return None
+
+
+_OP, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
+
+
+def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Tensor]:
+    geometry = (stride, [0, 0], [1, 1], False, [0, 0], 1)
+    return torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *geometry, need)
+
+
+def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    need_dx, need_dw, need_db = need
+    dx = dw = None
+    if need_dx and stride == [1, 1]:  # a 1x1 convolution itself
+        dx = _OP(dy, weight.transpose(0, 1), None, stride)
+    elif need_dx:
+        dx = reference_backward(dy, x, weight, stride, [True, False, False])[0]
+    if need_dw:
+        rows = torch.channels_last  # a row of the matrices per pixel
+        dw = _DW(dy.contiguous(memory_format=rows), x.contiguous(memory_format=rows), stride)
+        dw = _common.strided_like(dw, weight)
+    return dx, dw, dy.sum((0, 2, 3)) if need_db else None
+
+
+# On a GPU this is a matrix product, which PyTorch's own libraries run: every backend there is stock PyTorch.
+IMPLS = register(
+    "pointwise_conv2d",
+    {
+        "cuda": Impl(reference, None, _common.why_not_cuda),
+        "cpu": Impl(_OP, _backward, _common.why_not_cpu, _slower),
+        "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+class _PointwiseConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, stride):
+        ctx.save_for_backward(x, weight)
+        ctx.stride = stride
+        return _OP(x, weight, bias, stride)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return *_backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.needs_input_grad[:3]), None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 1, 1):
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"pointwise_conv2d: weight must have shape [D, C, 1, 1] = [D, {x.shape[1]}, 1, 1], got {got}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"pointwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"pointwise_conv2d: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+    _common.check_same_device("pointwise_conv2d", x, weight=weight, bias=bias)
+
+
+def pointwise_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | tuple[int, int] = 1
+) -> Tensor:
+    r"""Mixes the channels of every pixel: ``F.conv2d`` with a 1x1 kernel, trained faster on CPUs.
+
+    .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
+
+    Args:
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, stock PyTorch runs
+            contiguous images; float32, bfloat16, float16 or float64.
+        weight: ``[D, C, 1, 1]``, in the dtype of ``x``.
+        bias: ``[D]``, or None.
+        stride: of the output positions, one int or (height, width).
+
+    Returns:
+        ``[N, D, ceil(H / stride), ceil(W / stride)]`` in the dtype and memory format of ``x``; under autocast in its
+        dtype. For backward x and weight are kept.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run, or tensors are on different devices.
+
+    Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. On GPUs, and where
+        ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
+        weight is independent of threads.
+    Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
+    """
+    if isinstance(x, Tensor) and x.dim() == 3:
+        return pointwise_conv2d(x[None], weight, bias, stride)[0]
+    _common.check_images("pointwise_conv2d", x)
+    x, weight, bias = _common.autocast(x, weight, bias)
+    _check(x, weight, bias)
+    stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
+    impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
+    if impl.backward is None or x.numel() == 0:
+        return reference(x, weight, bias, stride)
+    x = _common.dense(x)
+    recording = _common.needs_autograd(x, weight, bias)
+    run = _PointwiseConv2d.apply if recording else _OP
+    return _common.in_format_of(run(x, weight, bias, stride), x)

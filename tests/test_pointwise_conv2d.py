@@ -1,0 +1,242 @@
+"""pointwise_conv2d: a 1x1 convolution; and its layer."""
+
+import sys
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from fusedtrain import backend as backends
+from fusedtrain.nn import PointwiseConv2d
+from fusedtrain.ops import pointwise_conv2d
+from fusedtrain.ops.pointwise_conv2d import IMPLS, reference
+
+SHAPES = {name: shape for name, shape in cases.SHAPES.items() if name not in ("no_pixels", "no_channels")}
+SHAPES |= {"many_pixels": (3, 24, 61, 67)}  # more than one block of pixels
+CASES = cases.pairwise(
+    shape=list(SHAPES),
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    out=[1, 6, 40, 130],
+    stride=[(1, 1), (2, 2), (3, 1)],
+    bias=[True, False],
+)
+# Torch in float64 is the truth: over thousands of pixels its sums are as far off as ours.
+CASES = [case for case in CASES if (case["shape"], case["dtype"]) != ("many_pixels", torch.float64)]
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+
+
+@pytest.fixture
+def backend(backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("on GPUs every backend is stock PyTorch")
+    return backend
+
+
+def make(device, shape=(2, 13, 7, 9), layout="channels_last", dtype=torch.float32, out=20, bias=True, seed=0) -> dict:
+    return {
+        "x": harness.images(shape, layout, dtype, device, seed=3 * seed),
+        "w": harness.normal(out, shape[1], 1, 1, dtype=dtype, device=device, seed=3 * seed + 1),
+        "b": harness.normal(out, dtype=dtype, device=device, seed=3 * seed + 2) if bias else None,
+    }
+
+
+def function(stride=1):
+    return lambda x, w, b: pointwise_conv2d(x, w, b, stride)
+
+
+def reference_of(stride=(1, 1)):
+    return lambda x, w, b: reference(x, w, b, list(stride))
+
+
+@pytest.mark.parametrize("case", CASES, ids=cases.label)
+def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    def draw(seed):
+        return make(device, SHAPES[case["shape"]], case["layout"], case["dtype"], case["out"], case["bias"], seed)
+
+    draws = harness.draws(draw, device, backend)
+    harness.assert_op_as_good_as_torch(
+        function(case["stride"]), reference_of(case["stride"]), draws, "pointwise_conv2d"
+    )
+
+
+@given(
+    case=cases.strided(),
+    out=st.integers(1, 70),
+    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    dtype=st.sampled_from(harness.DTYPES[:3]),
+)
+def test_any_shape_and_strides(device, backend, case, out, stride, dtype):
+    assume(case["shape"][1] > 0 and 0 not in case["shape"][2:])
+    inputs = make(device, case["shape"], dtype=dtype, out=out)
+    inputs |= {"x": cases.strided_images(case, dtype, device)}
+    harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize(
+    ("shape", "out"),
+    [((2, 16, 40, 40), 96), ((2, 96, 40, 40), 24), ((2, 480, 14, 14), 112), ((4, 672, 7, 7), 192), ((2, 8, 65, 64), 8)],
+)
+def test_layers_of_real_networks(device, backend, shape, out, dtype):
+    for stride in ((1, 1), (2, 2)):
+        draws = harness.draws(
+            lambda seed: make(device, shape, "channels_last", dtype, out, False, seed), device, backend
+        )
+        harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), draws, "pointwise_conv2d")
+
+
+@dense_layouts
+def test_gradients_are_derivatives(device, backend, layout):
+    properties.assert_gradients_are_derivatives(function(2), make(device, (2, 3, 4, 5), layout, torch.float64, 4))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_operators_agree_with_schema_and_fake(dtype):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    x = harness.images((2, 13, 7, 9), "channels_last", dtype)
+    dy = harness.images((2, 20, 4, 9), "channels_last", dtype, seed=1)
+    properties.assert_opcheck(torch.ops.fusedtrain.pointwise_conv2d_dw.default, dy, x, [2, 1])
+    for image in (x, x.contiguous()):
+        weight = harness.normal(20, 13, 1, 1, dtype=dtype)
+        properties.assert_opcheck(torch.ops.fusedtrain.pointwise_conv2d.default, image, weight, None, [2, 1])
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@dense_layouts
+def test_compiles_as_one_graph_and_once(device, backend, layout, dtype):
+    properties.assert_compiles(function(), make(device, layout=layout, dtype=dtype))
+
+
+def test_keeps_only_its_inputs_for_backward(device, backend):
+    for layout in harness.DENSE_LAYOUTS:
+        leaves = [t.requires_grad_() for t in make(device, layout=layout, dtype=torch.bfloat16).values()]
+        assert harness.extra_saved_bytes(function(), *leaves) == 0
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    properties.assert_repeats_bitwise(function(), make(device, layout=layout, dtype=dtype))
+    properties.assert_writes_every_element(function(), make(device, layout=layout, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (1, 96, 90, 40), (16, 200, 7, 7)])
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+def test_threads_do_not_change_the_weight_gradient(shape, dtype):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    x = harness.images(shape, "channels_last", dtype)
+    dy = harness.images((shape[0], 40, *shape[2:]), "channels_last", dtype, seed=1)
+    properties.assert_threads_change_nothing(
+        lambda dy, x: torch.ops.fusedtrain.pointwise_conv2d_dw(dy, x, [1, 1]), {"dy": dy, "x": x}
+    )
+
+
+def test_images_do_not_mix(device, backend):
+    properties.assert_images_do_not_mix(function(), make(device, (3, 13, 17, 19)), ("x",))
+
+
+@dense_layouts
+def test_frozen_inputs_change_nothing(device, backend, layout):
+    properties.assert_frozen_inputs_change_nothing(function(), make(device, layout=layout))
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, backend, layout):
+    if backend == "reference":
+        pytest.skip("the bits of stock PyTorch's gradient of the bias depend on strides")
+    properties.assert_takes_any_incoming_gradient(function(), make(device, layout=layout))
+
+
+def test_second_derivative_is_refused(device, backend):
+    if backend == "reference":
+        pytest.skip("stock PyTorch has one")
+    properties.assert_second_derivative_is_refused(function(), make(device))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@dense_layouts
+def test_nan_and_infinity_spread_as_in_torch(device, backend, value, layout):
+    for stride in ((1, 1), (2, 2)):
+        inputs = make(device, layout=layout)
+        inputs["x"][1, 2, 4, 4] = value
+        harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_for_torchs_convolution(device, backend, dtype):
+    for x_dtype in harness.DTYPES:
+        inputs = make(device, dtype=x_dtype)
+        with torch.autocast(device, dtype=dtype):
+            assert pointwise_conv2d(*inputs.values()).dtype == F.conv2d(*inputs.values()).dtype
+
+
+def test_one_image_without_batch(device, backend):
+    inputs = make(device, (1, 13, 7, 9))
+    inputs["x"] = inputs["x"][0]
+    harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, "pointwise_conv2d")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x must be a Tensor, got list"),
+        ({"x": torch.ones(2, 4)}, ValueError, r"x must have shape \[N, C, H, W\], got \[2, 4\]"),
+        ({"x": torch.ones(2, 3, 4, 4).int()}, TypeError, r"x must be float32, .* got torch.int32"),
+        ({"weight": torch.ones(4, 2, 1, 1)}, ValueError, r"\[D, 3, 1, 1\], got \[4, 2, 1, 1\]"),
+        ({"weight": torch.ones(4, 3, 3, 3)}, ValueError, r"\[D, 3, 1, 1\], got \[4, 3, 3, 3\]"),
+        ({"weight": None}, ValueError, r"\[D, 3, 1, 1\], got NoneType"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias must have shape \[4\] or be None, got \[3\]"),
+        ({"weight": torch.ones(4, 3, 1, 1).double()}, TypeError, r"dtype of x \(torch.float32\), got torch.float64"),
+        ({"stride": 0}, ValueError, "stride must be an int or a pair of ints >= 1, got 0"),
+        ({"weight": torch.ones(4, 3, 1, 1, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    arguments = {"x": torch.ones(2, 3, 4, 4), "weight": torch.ones(4, 3, 1, 1), "bias": torch.ones(4)} | changes
+    with pytest.raises(error, match=f"pointwise_conv2d: .*{message}"):
+        pointwise_conv2d(**arguments)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_automatic_choice_is_as_good_as_torch(device, dtype, monkeypatch):
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.pointwise_conv2d"], "_SMALL", 0)
+    for layout in harness.LAYOUTS:
+        inputs = make(device, layout=layout, dtype=dtype)
+        harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, layout)
+
+
+def test_automatic_choice_leaves_contiguous_and_small_images_to_stock():
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    for shape, layout, name in (
+        ((16, 32, 28, 28), "channels_last", "cpu"),
+        ((16, 32, 28, 28), "contiguous", "reference"),
+        ((1, 32, 7, 7), "channels_last", "reference"),
+    ):
+        assert backends.select("pointwise_conv2d", IMPLS, *make("cpu", shape, layout).values()) is IMPLS[name]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(stride=2, bias=False), dict(padding="same", padding_mode="reflect")])
+def test_layer_is_a_conv2d(device, backend, options):
+    torch.manual_seed(0)
+    stock = nn.Conv2d(6, 10, 1, device=device, **options)
+    torch.manual_seed(0)
+    ours = PointwiseConv2d(6, 10, device=device, **options)
+    assert isinstance(ours, nn.Conv2d) and ours.extra_repr() == stock.extra_repr()
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True))
+    harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 6, 9, 8), "channels_last", device=device))
+
+
+@pytest.mark.parametrize("options", [dict(kernel_size=3), dict(padding=1), dict(groups=2)])
+def test_layer_refuses_other_convolutions(options):
+    with pytest.raises(ValueError, match="PointwiseConv2d: kernel_size must be 1, padding 0 and groups 1, got"):
+        PointwiseConv2d(6, 6, **options)
