@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedtrain
 import fusedtrain.nn.depthwise_bn_act_se as layers
-from fusedtrain.ops import _codes, depthwise_bn_act_se
+from fusedtrain.ops import _codes, depthwise_bn_act_se, pointwise_conv2d
 from fusedtrain.ops.depthwise_bn_act_se import IMPLS, reference
 
 R = 6  # squeeze channels: fewer than a vector holds
@@ -183,7 +183,7 @@ def projected(inputs, apart, weight, *tensors):
     affine = given["norm_weight"], given["norm_bias"]
     options = {"act": "silu", "padding": 1} | ({} if apart else {"projection": (weight, None)})
     y = depthwise_bn_act_se(given["x"], given["weight"], given["bias"], None, None, *affine, se, True, **options)
-    return nn.functional.conv2d(y, weight) if apart else y
+    return pointwise_conv2d(y, weight) if apart else y
 
 
 @dense_layouts

@@ -76,9 +76,7 @@ def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None
     elif need_dx:
         dx = reference_backward(dy, x, weight, stride, [True, False, False])[0]
     if need_dw:
-        rows = torch.channels_last  # a row of the matrices per pixel
-        dw = _DW(dy.contiguous(memory_format=rows), x.contiguous(memory_format=rows), stride)
-        dw = _common.strided_like(dw, weight)
+        dw = _common.strided_like(_DW(dy, x, stride), weight)
     return dx, dw, dy.sum((0, 2, 3)) if need_db else None
 
 
