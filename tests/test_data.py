@@ -97,7 +97,8 @@ def test_corrupt_samples_are_left_out_and_counted_up_to_the_limit(num_workers):
         list(few)
 
 
-def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample():
+def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds that torch waits for each
     with pytest.raises(
         data.WorkerError, match=r"killed by SIGKILL: worker 1 was at sample 6 \(square-6.png\); the system"
     ):
@@ -310,13 +311,14 @@ def test_images_of_any_size_make_a_batch(images):
 
 
 def test_a_broken_file_is_named(images):
-    path = images / "dog" / "c.png"
-    whole = path.read_bytes()
-    for content in (whole[: len(whole) // 2], b"no image", b""):
-        path.write_bytes(content)
-        with pytest.raises(data.SampleError, match=r"sample 2 \(.*/dog/c\.png\) cannot be read: \w+Error: "):
-            list(data.loader(data.ImageFolder(images, size=8), 2, num_workers=0))
-    path.write_bytes(whole)
+    for index, name in ((0, "cat/a.jpg"), (2, "dog/c.png")):
+        path = images / name
+        whole = path.read_bytes()
+        for content in (whole[: len(whole) // 2], b"no image", b""):
+            path.write_bytes(content)
+            with pytest.raises(data.SampleError, match=rf"sample {index} \(.*/{name}\) cannot be read: \w+Error: "):
+                list(data.loader(data.ImageFolder(images, size=8), 2, num_workers=0))
+        path.write_bytes(whole)
     before = data.ImageFolder(images).fingerprint()
     assert before == data.ImageFolder(images).fingerprint() != data.ImageFolder(images, size=8).fingerprint()
     os.utime(path, ns=(0, 0))

@@ -1,6 +1,7 @@
 """Fused layers and optimizers in other people's trainers: the examples, run as their readers would run them.
 
-The packages are not among the tests' requirements: where they are missing, the tests are skipped.
+Lightning, Accelerate and Transformers are not among the tests' requirements: where they are missing, the tests are
+skipped.
 """
 
 import importlib.util
@@ -48,7 +49,7 @@ def test_a_network_learns_in_timms_script(ranks, tmp_path, zoo):
 
 
 def test_a_trained_network_infers_in_int8(tmp_path):
-    pytest.importorskip("torchao", reason="torchao is not installed, and no requirement of the tests")
+    pytest.importorskip("torchao", reason="torchao is not installed")
     printed = "accuracy NUMBER  int8 NUMBER  quantized NUMBER"
     ((accuracy, int8, layers),) = run("int8_inference.py", 1, tmp_path, printed)
     assert accuracy > 0.9 and int8 > accuracy - 0.02 and layers >= 10

@@ -63,6 +63,20 @@ def _worker(dataset, worker, workers):
         torch.utils.data._utils.worker._worker_info = None
 
 
+@pytest.mark.parametrize("rows_per_file", [(3,), (50, 33)])
+def test_two_ranks_with_two_workers_each_give_every_row_once(tmp_path, monkeypatch, rows_per_file):
+    folder, seen = write(tmp_path / "t", rows_per_file), []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # what a dataset asks for its place
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        rows = data.TableDataset(folder, columns=["id"], shuffle=True, shuffle_rows=10)
+        batches = [batch["id"].tolist() for batch in data.loader(rows, 4, num_workers=2)]
+        assert len(batches) == len(data.loader(rows, 4, num_workers=2))
+        seen += [row for batch in batches for row in batch]
+    assert sorted(seen) == list(range(sum(rows_per_file)))
+
+
 def test_rows_have_types_and_only_the_chosen_columns(tmp_path):
     dataset = data.TableDataset(write(tmp_path / "t", [9, 4]), columns=["name", "x", "id"])
     row = list(dataset)[11]
