@@ -30,9 +30,9 @@ struct PointwiseConv2dDw {
 namespace cpu {
 // The channels of one operand, the wide one, lie along vectors; those of the other, the narrow one, are broadcast. All
 // of it depends on the shapes alone, so results do not depend on the number of threads.
-constexpr int64_t kWideLanes = 16;  // vectors of any instruction set divide this
-constexpr int64_t kChunk = 480;     // channels of an operand per unit of work
-constexpr int64_t kSteps = 128;     // of a block, each of a pixel, or of two as a pair
+constexpr int64_t kWideLanes = 16;   // vectors of any instruction set divide this
+constexpr int64_t kMostChunk = 576;  // channels of an operand per unit of work
+constexpr int64_t kSteps = 128;      // of a block, each of a pixel, or of two as a pair
 constexpr int64_t kGroupPixels = 1024, kMostGroups = 32;
 
 constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
@@ -42,21 +42,27 @@ constexpr bool wide_is_dy(const PointwiseConv2dDw& a) {
 }
 constexpr int64_t wide_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.o : a.c; }
 constexpr int64_t narrow_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.c : a.o; }
-constexpr int64_t chunks(int64_t channels) { return round_up(channels, kChunk) / kChunk; }
+constexpr int64_t chunks(int64_t channels, int64_t most) { return (channels + most - 1) / most; }
 
 // The pixels are shared out over this many groups, each with its own sums.
 constexpr int64_t groups(const PointwiseConv2dDw& a) {
   const int64_t pixels = a.n * a.h * a.w;
-  return pixels == 0 ? 0 : std::clamp<int64_t>(pixels / kGroupPixels, 1, kMostGroups);
+  return pixels == 0 ? 0 : std::min(round_up(pixels, kGroupPixels) / kGroupPixels, kMostGroups);
 }
-constexpr int64_t units(const PointwiseConv2dDw& a) { return groups(a) * chunks(a.o) * chunks(a.c); }
+// Few groups are made up for by more chunks.
+constexpr int64_t wide_chunk(const PointwiseConv2dDw& a) {
+  return kMostChunk / (groups(a) >= 8 ? 1 : groups(a) >= 2 ? 2 : 4);
+}
+constexpr int64_t units(const PointwiseConv2dDw& a) {
+  return groups(a) * chunks(wide_channels(a), wide_chunk(a)) * chunks(narrow_channels(a), kMostChunk);
+}
 
 // Elements of acc in `partial`: [group][narrow channel][wide channel].
 constexpr int64_t partial_pitch(const PointwiseConv2dDw& a) { return round_up(wide_channels(a), kWideLanes); }
 constexpr int64_t partial_size(const PointwiseConv2dDw& a) { return groups(a) * narrow_channels(a) * partial_pitch(a); }
 // Bytes of working memory per thread: the steps of a block as vectors, of three of the wide and all of the narrow side.
 constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2dDw& a) {
-  const int64_t narrow = std::min(narrow_channels(a), kChunk);
+  const int64_t narrow = std::min(narrow_channels(a), kMostChunk);
   return kSteps * (3 * 64 + round_up(narrow, kWideLanes) * (a.dtype == DType::kFloat64 ? 8 : 4));
 }
 

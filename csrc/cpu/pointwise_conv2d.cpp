@@ -4,8 +4,9 @@
 // one, over a block of pixels. A panel of kTileVecs vectors is swept over all narrow channels, so it stays in L1, and
 // the block of the narrow side in L2. Operands are read in place where they can be; else they are staged: copied to
 // [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those.
-#include "cpu/vectors.h"
 #include "pointwise_conv2d.h"
+
+#include "cpu/vectors.h"
 
 namespace fusedtrain::cpu {
 namespace {
@@ -119,62 +120,60 @@ class Pixels {
   int64_t x_, y_;
 };
 
+// One step of kVecs vectors, `last` lanes of the last and zeros behind; out as in Steps. q is the second pixel of a
+// pair.
+template <int kVecs, class T, class E>
+[[gnu::always_inline]] inline void stage_step(const T* p, [[maybe_unused]] const T* q, int last, E* out) {
+  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+    E* to = out + v * kSteps * kLanes<E>;
+    if (!kHasMasks && (v < kVecs - 1 || last == kLanes<E>)) {
+      store(to, load<Vec<E>>(p + v * kLanes<E>));
+    } else {
+      store(to, load<Vec<E>>(p + v * kLanes<E>, FirstLanes{v < kVecs - 1 ? kLanes<E> : last}));
+    }
+  });
+}
 #if defined(__AVX512F__)
-[[gnu::always_inline]] inline __m512i load_half(const BFloat16* p, int lanes) {
-  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << lanes) - 1), p));
+template <int kVecs>
+[[gnu::always_inline]] inline void stage_step(const BFloat16* p, const BFloat16* q, int last, Pair* out) {
+  const auto widened = [](const BFloat16* from, uint32_t mask) __attribute__((always_inline)) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16(mask), from));
+  };
+  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+    const uint32_t mask = v < kVecs - 1 ? 0xffff : (1u << last) - 1;
+    const __m512i first = widened(p + v * kLanes<Pair>, mask), second = widened(q + v * kLanes<Pair>, mask);
+    _mm512_storeu_si512(out + v * kSteps * kLanes<Pair>, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  });
 }
 #endif
 
-// One step of one vector, zeros behind `lanes`. q is the second pixel of a pair, or null: zeros.
-template <class T, class E>
-[[gnu::always_inline]] inline void stage_vector(const T* p, [[maybe_unused]] const T* q, int lanes, E* out) {
-  if constexpr (std::is_same_v<E, Pair>) {
-#if defined(__AVX512F__)
-    const __m512i first = load_half(p, lanes), second = load_half(q ? q : p, q ? lanes : 0);
-    _mm512_storeu_si512(out, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-#endif
-  } else if (kHasMasks || lanes < kLanes<E>) {
-    store(out, load<Vec<E>>(p, FirstLanes{lanes}));
-  } else {
-    store(out, load<Vec<E>>(p));
-  }
-}
-
-// The same of channels that are not neighbours.
-template <class T, class E>
-void gather_vector(const T* p, [[maybe_unused]] const T* q, int lanes, int64_t stride, E* out) {
-  T pixels[2][kLanes<E>] = {};
-  for (int i = 0; i < lanes; ++i) pixels[0][i] = p[i * stride];
-  if constexpr (kPixels<E> == 2) {
-    for (int i = 0; q && i < lanes; ++i) pixels[1][i] = q[i * stride];
-  }
-  stage_vector(pixels[0], pixels[1], kLanes<E>, out);
+// Channels that are `stride` apart, side by side and with zeros behind.
+template <int kMost, class T>
+void gather(const T* p, int64_t stride, int channels, T* out) {
+  for (int i = 0; i < kMost; ++i) out[i] = i < channels ? p[i * stride] : T{};
 }
 
 template <class E, int kVecs, class T>
 void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
-  constexpr int kPer = kPixels<E>;
+  constexpr int kMost = kVecs * kLanes<E>;
   Pixels<T> pixels(side, begin, first);
-  const int last = int(channels - (kVecs - 1) * kLanes<E>);
-  const int64_t steps = (end - begin) / kPer, stride = side.strides.channel;
-  const auto stage_step = [&](const T* p, const T* q) __attribute__((always_inline)) {
-    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-      const int lanes = v == kVecs - 1 ? last : kLanes<E>;
-      E* to = out + v * kSteps * kLanes<E>;
-      if (stride == 1) [[likely]] {
-        stage_vector(p + v * kLanes<E>, q ? q + v * kLanes<E> : q, lanes, to);
-      } else {
-        const int64_t at = v * kLanes<E> * stride;
-        gather_vector(p + at, q ? q + at : q, lanes, stride, to);
-      }
-    });
-    out += kLanes<E>;
-  };
-  for (int64_t step = 0; step < steps; ++step) {
+  const int last = int(channels) - kMost + kLanes<E>;
+  T copies[2][kMost] = {};
+  const auto next = [&](T * copy) __attribute__((always_inline)) {
     const T* p = pixels.next();
-    stage_step(p, kPer == 2 ? pixels.next() : p);
+    if (side.strides.channel == 1) [[likely]]
+      return p;
+    gather<kMost>(p, side.strides.channel, int(channels), copy);
+    return static_cast<const T*>(copy);
+  };
+  const int64_t steps = (end - begin) / kPixels<E>;
+  for (int64_t step = 0; step < steps; ++step, out += kLanes<E>) {
+    const T* p = next(copies[0]);
+    stage_step<kVecs>(p, kPixels<E> == 2 ? next(copies[1]) : p, last, out);
   }
-  if (steps * kPer < end - begin) stage_step(pixels.next(), nullptr);
+  if (steps * kPixels<E> == end - begin) return;
+  std::fill_n(copies[1], kMost, T{});  // in a pair of one
+  stage_step<kVecs>(next(copies[0]), copies[1], last, out);
 }
 
 // Writes channels of pixels [begin, end) to out.
@@ -261,34 +260,46 @@ void visit_elements(DType dtype, F&& f) {
   });
 }
 
-// What the tiles of a block ask for: of both operands the next block, a line or two of every pixel per tile.
+// What the tiles of a block ask for: both operands of the next block, as early as can be, 128 bytes per step. Of whole
+// rows these lie behind each other, of a chunk of channels in the rows of the step.
 template <class T, class E>
 class NextBlock {
  public:
-  void add(const Side<T>& side, int64_t pixel, int64_t channel, int64_t channels) {
+  void add(const Side<T>& side, int64_t begin, int64_t end, int64_t channel, int64_t channels) {
     if (!side.even || side.strides.channel != 1) return;
-    parts_[count_++] = {reinterpret_cast<const char*>(side.at(pixel) + channel), channels * int64_t(sizeof(T)),
-                        side.strides.col * int64_t(sizeof(T))};
+    const auto* p = reinterpret_cast<const char*>(side.at(begin) + channel);
+    const int64_t bytes = channels * int64_t(sizeof(T)), pitch = side.strides.col * int64_t(sizeof(T));
+    const int64_t steps = (end - begin) / kPixels<E>;
+    if (bytes == pitch) {
+      parts_[count_++] = {p, (end - begin) * bytes, steps * 128, 64, 128};
+    } else {
+      parts_[count_++] = {p, bytes, 128 / kPixels<E>, kPixels<E> == 2 ? pitch : 64, pitch * kPixels<E>};
+    }
   }
   Ahead next(const void* otherwise) {
-    constexpr int64_t kBytes = 128 / kPixels<E>;
     while (part_ < count_ && at_ >= parts_[part_].bytes) ++part_, at_ = 0;
     if (part_ == count_) return {static_cast<const char*>(otherwise), 0, 0};
     const Part& part = parts_[part_];
     const char* p = part.p + at_;
-    at_ += kBytes;
-    return {p, kPixels<E> == 2 ? part.pitch : 64, part.pitch * kPixels<E>};
+    at_ += part.of_tile;
+    return {p, part.second, part.step};
   }
 
  private:
   struct Part {
     const char* p;
-    int64_t bytes, pitch;
+    int64_t bytes, of_tile, second, step;
   };
   Part parts_[2];
   int count_ = 0, part_ = 0;
   int64_t at_ = 0;
 };
+
+// The first channel of a chunk, and how many.
+std::pair<int64_t, int64_t> chunk(int64_t channels, int64_t chunks, int64_t i) {
+  const auto bound = [&](int64_t j) { return std::min(channels, round_up(channels * j / chunks, kWideLanes)); };
+  return {bound(i), bound(i + 1) - bound(i)};
+}
 
 // A chunk of either side over the pixels of a group.
 template <class T, class E>
@@ -296,11 +307,10 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   constexpr int64_t kWidth = kLanes<E>;
   const Side<T> dy(a.dy, a.o, a.dy_strides, a), x(a.x, a.c, a.x_strides, a);
   const Side<T>&wide = wide_is_dy(a) ? dy : x, &narrow = wide_is_dy(a) ? x : dy;
-  const int64_t wide_chunks = chunks(wide.channels), narrow_chunks = chunks(narrow.channels);
+  const int64_t wide_chunks = chunks(wide.channels, wide_chunk(a)), narrow_chunks = chunks(narrow.channels, kMostChunk);
   const int64_t group = unit / (wide_chunks * narrow_chunks);
-  const int64_t wide_begin = unit / narrow_chunks % wide_chunks * kChunk, narrow_begin = unit % narrow_chunks * kChunk;
-  const int64_t wide_count = std::min(wide.channels - wide_begin, kChunk);
-  const int64_t narrow_count = std::min(narrow.channels - narrow_begin, kChunk);
+  const auto [wide_begin, wide_count] = chunk(wide.channels, wide_chunks, unit / narrow_chunks % wide_chunks);
+  const auto [narrow_begin, narrow_count] = chunk(narrow.channels, narrow_chunks, unit % narrow_chunks);
   const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
 
   const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0);
@@ -318,8 +328,8 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
     const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
     NextBlock<T, E> ahead;
     if (block + 1 < blocks) {
-      ahead.add(wide, end, wide_begin, wide_count);
-      ahead.add(narrow, end, narrow_begin, narrow_count);
+      ahead.add(wide, end, bound(block + 2), wide_begin, wide_count);
+      ahead.add(narrow, end, bound(block + 2), narrow_begin, narrow_count);
     }
     const Steps<E> narrow_steps = narrow_in_place ? narrow.template in_place<E>(begin, narrow_begin)
                                                   : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
