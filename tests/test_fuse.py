@@ -193,7 +193,7 @@ def test_every_network_of_timm(zoo):
         with torch.device("meta"):
             model = zoo.timm.create_model(name)
         report = check_sweep(model)
-        if not all("batchnorm" in c.before.lower() for c in report):
+        if not all("batchnorm" in c.before.lower() or "PointwiseConv2d" in (c.after or "") for c in report):
             held.add(type(model).__module__.removeprefix("timm.models."))
     assert held == set(ARCHITECTURES)
 
