@@ -156,18 +156,22 @@ void gather(const T* p, int64_t stride, int channels, T* out) {
 template <class E, int kVecs, class T>
 void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
   constexpr int kMost = kVecs * kLanes<E>;
-  Pixels<T> pixels(side, begin, first);
   const int last = int(channels) - kMost + kLanes<E>;
+  const int64_t steps = (end - begin) / kPixels<E>, stride = side.strides.channel;
+  int64_t step = 0;
+  if (side.even && stride == 1) {
+    const int64_t col = side.strides.col;
+    const T* p = side.at(begin) + first;
+    for (; step < steps; ++step, p += kPixels<E> * col, out += kLanes<E>) stage_step<kVecs>(p, p + col, last, out);
+  }
+  Pixels<T> pixels(side, begin + step * kPixels<E>, first);
   T copies[2][kMost] = {};
-  const auto next = [&](T * copy) __attribute__((always_inline)) {
+  const auto next = [&](T* copy) {
     const T* p = pixels.next();
-    if (side.strides.channel == 1) [[likely]]
-      return p;
-    gather<kMost>(p, side.strides.channel, int(channels), copy);
-    return static_cast<const T*>(copy);
+    if (stride != 1) gather<kMost>(p, stride, int(channels), copy);
+    return stride == 1 ? p : copy;
   };
-  const int64_t steps = (end - begin) / kPixels<E>;
-  for (int64_t step = 0; step < steps; ++step, out += kLanes<E>) {
+  for (; step < steps; ++step, out += kLanes<E>) {
     const T* p = next(copies[0]);
     stage_step<kVecs>(p, kPixels<E> == 2 ? next(copies[1]) : p, last, out);
   }
@@ -260,8 +264,8 @@ void visit_elements(DType dtype, F&& f) {
   });
 }
 
-// What the tiles of a block ask for: both operands of the next block, as early as can be, 128 bytes per step. Of whole
-// rows these lie behind each other, of a chunk of channels in the rows of the step.
+// What the tiles of a block ask for: both operands of the next block, as early as can be, 128 bytes per step: those in
+// the rows of the step, or behind each other where rows are long and whole.
 template <class T, class E>
 class NextBlock {
  public:
@@ -269,9 +273,8 @@ class NextBlock {
     if (!side.even || side.strides.channel != 1) return;
     const auto* p = reinterpret_cast<const char*>(side.at(begin) + channel);
     const int64_t bytes = channels * int64_t(sizeof(T)), pitch = side.strides.col * int64_t(sizeof(T));
-    const int64_t steps = (end - begin) / kPixels<E>;
-    if (bytes == pitch) {
-      parts_[count_++] = {p, (end - begin) * bytes, steps * 128, 64, 128};
+    if (kPixels<E> == 1 && bytes == pitch && bytes > 128) {
+      parts_[count_++] = {p, (end - begin) * bytes, (end - begin) * 128, 64, 128};
     } else {
       parts_[count_++] = {p, bytes, 128 / kPixels<E>, kPixels<E> == 2 ? pitch : 64, pitch * kPixels<E>};
     }
@@ -321,15 +324,17 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   auto* sums = static_cast<Sum<E>*>(a.partial) + (group * narrow.channels + narrow_begin) * pitch + wide_begin;
 
   // The blocks of the group, of nearly the same size.
-  const int64_t first = a.n * a.h * a.w * group / groups(a), pixels = a.n * a.h * a.w * (group + 1) / groups(a) - first;
+  const int64_t all = a.n * a.h * a.w, first = all * group / groups(a), pixels = all * (group + 1) / groups(a) - first;
+  const int64_t last_asked = wide_chunks * narrow_chunks == 1 ? all : first + pixels;  // else a chunk comes next
   const int64_t blocks = (pixels + kSteps * kPixels<E> - 1) / (kSteps * kPixels<E>);
   const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
     NextBlock<T, E> ahead;
-    if (block + 1 < blocks) {
-      ahead.add(wide, end, bound(block + 2), wide_begin, wide_count);
-      ahead.add(narrow, end, bound(block + 2), narrow_begin, narrow_count);
+    if (end < last_asked) {
+      const int64_t next_end = std::min(2 * end - begin, last_asked);
+      ahead.add(wide, end, next_end, wide_begin, wide_count);
+      ahead.add(narrow, end, next_end, narrow_begin, narrow_count);
     }
     const Steps<E> narrow_steps = narrow_in_place ? narrow.template in_place<E>(begin, narrow_begin)
                                                   : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
