@@ -1,12 +1,13 @@
 """The learning rate range test: the rate rises from step to step, and the loss tells which rates learn."""
 
+import functools
 import math
-import os
 from collections.abc import Callable
 
 import torch
 from torch.utils.data import DataLoader
 
+from fusedtrain import _files
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import Target, TuneError
 
@@ -91,9 +92,8 @@ def _train(target: Target, dataset, numbers: dict, kept, fresh: bool, progress) 
             break
         if len(losses) % KEEP_EVERY == 0:
             content = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-            temporary = kept.with_suffix(".tmp")
-            torch.save({**content, "rng": torch.get_rng_state(), "losses": losses}, temporary)
-            os.replace(temporary, kept)
+            content |= {"rng": torch.get_rng_state(), "losses": losses}
+            _files.write_atomic(kept, functools.partial(torch.save, content))
             progress(f"step {len(losses)}/{numbers['steps']}  lr {group['lr']:.2e}  loss {_smooth(losses)[-1]:.4f}")
     return losses
 
