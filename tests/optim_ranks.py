@@ -1,6 +1,7 @@
 """Optimizers on 2 gloo ranks beside one process, for test_optim.py: ``python tests/optim_ranks.py``."""
 
 import copy
+import functools
 
 import forks
 import harness
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedtrain import optim
 
@@ -60,6 +62,26 @@ def sharded(cls=optim.AdamW, **narrow) -> None:
     harness.assert_as_good_as_torch(*norms, "norm")
 
 
+def halves(model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, share: float) -> None:
+    """Trains on the halves of the batches that ``parts`` names, each with this share in the gradient."""
+    for step in range(4):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        for part in x.chunk(2)[parts]:
+            (model(part).square().mean() * share).backward()
+        optimizer.step()
+
+
+def data_parallel(make) -> None:
+    """DistributedDataParallel, a half on every rank, bit by bit as one process on both: 1/2 is exact."""
+    model, plain, rank = net(), net(), dist.get_rank()
+    wrapped = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+    halves(wrapped, make(model.parameters()), slice(rank, rank + 1), 1.0)
+    halves(plain, make(plain.parameters()), slice(2), 0.5)
+    for name, p, q in zip(model.state_dict(), model.parameters(), plain.parameters()):
+        assert torch.equal(p, q) and not torch.equal(p, dict(net().named_parameters())[name]), name
+
+
 def zero_redundancy() -> None:
     model, plain = net(), net()
     ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, lr=0.01)
@@ -72,6 +94,11 @@ def main() -> None:
     for cls in (optim.AdamW, optim.Lamb, optim.NovoGrad):
         sharded(cls)
     sharded(state_dtype="8bit")
+    for cls in (optim.AdamW, optim.SGD, optim.Lamb, optim.NovoGrad):
+        data_parallel(functools.partial(cls, **EVERYTHING))
+    data_parallel(functools.partial(optim.AdamW, **EVERYTHING, zero_grads=True))
+    data_parallel(functools.partial(optim.AdamW, **EVERYTHING, state_dtype="8bit"))
+    data_parallel(functools.partial(ZeroRedundancyOptimizer, optimizer_class=optim.AdamW, lr=0.01))
     zero_redundancy()
     dist.barrier()
 
