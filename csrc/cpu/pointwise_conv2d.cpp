@@ -264,17 +264,20 @@ void visit_elements(DType dtype, F&& f) {
   });
 }
 
-// What the tiles of a block ask for: both operands of the next block, as early as can be, 128 bytes per step: those in
-// the rows of the step, or behind each other where rows are long and whole.
+// What the tiles of a block ask for: both operands of the next block, 128 bytes per step of those in the rows of the
+// step. Where rows are long and whole the bytes lie behind each other, and are asked for in the first three quarters.
 template <class T, class E>
 class NextBlock {
  public:
+  explicit NextBlock(int64_t bytes_per_step) {
+    while (pace_ > 16 && bytes_per_step * 4 < pace_ / 2 * 3) pace_ /= 2;
+  }
   void add(const Side<T>& side, int64_t begin, int64_t end, int64_t channel, int64_t channels) {
     if (!side.even || side.strides.channel != 1) return;
     const auto* p = reinterpret_cast<const char*>(side.at(begin) + channel);
     const int64_t bytes = channels * int64_t(sizeof(T)), pitch = side.strides.col * int64_t(sizeof(T));
     if (kPixels<E> == 1 && bytes == pitch && bytes > 128) {
-      parts_[count_++] = {p, (end - begin) * bytes, (end - begin) * 128, 64, 128};
+      parts_[count_++] = {p, (end - begin) * bytes, (end - begin) * pace_, pace_ / 2, pace_};
     } else {
       parts_[count_++] = {p, bytes, 128 / kPixels<E>, kPixels<E> == 2 ? pitch : 64, pitch * kPixels<E>};
     }
@@ -293,6 +296,7 @@ class NextBlock {
     const char* p;
     int64_t bytes, of_tile, second, step;
   };
+  int64_t pace_ = 128;
   Part parts_[2];
   int count_ = 0, part_ = 0;
   int64_t at_ = 0;
@@ -315,6 +319,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   const auto [wide_begin, wide_count] = chunk(wide.channels, wide_chunks, unit / narrow_chunks % wide_chunks);
   const auto [narrow_begin, narrow_count] = chunk(narrow.channels, narrow_chunks, unit % narrow_chunks);
   const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
+  const int64_t tiles = panels * ((narrow_count + kTileRows<E> - 1) / kTileRows<E>);
 
   const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0);
   const bool narrow_in_place = narrow.template is_in_place<E>();
@@ -330,7 +335,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
-    NextBlock<T, E> ahead;
+    NextBlock<T, E> ahead((wide_count + narrow_count) * int64_t(sizeof(T)) / tiles);
     if (end < last_asked) {
       const int64_t next_end = std::min(2 * end - begin, last_asked);
       ahead.add(wide, end, next_end, wide_begin, wide_count);
