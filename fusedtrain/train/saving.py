@@ -9,6 +9,7 @@ import torch
 from fusedtrain._files import write_atomic
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
 from fusedtrain.train.errors import InputError, make_folder, require
+from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
@@ -224,8 +225,7 @@ class Saving:
         t.feed.load_state_dict(state["feed"])
         t.step_count, (t.skipped, t.skipped_in_a_row, t.owed) = state["step_count"], state["skipped"]
         t.numbers.seconds = state["seconds"]
-        make = t.epoch_class
-        t.history.epochs[:] = [make(**epoch) for epoch in state["history"]["epochs"]]
+        t.history.epochs[:] = [Epoch(**epoch) for epoch in state["history"]["epochs"]]
         t.history.step_losses[:] = state["history"]["step_losses"].tolist()
         ranks, rank = state["ranks"], t.world.rank
         if len(ranks) == t.world.size or t.device.type == "cpu":  # on the CPU every process has the sums of all

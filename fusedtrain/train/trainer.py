@@ -109,8 +109,6 @@ class Trainer:
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
 
-    epoch_class = Epoch
-
     # --- what a subclass may change -----------------------------------------------------------------------------------
 
     def training_step(self, batch) -> Tensor:
