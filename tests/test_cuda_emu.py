@@ -9,6 +9,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import cases
 import emulator
@@ -349,12 +350,35 @@ FAULTS = {
 }
 
 
+RUN_FAULT = """
+import ctypes, sys
+path, kernel = sys.argv[1:]
+x, y = (ctypes.c_float * 64)(), (ctypes.c_float * 64)()
+getattr(ctypes.CDLL(path), f"run_{kernel}")(x, y)
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """Returns the library of faulty kernels, with or without sanitizers, as a path."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    @functools.cache
+    def path(sanitized: bool) -> Path:
+        path = folder / f"faults{sanitized}.so"
+        emulator.compile([emulator.TESTS / "cuda_emu/faults.cu"], path, sanitized)
+        return path
+
+    return path
+
+
 @pytest.mark.skipif(emulator.SANITIZED, reason="starts a process under the sanitizers itself")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_emulator_ends_a_faulty_kernel(fault):
-    code = f"import conftest, test_cuda_emu; test_cuda_emu.run_fault({fault!r})"
-    env = sanitizer_environment() if fault == "shared_out_of_bounds" else dict(os.environ)
-    result = subprocess.run([sys.executable, "-c", code], cwd=emulator.TESTS, env=env, capture_output=True, text=True)
+def test_emulator_ends_a_faulty_kernel(fault, faulty):
+    sanitized = fault == "shared_out_of_bounds"
+    env = sanitizer_environment() if sanitized else dict(os.environ)
+    command = [sys.executable, "-c", RUN_FAULT, str(faulty(sanitized)), fault]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode != 0 and FAULTS[fault] in result.stderr, result.stderr[-2000:]
 
 

@@ -83,7 +83,7 @@ def possible(case: dict) -> bool:
 def skip_if_slow(backend, device, shape, kernel):
     """Triton's interpreter takes a millisecond per tap and program."""
     taps = torch.Size(kernel).numel()
-    if backend == "triton" and device == "cpu" and taps * torch.Size(shape).numel() > 8_000:
+    if backend == "triton" and device == "cpu" and taps * torch.Size(shape).numel() > 5_000:
         pytest.skip("too much for Triton's interpreter")
 
 
@@ -226,9 +226,17 @@ def test_keeps_only_its_inputs_for_backward(device, kernels):
         assert harness.extra_saved_bytes(function(), *leaves) == 0
 
 
+def skip_copied_layouts(backend, device, layout):
+    """Strided images are copied into a dense format before a backend sees them; Triton's interpreter is slow."""
+    copied = layout.startswith("sliced") or layout in ("transposed", "expanded")
+    if backend == "triton" and device == "cpu" and copied:
+        pytest.skip("other backends show what becomes of these strides")
+
+
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    skip_copied_layouts(backend, device, layout)
     properties.assert_repeats_bitwise(function(), make(device, layout=layout, dtype=dtype))
     properties.assert_writes_every_element(function("3x3_tf_same"), make(device, layout=layout, dtype=dtype))
 
@@ -254,6 +262,7 @@ def test_frozen_inputs_change_nothing(device, kernels, layout):
 
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_any_incoming_gradient(device, kernels, layout):
+    skip_copied_layouts(kernels, device, layout)
     properties.assert_takes_any_incoming_gradient(function(), make(device, for_kernels(kernels, device), layout))
 
 

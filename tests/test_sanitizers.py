@@ -22,7 +22,9 @@ TESTS = (
     "test_channel_scale.py",
     "test_squeeze_excite.py",
     "test_depthwise_conv2d.py",
+    "test_pointwise_conv2d.py",
     "test_batch_norm_act.py",
+    "test_depthwise_bn_act_se.py",
     "test_optimizer_step.py",
     "test_grad_norm.py",
 )

@@ -31,6 +31,7 @@ def _fake_dw(dy, x, stride):
     return x.new_empty(dy.shape[1], x.shape[1], 1, 1)
 
 
+_FEW = 16  # images: of fewer ATen runs MKL's float32 product on one thread
 # Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).
 _MOST_CHANNELS = 384
 
@@ -68,17 +69,23 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
     return torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *geometry, need)
 
 
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    few = x.dtype == torch.float32 and x.shape[0] < _FEW
+    return _OP(x, weight, bias, stride) if few else F.conv2d(x, weight, bias, stride)
+
+
 def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    dx = dw = None
-    # A 1x1 convolution itself. On small images oneDNN's own backward is 10 % faster; of fewer than 16 ATen runs MKL's.
-    if need_dx and stride == [1, 1] and (dy.shape[2] * dy.shape[3] >= 400 or dy.shape[0] < 16):
+    dx = dw = db = None
+    if need_dx and stride == [1, 1] and x.dtype == torch.float32 and x.shape[0] < _FEW:  # a 1x1 convolution itself
         dx = _OP(dy, weight.transpose(0, 1), None, stride)
     elif need_dx:
         dx = reference_backward(dy, x, weight, stride, [True, False, False])[0]
     if need_dw:
         dw = _common.strided_like(_DW(dy, x, stride), weight)
-    return dx, dw, dy.sum((0, 2, 3)) if need_db else None
+    if need_db:
+        db = dy.sum((0, 2, 3))
+    return dx, dw, db
 
 
 # On a GPU this is a matrix product, which PyTorch's own libraries run: every backend there is stock PyTorch.
@@ -86,7 +93,7 @@ IMPLS = register(
     "pointwise_conv2d",
     {
         "cuda": Impl(reference, None, _common.why_not_cuda),
-        "cpu": Impl(_OP, _backward, _common.why_not_cpu, _slower),
+        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _slower),
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
@@ -98,7 +105,7 @@ class _PointwiseConv2d(torch.autograd.Function):
     def forward(ctx, x, weight, bias, stride):
         ctx.save_for_backward(x, weight)
         ctx.stride = stride
-        return _OP(x, weight, bias, stride)
+        return _forward(x, weight, bias, stride)
 
     @staticmethod
     @once_differentiable
@@ -161,5 +168,5 @@ def pointwise_conv2d(
         return reference(x, weight, bias, stride)
     x = _common.dense(x)
     recording = _common.needs_autograd(x, weight, bias)
-    run = _PointwiseConv2d.apply if recording else _OP
+    run = _PointwiseConv2d.apply if recording else _forward
     return _common.in_format_of(run(x, weight, bias, stride), x)
