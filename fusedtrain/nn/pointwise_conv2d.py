@@ -13,8 +13,8 @@ class PointwiseConv2d(nn.Conv2d):
     Args:
         in_channels: channels C of the images.
         out_channels: channels D of the output.
-        kernel_size: 1; stands here, as the next four but stride and bias, so that the arguments are those of
-            ``nn.Conv2d``.
+        kernel_size: 1; stands here, as padding, dilation, groups and padding_mode, so that the arguments are those
+            of ``nn.Conv2d``.
         stride: one int or (height, width).
         padding: 0.
         dilation: without effect on one pixel.

@@ -26,6 +26,13 @@ def check_images(op: str, x: Tensor) -> None:
         raise TypeError(f"{op}: x must be float32, bfloat16, float16 or float64, got {x.dtype}")
 
 
+def check_same_dtype(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raises when a tensor does not have the dtype of ``x``."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+
+
 def check_same_device(op: str, x: Tensor, **others: Tensor | None) -> None:
     """Raises when a tensor is not on the device of ``x``."""
     for name, tensor in others.items():

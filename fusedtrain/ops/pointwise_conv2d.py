@@ -122,9 +122,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"pointwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"pointwise_conv2d: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+    _common.check_same_dtype("pointwise_conv2d", x, weight=weight, bias=bias)
     _common.check_same_device("pointwise_conv2d", x, weight=weight, bias=bias)
 
 
