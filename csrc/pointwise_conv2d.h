@@ -32,7 +32,7 @@ namespace cpu {
 // of it depends on the shapes alone, so results do not depend on the number of threads.
 constexpr int64_t kWideLanes = 16;   // vectors of any instruction set divide this
 constexpr int64_t kMostChunk = 576;  // channels of an operand per unit of work
-constexpr int64_t kSteps = 128;      // of a block, each of a pixel, or of two as a pair
+constexpr int64_t kSteps = 128;      // at most of a block, each of a pixel, or of two as a pair
 constexpr int64_t kGroupPixels = 1024, kMostGroups = 32;
 
 constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }

@@ -29,8 +29,10 @@ TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
 CXX = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++20", "-O0", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
-# Without two checks of what is read and written: the address sanitizer makes them too, and they cost much time.
+# Without two checks of what is read and written: the address sanitizer makes them too, and they cost much time. With
+# fewer kernels, see that folder.
 SANITIZERS = [
+    f"-I{TESTS / 'cuda_emu/sanitized'}",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,object-size",
     "-fno-sanitize-recover=all",

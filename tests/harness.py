@@ -52,6 +52,25 @@ def skip_unless_runs(backend: str, device: str, op: str, dtype: torch.dtype = to
         pytest.skip(reason)
 
 
+def interpreted(backend: str, device: str) -> bool:
+    """Whether the backend's kernels run in Triton's interpreter, a thousand times as slow as on a GPU."""
+    return backend == "triton" and device == "cpu"
+
+
+def skip_copied_layouts(backend: str, device: str, layout: str) -> None:
+    """Skips what says nothing new in Triton's interpreter: the ops copy images that are not dense in a memory format
+    before any backend sees them."""
+    if interpreted(backend, device) and (layout.startswith("sliced") or layout in ("transposed", "expanded")):
+        pytest.skip("other backends show what becomes of these strides")
+
+
+def skip_all_but_dense_layouts(backend: str, device: str, layout: str) -> None:
+    """:func:`skip_copied_layouts`, and those that differ from a dense one in their address, which the interpreter does
+    not look at."""
+    if interpreted(backend, device) and layout not in DENSE_LAYOUTS:
+        pytest.skip("other backends show what becomes of these strides and addresses")
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 

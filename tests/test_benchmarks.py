@@ -37,6 +37,7 @@ for factor in (1.0, 1.001, float("nan")):
         cases=lambda dtype: [case],
         ours=lambda x, gate: ops.channel_scale(x, gate) * factor,
         stock={"": lambda x, gate: x * gate[:, :, None, None]},
+        compiled=factor == 1.0,  # as every time, and slow
     )
     for row in harness.measure(benchmark, case, torch.float32, torch.device("cpu"), 0.0, 100.0):
         if row["mode"] == "fwd+bwd":
@@ -48,7 +49,7 @@ def test_a_wrong_candidate_gets_no_number():
     rows = [line.split("|") for line in run("-c", TINY).splitlines()]
     for factor, passes in (("1.0", True), ("1.001", False), ("nan", False)):
         numbers = {(backend, number == "True") for of, backend, number, _ in rows if of == factor}
-        assert {("eager", True), ("compile", True), ("copy", True)} <= numbers
+        assert {("eager", True), ("copy", True)} <= numbers and (("compile", True) in numbers) is passes
         for backend in ("reference", "auto"):
             assert (backend, passes) in numbers and (backend, not passes) not in numbers
         assert any("no number: y is off by" in note for of, *_, note in rows if of == factor) is not passes

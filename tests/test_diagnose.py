@@ -437,6 +437,13 @@ def test_what_waits_for_the_device_is_counted_where_the_loop_asks(monkeypatch):
     assert {Path(site.file).name for site, _ in watched.reads} == {Path(__file__).name}
 
 
+def test_without_a_gpu_reading_a_number_costs_what_it_costs_anyway(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reads = [getattr(torch.Tensor, name) for name in instrument.READS]
+    with Instrument():
+        assert reads == [getattr(torch.Tensor, name) for name in instrument.READS]
+
+
 # --- whole diagnoses --------------------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,26 @@ def test_stages_get_what_was_used_in_them():
     assert found["memory"]["minor_faults"] > 10 * found["compute"]["minor_faults"]
 
 
+GROWS = """
+import json, mmap
+from fusedtrain.monitor import StageUsage
+usage = StageUsage()
+for stage in ("grow", "again", "other"):
+    usage.enter(stage)
+    with mmap.mmap(-1, 2**27) as fresh:
+        for page in range(0, 2**27, mmap.PAGESIZE):
+            fresh[page] = 1
+print(json.dumps(usage.summary()))
+"""
+
+
+def test_a_stage_that_lets_the_process_grow_is_told_once():
+    # a shell between: Linux counts what the process that starts another one holds as that one's peak
+    command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, GROWS]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    assert 2**26 < found["grow"]["rss_growth"] < 2**28 and found["again"]["rss_growth"] < 2**24
+
+
 def test_the_log_of_a_run_holds_what_its_stages_use(tmp_path, monkeypatch, no_gpu):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

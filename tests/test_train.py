@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fusedtrain._files import write_atomic
 from fusedtrain.train import (
     Batches,
+    EpochSampler,
     InputError,
     Logging,
     Profile,
@@ -253,6 +254,59 @@ def test_so_is_one_of_a_dataset_behind_a_dataloader(kind, seeded):
             assert run.step_count == 0
         else:
             assert label == 9
+
+
+class Unlisted(Dataset):
+    """Tells its labels with its samples only: that of sample 21 is none of ten classes. Its samples have names."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return IMAGES[0], 12 if index == 21 else index % 10
+
+    def sample_name(self, index):
+        return f"{index}.png"
+
+
+OUTSIDE = "has the label 12, but the model has 10 classes (0 to 9)"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("sampler", None), ("plain", nn.MultiMarginLoss()), ("shuffled", nn.CrossEntropyLoss())]
+)
+def test_one_that_only_loading_shows_is_named_before_the_update(kind, loss, accumulate):
+    def data():
+        if kind == "sampler":
+            return DataLoader(Unlisted(), batch_sampler=EpochSampler(32, 4, seed=1))
+        return DataLoader(Unlisted(), 4, shuffle=kind == "shuffled", generator=torch.Generator().manual_seed(1))
+
+    loader, weights = data(), []
+    next(iter(loader))  # the look at the first batch, before the run
+    at, row = next((i, labels.tolist().index(12)) for i, (_, labels) in enumerate(loader) if 12 in labels)
+    run = trainer(small_net(), loss, accumulation=accumulate)
+    run.callbacks.on_step_end = lambda run: weights.append([p.detach().clone() for p in run.model.parameters()])
+    with pytest.raises(InputError) as error:
+        run.fit(data())
+    name = f"sample {row} of the batch" if kind == "shuffled" else "sample 21 (21.png)"
+    assert str(error.value) == f"step {at // accumulate + 1} of epoch 1 was not made: {name} {OUTSIDE}"
+    assert run.step_count == len(weights) == at // accumulate > 0
+    assert all(map(torch.equal, weights[-1], run.model.parameters()))
+
+
+def test_so_is_one_of_the_validation_and_other_errors_of_the_loss_stay():
+    run, labels = trainer(small_net()), DataLoader(Unlisted(), 4)
+    with pytest.raises(InputError) as error:
+        run.fit(batches(64, 16), labels)
+    assert str(error.value) == f"the evaluation after epoch 1 ended at batch 6: sample 21 (21.png) {OUTSIDE}"
+    with pytest.raises(InputError) as error:
+        trainer(small_net()).evaluate(labels)
+    assert str(error.value) == f"the evaluation ended at batch 6: sample 21 (21.png) {OUTSIDE}"
+    failing = lambda outputs, targets: outputs.sum() if run.step_count < 2 else outputs[:, 10]  # noqa: E731
+    run = trainer(small_net(), failing)
+    with pytest.raises(IndexError, match="index 10 is out of bounds"):
+        run.fit(batches(64, 16))
 
 
 @pytest.mark.parametrize(

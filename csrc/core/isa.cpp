@@ -3,9 +3,25 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace fusedtrain {
 namespace {
+
+#if defined(__x86_64__)
+// Tiles enlarge what the kernel saves of a process, so Linux wants to be asked for them first.
+bool may_use_tiles() {
+  constexpr unsigned kAmxBf16Bit = 1u << 22, kAmxTileBit = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  return (edx & kAmxBf16Bit) && (edx & kAmxTileBit) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 bool cpu_has(Isa isa) {
 #if defined(__x86_64__)
@@ -17,11 +33,12 @@ bool cpu_has(Isa isa) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && cpu_has(Isa::kAvx2);
   }
   if (isa == Isa::kAvx512Bf16) return __builtin_cpu_supports("avx512bf16") && cpu_has(Isa::kAvx512);
+  if (isa == Isa::kAmxBf16) return cpu_has(Isa::kAvx512Bf16) && may_use_tiles();
 #endif
   return isa == Isa::kPortable;
 }
 
-constexpr Isa kBestFirst[] = {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kPortable};
+constexpr Isa kBestFirst[] = {Isa::kAmxBf16, Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kPortable};
 
 Isa choose_isa() {
   const char* wanted = std::getenv("FUSEDTRAIN_ISA");
@@ -37,17 +54,18 @@ Isa choose_isa() {
     return isa;
   }
   throw std::runtime_error(std::string("FUSEDTRAIN_ISA=") + wanted +
-                           ": expected portable, avx2, avx512 or avx512_bf16");
+                           ": expected portable, avx2, avx512, avx512_bf16 or amx_bf16");
 }
 
 }  // namespace
 
-bool rounds_to_bf16_by_instruction = false;
+bool rounds_to_bf16_by_instruction = false, multiplies_by_tiles = false;
 
 Isa active_isa() {
   static const Isa isa = [] {
     const Isa chosen = choose_isa();
-    rounds_to_bf16_by_instruction = chosen == Isa::kAvx512Bf16;
+    multiplies_by_tiles = chosen == Isa::kAmxBf16;
+    rounds_to_bf16_by_instruction = multiplies_by_tiles || chosen == Isa::kAvx512Bf16;
     return chosen;
   }();
   return isa;
@@ -55,6 +73,8 @@ Isa active_isa() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
+    case Isa::kAmxBf16:
+      return "amx_bf16";
     case Isa::kAvx512Bf16:
       return "avx512_bf16";
     case Isa::kAvx512:

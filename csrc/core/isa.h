@@ -3,17 +3,18 @@
 // and FUSEDTRAIN_ISA set to its name; the variants differ only in the template argument, e.g.
 // cpu::channel_scale<Isa::kAvx2>.
 //
-// kAvx512Bf16 has no variant of its own: it is kAvx512, rounding to bfloat16 by the instruction that does so.
+// Two have no variant of their own: kAvx512Bf16 is kAvx512, rounding to bfloat16 by the instruction that does so, and
+// kAmxBf16 beside that multiplies matrices of bfloat16 by tiles (AMX).
 namespace fusedtrain {
 
-enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 // The best one this CPU supports, or the one the environment variable FUSEDTRAIN_ISA (portable, avx2, avx512,
-// avx512_bf16) names. Read once. Throws std::runtime_error when the name is unknown or the CPU lacks it.
+// avx512_bf16, amx_bf16) names. Read once. Throws std::runtime_error when the name is unknown or the CPU lacks it.
 Isa active_isa();
 
-// Whether active_isa() was asked and is kAvx512Bf16.
-extern bool rounds_to_bf16_by_instruction;
+// Whether active_isa() was asked and is kAvx512Bf16 or kAmxBf16; and whether it is kAmxBf16.
+extern bool rounds_to_bf16_by_instruction, multiplies_by_tiles;
 
 const char* isa_name(Isa isa);
 
@@ -22,6 +23,7 @@ template <class F>
 void visit_isa(F&& f) {
 #if defined(__x86_64__)
   switch (active_isa()) {
+    case Isa::kAmxBf16:
     case Isa::kAvx512Bf16:
     case Isa::kAvx512:
       return f.template operator()<Isa::kAvx512>();

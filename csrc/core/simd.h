@@ -80,9 +80,9 @@ struct Vec {
 
   Vec() = default;
   explicit Vec(Raw raw) : v(raw) {}
-  explicit Vec(double x) : v(Raw{} + T(x)) {}
-  explicit Vec(float x) : v(Raw{} + T(x)) {}
-  explicit Vec(int x) : v(Raw{} + T(x)) {}
+  explicit Vec(double x) : v(T(x) - Raw{}) {}  // unlike 0 + x, x - 0 costs nothing
+  explicit Vec(float x) : v(T(x) - Raw{}) {}
+  explicit Vec(int x) : v(T(x) - Raw{}) {}
 
   friend Vec operator+(Vec a, Vec b) { return Vec(a.v + b.v); }
   friend Vec operator-(Vec a, Vec b) { return Vec(a.v - b.v); }

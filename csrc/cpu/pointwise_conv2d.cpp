@@ -3,9 +3,11 @@
 // A tile of sums stays in registers: kTileRows channels of the narrow side times up to kTileVecs vectors of the wide
 // one, over a block of pixels. A panel of kTileVecs vectors is swept over all narrow channels, so it stays in L1, and
 // the block of the narrow side in L2. Operands are read in place where they can be; else they are staged: copied to
-// [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those.
+// [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those. Where there are tile
+// registers (AMX) a tile of sums is 16 narrow channels times kTileVecs vectors, 16 steps at once.
 #include "pointwise_conv2d.h"
 
+#include "cpu/tiles.h"
 #include "cpu/vectors.h"
 
 namespace fusedtrain::cpu {
@@ -26,6 +28,10 @@ template <class E>  // with kTileVecs the registers are full; staged, the rows o
 constexpr int kTileRows = kVecBytes == 64 ? 8 : std::min(kLanes<E>, 4);
 template <class E>
 constexpr int kPixels = std::is_same_v<E, Pair> ? 2 : 1;  // of a step
+// Pixels of a block. float32 is added up in shorter chains: over 128 its errors may exceed twice those of MKL, over 64
+// where products are rounded too (no FMA).
+template <class T, class E>
+constexpr int64_t kBlock = std::is_same_v<T, float> ? kSteps / (kVecBytes == 16 ? 4 : 2) : kSteps * kPixels<E>;
 
 template <class E>
 [[gnu::always_inline]] inline auto load_vector(const E* p, int lanes) {
@@ -251,16 +257,86 @@ void add_tile(const Tile<E>& t) {
   });
 }
 
-// f<T, E>()
+#if defined(__AVX512F__)
+// ---- tiles of AMX ----
+
+// Zeros behind the steps, up to whole tiles.
+void fill_tiles(Pair* out, int64_t channels, int64_t steps) {
+  for (int64_t vec = 0; vec * kTileSteps < channels; ++vec) {
+    std::fill(out + (vec * kSteps + steps) * kTileSteps,
+              out + (vec * kSteps + round_up(steps, kTileSteps)) * kTileSteps, Pair{});
+  }
+}
+
+// Makes [vector][step][lane] a [vector][tile][lane][step], the order in which a product takes its first operand.
+void transpose_tiles(Pair* out, int64_t channels, int64_t steps) {
+  fill_tiles(out, channels, steps);
+  for (int64_t vec = 0; vec * kTileSteps < channels; ++vec) {
+    for (int64_t step = 0; step < steps; step += kTileSteps) {
+      Pair* tile = out + (vec * kSteps + step) * kTileSteps;
+      Vec<float> rows[kTileSteps];
+      std::memcpy(rows, tile, sizeof rows);
+      transpose(rows);
+      std::memcpy(tile, rows, sizeof rows);
+    }
+  }
+}
+
+// The sums of `rows` narrow channels, up to 16.
+template <int kVecs>
+void add_amx_tile(const Tile<Pair>& t, int64_t rows, Ahead more) {
+  const bool in_place = rows == kTileSteps;
+  alignas(64) float buffer[kVecs * kTileSteps * kTileSteps];
+  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+    if (in_place && !t.begins) {
+      load_tile<v>(t.sums + v * kTileSteps, t.pitch * 4);
+    } else {
+      clear_tile<v>();
+    }
+  });
+  Ahead ahead[] = {t.ahead, more};
+  for (int64_t step = 0; step < t.steps; step += kTileSteps) {
+    load_tile<3>(t.narrow.p + step * kTileSteps, 64);
+    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+      load_tile<4 + v>(t.wide.p + v * t.wide.vec + step * kTileSteps, 64);
+      multiply_tiles<v, 3, 4 + v>();
+    });
+    for (Ahead& a : ahead) {
+      for (int64_t i = 0; a.step != 0 && i < kTileSteps; ++i, a.p += a.step) {
+        __builtin_prefetch(a.p, 0, 2);
+        __builtin_prefetch(a.p + a.second, 0, 2);
+      }
+    }
+  }
+  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+    if (in_place) {
+      store_tile<v>(t.sums + v * kTileSteps, t.pitch * 4);
+    } else {
+      store_tile<v>(buffer + v * kTileSteps, kVecs * 64);
+    }
+  });
+  for (int64_t row = 0; row < rows && !in_place; ++row) {
+    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+      using V = Vec<float>;
+      float* sum = t.sums + row * t.pitch + v * V::kLanes;
+      const V part = load<V>(buffer + (row * kVecs + v) * V::kLanes);
+      store(sum, t.begins ? part : load<V>(sum) + part);
+    });
+  }
+}
+#endif
+
+// f<T, E, kAmx>()
 template <class F>
 void visit_elements(DType dtype, F&& f) {
   visit_dtype(dtype, [&]<class T>() {
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (rounds_to_bf16_by_instruction) return f.template operator()<T, Pair>();
+      if (multiplies_by_tiles) return f.template operator()<T, Pair, true>();
+      if (rounds_to_bf16_by_instruction) return f.template operator()<T, Pair, false>();
     }
 #endif
-    f.template operator()<T, Acc<T>>();
+    f.template operator()<T, Acc<T>, false>();
   });
 }
 
@@ -309,9 +385,9 @@ std::pair<int64_t, int64_t> chunk(int64_t channels, int64_t chunks, int64_t i) {
 }
 
 // A chunk of either side over the pixels of a group.
-template <class T, class E>
+template <class T, class E, bool kAmx>
 void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
-  constexpr int64_t kWidth = kLanes<E>;
+  constexpr int64_t kWidth = kLanes<E>, kRows = kAmx ? kTileSteps : kTileRows<E>;
   const Side<T> dy(a.dy, a.o, a.dy_strides, a), x(a.x, a.c, a.x_strides, a);
   const Side<T>&wide = wide_is_dy(a) ? dy : x, &narrow = wide_is_dy(a) ? x : dy;
   const int64_t wide_chunks = chunks(wide.channels, wide_chunk(a)), narrow_chunks = chunks(narrow.channels, kMostChunk);
@@ -319,7 +395,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   const auto [wide_begin, wide_count] = chunk(wide.channels, wide_chunks, unit / narrow_chunks % wide_chunks);
   const auto [narrow_begin, narrow_count] = chunk(narrow.channels, narrow_chunks, unit % narrow_chunks);
   const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
-  const int64_t tiles = panels * ((narrow_count + kTileRows<E> - 1) / kTileRows<E>);
+  const int64_t tiles = panels * ((narrow_count + kRows - 1) / kRows);
 
   const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0);
   const bool narrow_in_place = narrow.template is_in_place<E>();
@@ -331,7 +407,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   // The blocks of the group, of nearly the same size.
   const int64_t all = a.n * a.h * a.w, first = all * group / groups(a), pixels = all * (group + 1) / groups(a) - first;
   const int64_t last_asked = wide_chunks * narrow_chunks == 1 ? all : first + pixels;  // else a chunk comes next
-  const int64_t blocks = (pixels + kSteps * kPixels<E> - 1) / (kSteps * kPixels<E>);
+  const int64_t blocks = (pixels + kBlock<T, E> - 1) / kBlock<T, E>;
   const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
@@ -343,11 +419,13 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
     }
     const Steps<E> narrow_steps = narrow_in_place ? narrow.template in_place<E>(begin, narrow_begin)
                                                   : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
+    if constexpr (kAmx) transpose_tiles(narrow_room, narrow_count, steps);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t from = vecs * panel / panels * kWidth, to = vecs * (panel + 1) / panels * kWidth;
       const int64_t count = std::min(to, wide_count) - from;
       const Steps<E> wide_steps = wide_in_place ? wide.template in_place<E>(begin, wide_begin + from)
                                                 : stage(wide, wide_begin + from, count, begin, end, panel_room);
+      if constexpr (kAmx) fill_tiles(panel_room, count, steps);
       Tile<E> tile{.wide = wide_steps,
                    .last = wide_in_place ? int((count - 1) % kWidth + 1) : int(kWidth),
                    .narrow = narrow_steps,
@@ -357,13 +435,23 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
                    .pitch = pitch,
                    .begins = block == 0};
       visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
-        const auto add_tiles = [&]<int kRows>(int64_t row) {
-          for (; row + kRows <= narrow_count; row += kRows) {
+#if defined(__AVX512F__)
+        if constexpr (kAmx) {
+          for (int64_t row = 0; row < narrow_count; row += kRows, tile.sums += kRows * pitch) {
+            tile.narrow.p = narrow_steps.p + row / kWidth * narrow_steps.vec;
+            tile.ahead = ahead.next(tile.sums);
+            add_amx_tile<kVecs>(tile, std::min(kRows, narrow_count - row), ahead.next(tile.sums));
+          }
+          return;
+        }
+#endif
+        const auto add_tiles = [&]<int kTall>(int64_t row) {
+          for (; row + kTall <= narrow_count; row += kTall) {
             const int64_t vec = narrow_in_place ? 0 : row / kWidth;
             tile.narrow.p = narrow_steps.p + vec * narrow_steps.vec + (row - vec * kWidth);
             tile.ahead = ahead.next(tile.sums);
-            add_tile<E, kVecs, kRows>(tile);
-            tile.sums += kRows * pitch;
+            add_tile<E, kVecs, kTall>(tile);
+            tile.sums += kTall * pitch;
           }
           return row;
         };
@@ -380,8 +468,9 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
 
 template <>
 void pointwise_conv2d_dw<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end) {
-  visit_elements(a.dtype, [&]<class T, class E>() {
-    for (int64_t unit = begin; unit < end; ++unit) add_unit<T>(a, unit, static_cast<E*>(scratch));
+  visit_elements(a.dtype, [&]<class T, class E, bool kAmx>() {
+    [[maybe_unused]] const std::conditional_t<kAmx, TileRegisters, int> registers{};
+    for (int64_t unit = begin; unit < end; ++unit) add_unit<T, E, kAmx>(a, unit, static_cast<E*>(scratch));
   });
 }
 

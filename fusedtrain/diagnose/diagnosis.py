@@ -1,16 +1,13 @@
 """The whole plan of a diagnosis, from warm-up to verified remedies."""
 
 import platform
-import time
 from collections.abc import Callable
 
 import torch
 
-from fusedtrain._waits import TeamWaits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.drive import Arm, Driver, Run
-from fusedtrain.diagnose.instrument import Instrument, Step
 from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.remedies import replicas
 from fusedtrain.diagnose.rules import LEAST, RULES, Finding
@@ -117,8 +114,8 @@ class Diagnosis:
         facts = yield from measure.observe(driver, arm, steps, self.remedies)
         facts.noise = self.noise.half()
         if first:
-            cost = (driver.instrument.spans - spans) / (steps + 1) * span_cost(driver.instrument.waits)
-            self.overhead = cost / facts.step.value
+            parts = round((driver.instrument.spans - spans) / (steps + 1))
+            self.overhead = driver.cost(parts) / facts.step.value
             yield from self._timeline(driver, arm)
         cached = arm
         if driver.loader is not None and driver.batches:
@@ -233,24 +230,6 @@ def ranked(findings: list[Finding]) -> list[Finding]:
         return -(own if behind else cost), behind
 
     return sorted(findings, key=rank)
-
-
-def span_cost(waits: TeamWaits | None) -> float:
-    """Returns the seconds that timing one part costs, measured."""
-    instrument = Instrument()
-    instrument.step, instrument.waits = Step(0.0), waits
-
-    def nothing() -> None:
-        pass
-
-    timed = instrument.timed("rest")(nothing)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(200):
-            timed()
-        best = min(best, (time.perf_counter() - start) / 200)
-    return best
 
 
 def machine() -> dict:

@@ -56,6 +56,7 @@ class Step:
     cpu: float = 0.0  # seconds of CPU time of this process, all threads
     restart: bool = False  # the loader began a new epoch in this step
     waits: dict[str, tuple[float, float]] = field(default_factory=dict)  # by part: of this thread, of its team
+    all_waits: tuple[float, float] = (0.0, 0.0)
     waited: float = 0.0  # seconds that other processes had the core, where that can be told
 
     @property
@@ -66,6 +67,15 @@ class Step:
     @property
     def wall(self) -> float:
         return self.end - self.start
+
+    def complete(self) -> None:
+        """Books what is left to the part "rest"."""
+        apart = bool(self.waits)
+        self.parts["rest"] = self.wall - sum(self.parts.values())
+        if apart:
+            self.waits["rest"] = tuple(max(0.0, w - sum(ws)) for w, *ws in zip(self.all_waits, *self.waits.values()))
+        else:  # they fall to the parts by their length
+            self.waits = {part: tuple(w * s / self.wall for w in self.all_waits) for part, s in self.parts.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Instrument:
         roots: the outermost modules that were called with gradients, in the order of their first call.
         optimizers: those that took a step.
         sites: where the user made or called what: objects by id, and "zero_grad", "set_num_threads", "autocast".
-        reads: where numbers were read from tensors on a device, or on the CPU, with their counts.
+        reads: where numbers were read from tensors on a device, with their counts.
     """
 
     def __init__(self):
@@ -171,14 +181,15 @@ class Instrument:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def add(self, part: str, start: float, end: float, waited: tuple[float, float] = (0.0, 0.0)) -> None:
+    def add(self, part: str, start: float, end: float, waited: tuple[float, float] | None = None) -> None:
         """Books the time from ``start`` to ``end`` to ``part`` of the step that is under way."""
         if self.step is None:
             return
         self.spans += 1
         self.step.parts[part] = self.step.parts.get(part, 0.0) + end - start
-        own, team = self.step.waits.get(part, (0.0, 0.0))
-        self.step.waits[part] = own + waited[0], team + waited[1]
+        if waited is not None:
+            own, team = self.step.waits.get(part, (0.0, 0.0))
+            self.step.waits[part] = own + waited[0], team + waited[1]
         if self.timeline is not None:
             self.timeline.append((part, start, end))
 
@@ -264,6 +275,8 @@ class Instrument:
     # --- wrappers -----------------------------------------------------------------------------------------------------
 
     def _patch_tensors(self) -> None:
+        if not torch.cuda.is_available():  # no call waits for a device, and a loop may read a number of each sample
+            return
         for name in READS:
             self.patch(Tensor, name, functools.partial(self._read, name))
         for name in ("to", "cuda"):
@@ -273,14 +286,10 @@ class Instrument:
         timed = self.timed("sync")(original)
 
         def wrapper(tensor, *args, **kwargs):
-            if self.step is None:
+            if self.step is None or not tensor.is_cuda:
                 return original(tensor, *args, **kwargs)
-            if tensor.is_cuda:
-                self.reads[call_site(), f"cuda {name}"] += 1
-                return timed(tensor, *args, **kwargs)
-            if name in ("item", "tolist"):
-                self.reads[None, name] += 1
-            return original(tensor, *args, **kwargs)
+            self.reads[call_site(), f"cuda {name}"] += 1
+            return timed(tensor, *args, **kwargs)
 
         return wrapper
 
@@ -288,7 +297,7 @@ class Instrument:
         timed, waiting = self.timed("copy")(original), self.timed("sync")(original)
 
         def wrapper(tensor, *args, **kwargs):
-            if self.step is None or not torch.cuda.is_available():
+            if self.step is None:
                 return original(tensor, *args, **kwargs)
             given = non_blocking(args, kwargs)
             if tensor.is_cuda:

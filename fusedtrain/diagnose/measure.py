@@ -10,7 +10,7 @@ import mmap
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -59,7 +59,7 @@ class Facts:
     operations: list[tuple[str, float, int]] = field(
         default_factory=list
     )  # name, share of the CPU time, calls per step
-    reads: dict[str, int] = field(default_factory=dict)  # of numbers from tensors, by what read them
+    items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
     probes: dict[str, Paired] = field(default_factory=dict)  # by name of the remedy, with cached batches
@@ -139,14 +139,10 @@ def warm_up(driver: Driver):
 
 def observe(driver: Driver, arm: Arm, steps: int, remedies: dict[str, Remedy]):
     """Watches so many steps; returns :class:`Facts`."""
-    reads = Counter(driver.instrument.reads)
     records = yield Run(steps, arm, 1)
-    reads = driver.instrument.reads - reads
     parts = {part: fmean(step.parts.get(part, 0.0) for step in records) for part in PARTS}
     loader = driver.loader if arm.source is None else arm.source.loader
-    facts = Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
-    facts.reads = {name: sum(n for (_, what), n in reads.items() if what == name) for name in {w for _, w in reads}}
-    return facts
+    return Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
 
 
 def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
@@ -264,6 +260,7 @@ def profile(driver: Driver, facts: Facts, arm: Arm):
     events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "fusedtrain::"))]
     total = sum(event.self_cpu_time_total for event in events) or 1
     ranked = sorted(events, key=lambda event: -event.self_cpu_time_total)
+    facts.items = round(sum(event.count for event in events if event.key == "aten::item") / steps)
     facts.operations = [(e.key, e.self_cpu_time_total / total, round(e.count / steps)) for e in ranked[:8]]
     if torch.cuda.is_initialized():
         count, seconds = device_work(profiler.events())

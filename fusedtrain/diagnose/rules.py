@@ -417,9 +417,8 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if share < 0.1:
         return evidence
     lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "rest")
-    items = round(facts.reads.get("item", 0) / len(facts.steps))
-    if items > 10:
-        evidence += f"; about {items} .item() per step"
+    if facts.items > 10:
+        evidence += f"; about {facts.items} .item() per step"
     cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
     if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
         cause = "the loop waits in its own code, as for storage"

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before the first step."""
+"""What can be known to go wrong before the first step, and labels that only loading shows."""
 
 from collections.abc import Iterable
 
@@ -54,14 +54,18 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
     if outputs.dim() != 2 or len(outputs) != len(inputs):
         raise InputError(f"for class indices the model must return logits [N, classes], got {list(outputs.shape)}")
     labels = _all_labels(batches, targets)
-    ignored = getattr(trainer.loss, "ignore_index", None)
-    if ignored is not None:
-        labels = labels[labels != ignored]
+    labels = labels[_counts(trainer.loss, labels)]
     if len(labels) and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
         raise InputError(
             f"the model has {outputs.shape[1]} classes, but the {name} labels go from {int(labels.min())} to"
             f" {int(labels.max())}"
         )
+
+
+def _counts(loss, labels: Tensor) -> Tensor:
+    """Which labels the loss does not ignore."""
+    ignored = getattr(loss, "ignore_index", None)
+    return torch.ones_like(labels, dtype=torch.bool) if ignored is None else labels != ignored
 
 
 def _all_labels(batches: Iterable, targets: Tensor) -> Tensor:
@@ -80,6 +84,32 @@ def _all_labels(batches: Iterable, targets: Tensor) -> Tensor:
     except (TypeError, ValueError, RuntimeError, IndexError):
         return targets  # not numbers, or no pairs
     return torch.cat([targets.cpu(), torch.tensor(ends)])
+
+
+def refuse_label(trainer, outputs, targets, error: Exception) -> None:
+    """Raises InputError where the loss failed with ``error`` for a label that is none of the model's classes."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.device.type != "cpu":
+        return
+    if targets.dtype != torch.int64 or outputs.dim() < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return
+    classes = outputs.shape[1]
+    wrong = _counts(trainer.loss, targets) & ((targets < 0) | (targets >= classes))
+    if not wrong.any():
+        return
+    at = tuple(wrong.nonzero()[0].tolist())
+    feed, ahead = trainer.reading or (trainer.feed, 0)
+    name = (feed and feed.sample(at[0], len(targets), ahead)) or f"sample {at[0]} of the batch"
+    fact = f"{name} has the label {int(targets[at])}, but the model has {classes} classes (0 to {classes - 1})"
+    raise InputError(_place(trainer) + fact) from error
+
+
+def _place(trainer) -> str:
+    """Where a run is, to begin a message with."""
+    running = trainer.feed is not None and trainer.feed.iterating
+    if trainer.reading is not None:
+        epoch = f" after epoch {trainer.feed.epoch + 1}" if running else ""
+        return f"the evaluation{epoch} ended at batch {trainer.reading[1] + 1}: "
+    return f"step {trainer.step_count + 1} of epoch {trainer.feed.epoch + 1} was not made: " if running else ""
 
 
 def describe(batch) -> str:

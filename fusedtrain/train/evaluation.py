@@ -22,6 +22,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
                 item = trainer._stop.wait(feed.next, index)
                 if item is None:
                     break
+                trainer.reading = feed, index
                 batch, counts = item
                 batch = trainer.to_device(batch)
                 weight = float(trainer.weight(batch)) if counts else 0.0
@@ -30,6 +31,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
                     value = value.double().sum() * bool(counts) if value.dim() else value.double() * weight
                     sums[name] = sums[name] + value if name in sums else value
     finally:
+        trainer.reading = None
         set_rng_state(state)
         feed.restore(position)
         model.train(training)

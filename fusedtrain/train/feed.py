@@ -1,6 +1,7 @@
 """The batches of a loader, epoch by epoch: with a position, weights, and equally many on every process."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -158,6 +159,21 @@ class Feed:
         self.used += 1
         if self._position is not None:
             self._position.advance()
+
+    def sample(self, row: int, rows: int, ahead: int = 0) -> str | None:
+        """Returns what a sample is known by: that in a row of the batch, of so many, that comes ``ahead`` batches after
+        the position. None where the order is not known, or samples were left out."""
+        order, loader = self._sampler, self._loader
+        if order is None:
+            order, ahead = getattr(loader, "batch_sampler", None), self.used + ahead
+            if type(getattr(order, "sampler", None)) is not SequentialSampler:
+                return None
+        indices = next(itertools.islice(order, ahead, None), ())
+        if len(indices) != rows:
+            return None
+        from fusedtrain.data.faults import sample_name
+
+        return sample_name(loader and loader.dataset, int(indices[row]))
 
     def groups(self, group: Group, wait: Callable) -> Iterator[Iterator]:
         """Yields, for each update of the rest of the epoch, an iterator over (batch, counts, last of the group).

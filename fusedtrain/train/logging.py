@@ -19,8 +19,9 @@ class Logging:
         log_dir: folder of metrics.jsonl and of TensorBoard's files; None logs nothing.
         loggers: of jsonl, tensorboard, wandb and mlflow.
         log_every: updates between two lines; an epoch's end always makes one.
-        log_usage: log what the run uses, too: GPU, CPU, memory, page faults, disks and network, and per stage of the
-            step since the line before; about 2 us per stage and a millisecond per line.
+        log_usage: log what the run uses, too: GPU, CPU, memory, page faults, disks and network; and per stage of the
+            step, since the line before, its seconds, CPU, page faults, disk blocks and what it added to the peak of
+            memory. About 2 us per stage and a millisecond per line.
     """
 
     log_dir: Path | None = None

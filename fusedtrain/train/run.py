@@ -184,7 +184,7 @@ class Classifier(Trainer):
         inputs, targets = batch
         if self.mix is not None:
             inputs, targets = self.mix(inputs, targets)
-        return self.loss(self.forward(inputs), targets)
+        return self.loss_of(self.forward(inputs), targets)
 
 
 def check(options: Options) -> None:

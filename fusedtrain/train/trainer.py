@@ -108,19 +108,21 @@ class Trainer:
         self._stop, self.spans = Stops(self.world), Spans()
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
+        self.feed: Feed | None = None  # the training data of a fit
+        self.reading: tuple[Feed, int] | None = None  # while evaluating: the data, and the batch from their position on
 
     # --- what a subclass may change -----------------------------------------------------------------------------------
 
     def training_step(self, batch) -> Tensor:
         """Returns the mean loss of a batch, with its graph; the loop does the rest."""
         inputs, targets = batch
-        return self.loss(self.forward(inputs), targets)
+        return self.loss_of(self.forward(inputs), targets)
 
     def validation_step(self, batch) -> dict[str, Tensor]:
         """Returns metrics of a batch by name: one value per sample ``[N]``, or their mean as a number."""
         inputs, targets = batch
         outputs = self.forward(inputs)
-        metrics = {"loss": self.loss(outputs, targets)}
+        metrics = {"loss": self.loss_of(outputs, targets)}
         if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dtype == torch.int64 and targets.dim() == 1:
             metrics["accuracy"] = outputs.argmax(1) == targets
         return metrics
@@ -137,6 +139,19 @@ class Trainer:
         with self._autocast:
             outputs = (self._wrapped if self.model.training else self.model)(*inputs)
         return full(outputs)
+
+    def loss_of(self, outputs, targets) -> Tensor:
+        """Returns ``self.loss`` of a batch.
+
+        Raises:
+            InputError: on the CPU, a class label is none of the model's classes: which one, and where. On a GPU the
+                loss fails an assertion of the device, from which nothing can be read any more: CUDA's error remains.
+        """
+        try:
+            return self.loss(outputs, targets)
+        except (IndexError, RuntimeError, ValueError) as error:
+            check.refuse_label(self, outputs, targets, error)
+            raise
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -225,7 +240,8 @@ class Trainer:
             valid: the same for evaluation.
 
         Raises:
-            InputError: before the first step, when the data are empty or do not fit the model.
+            InputError: before the first step, when the data are empty or do not fit the model; later, when only loading
+                a sample shows that its label does not (:meth:`loss_of`).
             NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU,
                 with an optimizer of ``fusedtrain.optim``, the update is left out at once, but the error comes some
                 steps later, when the loss is read.
