@@ -167,6 +167,7 @@ SIMPLE = {
     "zero_grad": remedies.SetToNone,
     "float32": remedies.Float32,
     "weights": remedies.Float32,
+    "float64": remedies.Float32,
     "bfloat16": remedies.BFloat16,
     "compile": lambda: remedies.Compile(backend="eager"),
 }
@@ -205,7 +206,8 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
 
         assert driver.instrument.autocast == ({torch.bfloat16} if name == "float32" else set())
 
-    run(plan, autocast=name == "float32", dtype=torch.bfloat16 if name == "weights" else torch.float32)
+    dtypes = {"weights": torch.bfloat16, "float64": torch.float64}
+    run(plan, autocast=name == "float32", dtype=dtypes.get(name, torch.float32))
     assert seen["check"].holds, seen["check"]
     assert seen["check"].kind in remedies.CLASSES
 

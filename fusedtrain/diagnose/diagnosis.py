@@ -16,7 +16,7 @@ from fusedtrain.diagnose.statistics import Interval, Paired
 SHARED = 4
 # What is cured by other means too, and rather by these: they are the cause in the script's own lines.
 RATHER = {
-    "fuse": ("layout", "slow_16_bit"),
+    "fuse": ("layout", "slow_16_bit", "float64"),
     "launches": ("own_code", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
 }
 WATCHING = 5.0  # seconds of watching the run as it is, about

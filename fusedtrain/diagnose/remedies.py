@@ -346,20 +346,20 @@ class SetToNone(Remedy):
 
 
 class Float32(Remedy):
-    """No autocast; weights that are kept in 16 bits become float32, and so do the inputs."""
+    """No autocast; weights that are kept in another precision become float32, and so do the inputs."""
 
     name, kind, rehearsed = "precision(fp32)", "tolerance", True
-    how = "leave autocast and .bfloat16() out: on this machine 16 bits are slower for this model"
+    how = "leave autocast, .bfloat16() and .double() out, and give the model float32 inputs"
 
     def apply(self, driver: Driver) -> None:
         driver.instrument.no_autocast = True
         self._tensors, self._hooks = [], []
         for model in models(driver):
-            found = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALVES]
+            found = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in OTHER_FLOATS]
             self._tensors += [(t, t.dtype) for t in found]
             if found:
                 dtype = found[0].dtype
-                cast = lambda m, *inputs: _cast(inputs, HALVES, torch.float32)  # noqa: E731 (beside its use)
+                cast = lambda m, *inputs: _cast(inputs, OTHER_FLOATS, torch.float32)  # noqa: E731 (beside its use)
                 self._hooks.append(model.register_forward_pre_hook(cast, with_kwargs=True))
                 self._hooks.append(
                     model.register_forward_hook(lambda m, args, y, to=dtype: _cast(y, (torch.float32,), to))
@@ -379,7 +379,7 @@ class Float32(Remedy):
         return [change] if change else []
 
 
-HALVES = (torch.bfloat16, torch.float16)
+OTHER_FLOATS = (torch.bfloat16, torch.float16, torch.float64)
 
 
 def _cast(values, dtypes: tuple[torch.dtype, ...], to: torch.dtype):

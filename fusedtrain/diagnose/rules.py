@@ -371,6 +371,11 @@ def _slow_16_bit(facts: Facts, driver: Driver) -> list[Remedy] | str:
     return [facts.keep(Float32())] if used else "no autocast, and no weights of 16 bits"
 
 
+def _float64(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    wide = any(p.dtype is torch.float64 for model in models(driver) for p in model.parameters())
+    return [facts.keep(Float32())] if wide else "no weights of 64 bits"
+
+
 def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
     if driver.instrument.autocast:
         return "autocast is in use"
@@ -458,6 +463,7 @@ RULES = (
     ),
     probed("zero_grad", "gradients are filled with zeros and added to", _zero_grad),
     probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),
+    probed("float64", "float64 arithmetic, of which float32 takes half the time and memory", _float64),
     probed("half_precision", "float32 arithmetic where bfloat16 is faster", _half, option=True),
     probed("compile", "operations run one by one where torch.compile joins them", _compile, option=True),
     probed("cudnn", "cuDNN takes its first guess of an algorithm", _cudnn),
