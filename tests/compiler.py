@@ -10,19 +10,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX") or "c++"
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 def _constant_of_setup(name: str):
     """A constant of setup.py, which cannot be imported without running it."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == name:
-            return eval(compile(ast.Expression(node.value), "setup.py", "eval"), {"os": os})
+            return eval(compile(ast.Expression(node.value), "setup.py", "eval"), {"os": os, "ON_X86": ON_X86})
     raise LookupError(f"setup.py has no {name}")
 
 
 CXX_FLAGS: list[str] = _constant_of_setup("CXX_FLAGS")
 ISA_FLAGS: dict[str, list[str]] = _constant_of_setup("ISA_FLAGS")
-ISAS = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["kPortable"]
+ISAS = list(ISA_FLAGS) if ON_X86 else ["kPortable"]
 
 
 def kernel_objects(folder: Path, isa: str) -> dict[str, Path]:

@@ -71,6 +71,12 @@ def skip_all_but_dense_layouts(backend: str, device: str, layout: str) -> None:
         pytest.skip("other backends show what becomes of these strides and addresses")
 
 
+def skip_all_but_channels_last(backend: str, device: str, layout: str) -> None:
+    """For tests of what stands in front of the kernels: in Triton's interpreter one layout is enough."""
+    if interpreted(backend, device) and layout != "channels_last":
+        pytest.skip("the other layout differs in the kernels alone, which other tests run")
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 

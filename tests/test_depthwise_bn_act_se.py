@@ -119,7 +119,7 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
 @dense_layouts
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 def test_a_large_mean_hides_no_variance(device, kernels, layout, dtype):
-    skip_unless_runs(kernels, device, interpreted=dtype == torch.float32)
+    skip_unless_runs(kernels, device, interpreted=dtype == torch.float32 and layout == "channels_last")
     draws = [make(device, (2, 5, 17, 31), layout, dtype, seed=seed) for seed in range(2)]
     for draw in draws:
         draw["bias"] += 30 if dtype == torch.bfloat16 else 1000

@@ -41,9 +41,8 @@ def test_a_network_learns_in_the_trainer_of_another_package(package, ranks, tmp_
     assert len({weights for _, weights in found}) == 1  # the ranks agree
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_network_learns_in_timms_script(ranks, tmp_path, zoo):
-    found = run("timm_script.py", ranks, tmp_path)
+def test_a_network_learns_in_timms_script(tmp_path, zoo):
+    found = run("timm_script.py", 2, tmp_path)
     assert all(accuracy > 0.5 for accuracy, _ in found)  # chance: 0.1
     assert len({weights for _, weights in found}) == 1
 
