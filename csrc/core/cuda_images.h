@@ -426,15 +426,49 @@ template <class Term>
                 stream, term, elements, images.hw, 1.0 / static_cast<double>(images.hw), aligned);
 }
 
-// Returns f.template operator()<T, A>() for the element type and the activation in front.
+// An activation as an object: known at compile time, or one of all at run time.
+template <Activation kA>
+struct StaticAct {
+  static constexpr bool kIdentity = kA == Activation::kIdentity;
+  Activation a;
+  template <class V>
+  __device__ V value(V x) const {
+    return Act<kA>::value(x);
+  }
+  template <class V>
+  __device__ V slope(V x) const {
+    return Act<kA>::slope(x);
+  }
+};
+struct RunTimeAct {
+  using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
+                     Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
+                     Activation::kTanh, Activation::kHalfTanh>;
+  static constexpr bool kIdentity = false;
+  Activation a;
+  template <class V>
+  __device__ V value(V x) const {
+    return Any::value(a, x);
+  }
+  template <class V>
+  __device__ V slope(V x) const {
+    return a == Activation::kIdentity ? V(1) : Any::slope(a, x);
+  }
+};
+
+// Returns f.template operator()<T, Act>(): what convolutional networks use has kernels of its own.
 template <class F>
-[[nodiscard]] int visit_images(const Images& images, F&& f) {
+[[nodiscard]] int visit_images(DType dtype, Activation act, F&& f) {
   using enum Activation;
-  return visit_element(images.dtype, [&]<class T>() -> int {
+  return visit_element(dtype, [&]<class T>() -> int {
     int code = cudaErrorInvalidValue;
-    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6>(
-        images.in_act, [&]<Activation A>() { code = f.template operator()<T, A>(); });
-    return code;
+    if constexpr (!std::is_same_v<T, double>) {
+      if (visit<kIdentity, kRelu, kSilu, kHardSwish>(
+              act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
+        return code;
+      }
+    }
+    return f.template operator()<T, RunTimeAct>();
   });
 }
 

@@ -181,7 +181,7 @@ int batch_norm_act_update(const BatchNormUpdate& a, void* stream) {
 }
 
 int batch_norm_act(const BatchNormAct& a, void* stream) {
-  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
+  return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     return map(a.in.images, ForwardTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.after, a.y), stream);
   });
 }

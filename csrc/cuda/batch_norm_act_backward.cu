@@ -163,13 +163,13 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
 }  // namespace
 
 int batch_norm_act_reduce(const BatchNormReduce& a, void* stream) {
-  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
+  return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     return reduce_batch(a.in.images, SumsTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.dy), stream);
   });
 }
 
 int batch_norm_act_backward(const BatchNormBackward& a, void* stream) {
-  return visit_batch(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
+  return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
     const bool aligned = is_aligned(a.in.x, a.in.before, a.dy, a.dx, a.dbefore);
     return map(a.in.images, BackwardTerm<T, Activate>(a), aligned, stream);
   });

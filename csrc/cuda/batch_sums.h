@@ -1,57 +1,11 @@
 #pragma once
-// What the directions of batch_norm_act share on CUDA: activations, the vectors of a channel, and two sums per channel
-// over the batch. The first stage of the sums is a walk of core/cuda_images.h in the accumulation type, which leaves
-// parts; the second adds those up in double precision. Both run in an order that depends on shape and alignment alone.
+// What the directions of batch_norm_act share on CUDA: the vectors of a channel, and two sums per channel over the
+// batch. The first stage of the sums is a walk of core/cuda_images.h in the accumulation type, which leaves parts; the
+// second adds those up in double precision. Both run in an order that depends on shape and alignment alone.
 #include "batch_norm_act.h"
 #include "core/cuda_images.h"
 
 namespace fusedtrain::cuda {
-
-// An activation as an object: known at compile time, or one of all at run time.
-template <Activation kA>
-struct StaticAct {
-  static constexpr bool kIdentity = kA == Activation::kIdentity;
-  Activation a;
-  template <class V>
-  __device__ V value(V x) const {
-    return Act<kA>::value(x);
-  }
-  template <class V>
-  __device__ V slope(V x) const {
-    return Act<kA>::slope(x);
-  }
-};
-struct RunTimeAct {
-  using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
-                     Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
-                     Activation::kTanh, Activation::kHalfTanh>;
-  static constexpr bool kIdentity = false;
-  Activation a;
-  template <class V>
-  __device__ V value(V x) const {
-    return Any::value(a, x);
-  }
-  template <class V>
-  __device__ V slope(V x) const {
-    return a == Activation::kIdentity ? V(1) : Any::slope(a, x);
-  }
-};
-
-// Returns f.template operator()<T, Act>(): what convolutional networks use has kernels of its own.
-template <class F>
-[[nodiscard]] int visit_batch(DType dtype, Activation act, F&& f) {
-  using enum Activation;
-  return visit_element(dtype, [&]<class T>() -> int {
-    int code = cudaErrorInvalidValue;
-    if constexpr (!std::is_same_v<T, double>) {
-      if (visit<kIdentity, kRelu, kSilu, kHardSwish>(
-              act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
-        return code;
-      }
-    }
-    return f.template operator()<T, RunTimeAct>();
-  });
-}
 
 // The channel of a plane; c <= 2^30.
 struct Channels {

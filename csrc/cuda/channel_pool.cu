@@ -8,7 +8,7 @@
 namespace fusedtrain::cuda {
 namespace {
 
-template <class T, Activation In, template <class> class S>
+template <class T, class Activate, template <class> class S>
 struct PoolTerm : NoFactors {
   using A = Acc<T>;
   using Stat = S<A>;
@@ -21,6 +21,7 @@ struct PoolTerm : NoFactors {
   A* peak;     // [n, c], unused by kAvg
   A* ties;     // [n, c], unused by kAvg
   A hw;
+  Activate act;
 
   template <int N>
   __device__ Raw<N> load(int64_t offset, int width) const {
@@ -30,7 +31,7 @@ struct PoolTerm : NoFactors {
   template <int N>
   __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) stats[j].add(Act<In>::value(to_acc(raw.v[j])));
+    for (int j = 0; j < N; ++j) stats[j].add(act.value(to_acc(raw.v[j])));
   }
 
   __device__ void finish(int64_t nc, const Stat& stat) const {
@@ -45,22 +46,23 @@ struct PoolTerm : NoFactors {
   }
 };
 
-template <class T, Activation In, template <class> class S>
+template <class T, class Activate, template <class> class S>
 int pool(const ChannelPool& a, void* stream) {
-  const PoolTerm<T, In, S> term{{},
-                                static_cast<const T*>(a.x),
-                                static_cast<Acc<T>*>(a.pooled),
-                                static_cast<Acc<T>*>(a.peak),
-                                static_cast<Acc<T>*>(a.ties),
-                                static_cast<Acc<T>>(a.images.hw)};
+  const PoolTerm<T, Activate, S> term{{},
+                                      static_cast<const T*>(a.x),
+                                      static_cast<Acc<T>*>(a.pooled),
+                                      static_cast<Acc<T>*>(a.peak),
+                                      static_cast<Acc<T>*>(a.ties),
+                                      static_cast<Acc<T>>(a.images.hw),
+                                      {a.images.in_act}};
   return reduce(a.images, term, is_aligned(a.x), kReduceChunk, a.partial, stream);
 }
 
 }  // namespace
 
 int channel_pool(const ChannelPool& a, void* stream) {
-  return visit_images(a.images, [&]<class T, Activation In>() {
-    return a.pool == Pool::kAvg ? pool<T, In, Sum>(a, stream) : pool<T, In, SumPeak>(a, stream);
+  return visit_images(a.images.dtype, a.images.in_act, [&]<class T, class Activate>() {
+    return a.pool == Pool::kAvg ? pool<T, Activate, Sum>(a, stream) : pool<T, Activate, SumPeak>(a, stream);
   });
 }
 

@@ -25,7 +25,7 @@ struct FactorSource {
 };
 
 // y = a(x) * gate
-template <class T, Activation In>
+template <class T, class Activate>
 struct ScaleTerm : FactorSource<Acc<T>, 1> {
   template <int N>
   using Factors = FactorPack<Acc<T>, 1, N>;
@@ -35,6 +35,7 @@ struct ScaleTerm : FactorSource<Acc<T>, 1> {
 
   const T* x;  // [n, c, hw] or [n, hw, c]
   T* y;        // as x
+  Activate act;
 
   template <int N>
   __device__ Raw<N> load(int64_t offset) const {
@@ -45,7 +46,7 @@ struct ScaleTerm : FactorSource<Acc<T>, 1> {
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& factors) const {
     Pack<T, N> out;
 #pragma unroll
-    for (int j = 0; j < N; ++j) from_acc(Act<In>::value(to_acc(raw.v[j])) * factors.f[0].v[j], out.v[j]);
+    for (int j = 0; j < N; ++j) from_acc(act.value(to_acc(raw.v[j])) * factors.f[0].v[j], out.v[j]);
     store(y + offset, out);
   }
 };
@@ -56,7 +57,7 @@ struct RawPair {
 };
 
 // dgate = sum_hw dy * a(x)
-template <class T, Activation In>
+template <class T, class Activate>
 struct DotTerm : NoFactors {
   using A = Acc<T>;
   using Stat = Sum<A>;
@@ -67,6 +68,7 @@ struct DotTerm : NoFactors {
   const T* dy;  // as x
   const T* x;   // [n, c, hw] or [n, hw, c]
   A* dgate;     // [n, c]
+  Activate act;
 
   template <int N>
   __device__ Raw<N> load(int64_t offset, int width) const {
@@ -76,7 +78,7 @@ struct DotTerm : NoFactors {
   template <int N>
   __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * Act<In>::value(to_acc(raw.x.v[j])));
+    for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * act.value(to_acc(raw.x.v[j])));
   }
 
   __device__ void finish(int64_t nc, const Stat& stat) const { dgate[nc] = stat.part[0]; }
@@ -84,7 +86,7 @@ struct DotTerm : NoFactors {
 
 // dx = a'(x) * (dy * gate + dpool), dpool = average * dpooled, and where Peak + [a(x) = peak] 0.5 dpooled / ties.
 // Factors gate, dpooled and, where Peak, peak and ties. dy is read where present, x where the result depends on it.
-template <class T, Activation In, bool Peak>
+template <class T, class Activate, bool Peak>
 struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
   using A = Acc<T>;
   template <int N>
@@ -92,12 +94,13 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
   template <int N>
   using Raw = RawPair<T, N>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
-  static constexpr bool kReadsX = In != Activation::kIdentity || Peak;
+  static constexpr bool kReadsX = !Activate::kIdentity || Peak;
 
   const T* dy;  // as x, or null
   const T* x;   // [n, c, hw] or [n, hw, c]
   T* dx;        // as x
   A average;    // 1 / hw, or 0.5 / hw
+  Activate act;
 
   template <int N>
   __device__ Raw<N> load(int64_t offset) const {
@@ -116,32 +119,33 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
       A slope = average * dpooled;
       if (dy != nullptr) slope += to_acc(raw.dy.v[j]) * factors.f[0].v[j];
       if constexpr (Peak) {
-        const A at_peak = Act<In>::value(to_acc(raw.x.v[j])) == factors.f[2].v[j] ? A(1) : A(0);
+        const A at_peak = act.value(to_acc(raw.x.v[j])) == factors.f[2].v[j] ? A(1) : A(0);
         slope += at_peak * vdivide(A(0.5) * dpooled, factors.f[3].v[j]);  // a NaN has no ties: 0 / 0, as in torch
       }
-      if constexpr (In != Activation::kIdentity) slope *= Act<In>::slope(to_acc(raw.x.v[j]));
+      if constexpr (!Activate::kIdentity) slope *= act.slope(to_acc(raw.x.v[j]));
       from_acc(slope, out.v[j]);
     }
     store(dx + offset, out);
   }
 };
 
-template <class T, Activation In>
+template <class T, class Activate>
 int scale(const ChannelScale& a, void* stream) {
   const auto* gate = static_cast<const Acc<T>*>(a.gate);
-  const ScaleTerm<T, In> term{{{gate}}, static_cast<const T*>(a.x), static_cast<T*>(a.y)};
+  const ScaleTerm<T, Activate> term{{{gate}}, static_cast<const T*>(a.x), static_cast<T*>(a.y), {a.images.in_act}};
   return map(a.images, term, is_aligned(a.x, a.y, a.gate), stream);
 }
 
-template <class T, Activation In>
+template <class T, class Activate>
 int scale_dot(const ChannelScaleDot& a, void* stream) {
-  const DotTerm<T, In> term{{}, static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate)};
+  const DotTerm<T, Activate> term{
+      {}, static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate), {a.images.in_act}};
   return reduce(a.images, term, is_aligned(a.dy, a.x), kReduceChunk, a.partial, stream);
 }
 
-template <class T, Activation In, bool Peak>
+template <class T, class Activate, bool Peak>
 int scale_backward(const ChannelScaleBackward& a, void* stream) {
-  using Term = ScaleBackwardTerm<T, In, Peak>;
+  using Term = ScaleBackwardTerm<T, Activate, Peak>;
   using A = Acc<T>;
   Term term;
   term.p[0] = static_cast<const A*>(a.gate);
@@ -153,6 +157,7 @@ int scale_backward(const ChannelScaleBackward& a, void* stream) {
   term.dy = static_cast<const T*>(a.dy);
   term.x = static_cast<const T*>(a.x);
   term.dx = static_cast<T*>(a.dx);
+  term.act = {a.images.in_act};
   term.average = A(Peak ? 0.5 : 1) / static_cast<A>(a.images.hw);
   return map(a.images, term, is_aligned(a.dy, a.x, a.dx, a.gate, a.dpooled, a.peak, a.ties), stream);
 }
@@ -160,16 +165,19 @@ int scale_backward(const ChannelScaleBackward& a, void* stream) {
 }  // namespace
 
 int channel_scale(const ChannelScale& a, void* stream) {
-  return visit_images(a.images, [&]<class T, Activation In>() { return scale<T, In>(a, stream); });
+  return visit_images(a.images.dtype, a.images.in_act,
+                      [&]<class T, class Activate>() { return scale<T, Activate>(a, stream); });
 }
 
 int channel_scale_dot(const ChannelScaleDot& a, void* stream) {
-  return visit_images(a.images, [&]<class T, Activation In>() { return scale_dot<T, In>(a, stream); });
+  return visit_images(a.images.dtype, a.images.in_act,
+                      [&]<class T, class Activate>() { return scale_dot<T, Activate>(a, stream); });
 }
 
 int channel_scale_backward(const ChannelScaleBackward& a, void* stream) {
-  return visit_images(a.images, [&]<class T, Activation In>() {
-    return a.pool == Pool::kAvg ? scale_backward<T, In, false>(a, stream) : scale_backward<T, In, true>(a, stream);
+  return visit_images(a.images.dtype, a.images.in_act, [&]<class T, class Activate>() {
+    return a.pool == Pool::kAvg ? scale_backward<T, Activate, false>(a, stream)
+                                : scale_backward<T, Activate, true>(a, stream);
   });
 }
 

@@ -330,7 +330,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
 
 template <class F>
 int visit_block(const BnAct& in, F&& f) {
-  return visit_batch(in.images.dtype, in.images.in_act, f);
+  return visit_images(in.images.dtype, in.images.in_act, f);
 }
 
 }  // namespace
