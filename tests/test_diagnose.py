@@ -212,6 +212,21 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
     assert seen["check"].kind in remedies.CLASSES
 
 
+def test_debugging_aids_are_off_for_a_trial():
+    def state():
+        on = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        return *on, torch.utils.deterministic.fill_uninitialized_memory
+
+    assert "not looked for" in remedies.NoDebugging.why_not()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), harness.poisoned_memory():
+        remedy = remedies.NoDebugging()
+        assert remedy.why_not() is None and "anomaly" in remedy.how and "fill" in remedy.how
+        remedy.apply(None)
+        assert not torch.is_anomaly_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
+        remedy.undo(None)
+        assert state() == (True, False, True)
+
+
 def test_a_remedy_that_moves_the_losses_is_refused():
     class Faster(remedies.Remedy):
         """Twice the learning rate; promises the same bits."""

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -412,6 +413,40 @@ class BFloat16(Remedy):
     def _leave(self, module: nn.Module, args, output):
         self._open.pop().__exit__(None, None, None)
         return _cast(output, (torch.bfloat16,), torch.float32)
+
+
+class NoDebugging(Remedy):
+    """What looks for bugs is off: anomaly detection, and the NaN that new memory is filled with."""
+
+    name, kind = "debugging off", "bitwise"
+
+    def __init__(self):
+        aids = {
+            "torch.autograd.set_detect_anomaly(True) and detect_anomaly() out": torch.is_anomaly_enabled(),
+            "torch.utils.deterministic.fill_uninitialized_memory off": fills_memory(),
+        }
+        self.how = "leave " + " and ".join(aid for aid, used in aids.items() if used) + " once the bug is found"
+
+    @staticmethod
+    def why_not() -> str | None:
+        used = torch.is_anomaly_enabled() or fills_memory()
+        return None if used else "anomalies are not looked for, and new memory is not filled"
+
+    def apply(self, driver: Driver) -> None:
+        fill = torch.utils.deterministic.fill_uninitialized_memory
+        self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(), fill
+        torch.set_anomaly_enabled(False)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def undo(self, driver: Driver) -> None:
+        *anomaly, torch.utils.deterministic.fill_uninitialized_memory = self._before
+        torch.set_anomaly_enabled(*anomaly)
+
+
+def fills_memory() -> bool:
+    """Returns whether torch writes NaN to every new tensor, which deterministic algorithms bring along."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return deterministic and torch.utils.deterministic.fill_uninitialized_memory
 
 
 class Compile(Remedy):

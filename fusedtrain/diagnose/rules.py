@@ -21,6 +21,7 @@ from fusedtrain.diagnose.remedies import (
     Fuse,
     FusedOptimizer,
     Loader,
+    NoDebugging,
     Overlap,
     PinnedCopies,
     Remedy,
@@ -365,6 +366,10 @@ def _zero_grad(facts: Facts, driver: Driver) -> list[Remedy] | str:
     return [facts.keep(SetToNone())] if kept else "gradients are freed, not filled with zeros"
 
 
+def _debugging(facts: Facts, driver: Driver) -> list[Remedy] | str:
+    return NoDebugging.why_not() or [facts.keep(NoDebugging())]
+
+
 def _slow_16_bit(facts: Facts, driver: Driver) -> list[Remedy] | str:
     weights = {p.dtype for model in models(driver) for p in model.parameters()}
     used = driver.instrument.autocast or weights & {torch.bfloat16, torch.float16}
@@ -462,6 +467,7 @@ RULES = (
         evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
     ),
     probed("zero_grad", "gradients are filled with zeros and added to", _zero_grad),
+    probed("debugging", "every operation is searched for bugs", _debugging),
     probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),
     probed("float64", "float64 arithmetic, of which float32 takes half the time and memory", _float64),
     probed("half_precision", "float32 arithmetic where bfloat16 is faster", _half, option=True),
