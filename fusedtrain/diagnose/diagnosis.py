@@ -19,7 +19,6 @@ RATHER = {
     "fuse": ("layout", "slow_16_bit", "float64"),
     "launches": ("own_code", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
 }
-WATCHING = 5.0  # seconds of watching the run as it is, about
 NOISY = 0.1  # with A/A runs further apart than this, small gains cannot be told from noise
 
 
@@ -54,7 +53,6 @@ class Diagnosis:
         self.verdicts: list[verify.Verdict] = []
         self.combined: Paired | None = None
         self.timeline: list[list[tuple[str, float, float]]] = []
-        self.overhead = 0.0
         self.failure = ""
         self.keep_state, self.before = restore, None
         self.remedies: dict = {}  # all that were considered, by name
@@ -87,8 +85,7 @@ class Diagnosis:
         sizes = yield from measure.warm_up(driver)
         self.stage("A/A: the same run twice, how noisy is the machine?")
         self.noise = (yield from measure.trial(driver, sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
-        steps = self.wanted or min(max(round(WATCHING / sizes.step), 50), 200)
-        self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), steps)
+        self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), self.wanted)
         self.checkpoint(self)
         if self.verifies:
             yield from self._verify(driver, sizes)
@@ -106,16 +103,13 @@ class Diagnosis:
             self.findings, self.checked = self._look(self.facts, driver)
         self.checkpoint(self)
 
-    def _examine(self, driver: Driver, sizes: Sizes, arm: Arm, steps: int):
+    def _examine(self, driver: Driver, sizes: Sizes, arm: Arm, steps: int | None):
         """Measures one variant of the run; returns (facts, findings, what was checked without a finding)."""
         first = not arm.remedies
-        self.stage(f"watching {steps} steps")
-        spans = driver.instrument.spans
-        facts = yield from measure.observe(driver, arm, steps, self.remedies)
+        self.stage("watching steps")
+        facts = yield from measure.observe(driver, sizes, arm, steps, self.remedies)
         facts.noise = self.noise.half()
         if first:
-            parts = round((driver.instrument.spans - spans) / (steps + 1))
-            self.overhead = driver.cost(parts) / facts.step.value
             yield from self._timeline(driver, arm)
         cached = arm
         if driver.loader is not None and driver.batches:
@@ -171,12 +165,10 @@ class Diagnosis:
         return ranked(findings), checked
 
     def _timeline(self, driver: Driver, arm: Arm):
-        for _ in range(12):
-            driver.instrument.timeline = spans = []
-            (step,) = yield Run(1, arm)
+        for step in (yield Run(12, arm, parts=True)):
             begin = step.start
-            self.timeline.append([(p, s - begin, e - begin) for p, s, e in spans] + [("end", 0.0, step.wall)])
-        driver.instrument.timeline = None
+            spans = [(part, start - begin, end - begin) for part, start, end, _ in step.spans]
+            self.timeline.append([*spans, ("end", 0.0, step.wall)])
 
     def _verify(self, driver: Driver, sizes: Sizes):
         """Tries the remedies, the most promising first, and looks again after each that is kept."""

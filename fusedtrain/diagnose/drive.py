@@ -4,6 +4,9 @@ The loop asks its loader for batches. At each request the driver closes one step
 the batch comes from and which remedies are in force, so that two variants of a run take turns step by step, in one
 process, in the loop as the user wrote it. The plan is a generator: it yields a :class:`Run`, the loop carries it out,
 and the plan receives the :class:`~fusedtrain.diagnose.instrument.Step` records.
+
+Steps are bare unless a run asks for their parts: the instrument is detached, and at their boundary the clock is read
+twice, before and after the loader.
 """
 
 import contextlib
@@ -15,7 +18,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -82,6 +84,20 @@ def set_random_state(state: tuple) -> None:
     random.setstate(state[1])
     if state[2] is not None:
         sys.modules["numpy"].random.set_state(state[2])
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the kernel counts of this process: CPU seconds, page faults, and what threads waited for a core."""
+
+    cpu: float
+    faults: int
+    waits: tuple[float, ...]
+
+    @staticmethod
+    def read(waits: TeamWaits) -> "Counters":
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return Counters(usage.ru_utime + usage.ru_stime, usage.ru_minflt, waits.read())
 
 
 def _faults() -> int:
@@ -184,6 +200,7 @@ class Run:
     arm: Arm = field(default_factory=Arm)
     discard: int = 0
     collect: int = 0  # keep some batches in Driver.batches, up to so many bytes
+    parts: bool = False  # time the parts of a step, and keep the loss
 
 
 def left_alone(seconds: list[float]) -> float:
@@ -197,6 +214,9 @@ def leave_out_others(records: list[Step]) -> None:
     Threads that work together also wait for one another, running in circles, unless there was nothing to do together:
     no counter tells. What the others waited is taken off as far as a part takes longer than when it is left alone.
     """
+    for step in records:  # anew, where a run was one of several
+        step.whole = step.whole or step.parts
+        step.parts = dict(step.whole)
     for part in {part for step in records for part in step.parts}:
         steps = [step for step in records if part in step.parts]
         for step in steps:
@@ -208,6 +228,15 @@ def leave_out_others(records: list[Step]) -> None:
             step.parts[part] -= min(team, max(0.0, step.parts[part] - least))
     for step in records:
         step.waited = step.wall - sum(step.parts.values())
+
+
+def spread_waits(records: list[Step], own: float, team: float) -> None:
+    """Books what was waited over many steps to those that took longer than when they are left alone."""
+    least = left_alone([step.wall for step in records])
+    longer = [max(0.0, step.wall - least) for step in records]
+    total = sum(longer)
+    for step, extra in zip(records, longer):
+        step.all_waits = tuple(extra * min(1.0, waited / total) if total else 0.0 for waited in (own, team))
 
 
 Plan = Generator[Run, list[Step], None]
@@ -233,23 +262,47 @@ class Driver:
         self.losses: list[float] | None = None  # receives the loss of every step
         self.own_code = 0  # > 0: loaders are being iterated over by the plan
         self._last: LoopIterator | None = None
+        self._current: LoopIterator | None = None  # whose requests are the boundaries
         self._run: Run | None = None
         self._records: list[Step] = []
         self._discard = 0
         self._active: tuple = ()
-        self._open: Step | None = None
+        self._open: Step | None = None  # that is being watched in parts
+        self._times: list[float] | None = None  # of bare steps: start, loaded, start, loaded, ...
+        self._full = 0  # how many, with the end of the last step
+        self._step_waits: list[tuple[float, ...]] | None = None  # at the start and at the end of each
+        self._fast = 0  # how many there may be before what a run needs besides the clock is done
+        self._shift = 0.0  # seconds of the run so far that belong to no step
+        self._epochs: list[int] = []  # steps among them in which the loader began anew
+        self._since: Counters | None = None  # while steps are recorded
+        self._counted = (0.0, 0, 0.0, 0.0)  # of the run: CPU, faults, waits of this thread and of its team
         self.threads = 1  # that the script's operations run on
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._waits = TeamWaits()
+        self._every_step = True  # whether waits are read in every step, or once per run
         self._looked = False  # for the threads of the run that is under way
-        self.steps = 0  # that the script took under the plan
+        self._timed_next = instrument.timed("loader")(next)
+        self._timed_fetch = instrument.timed("loader")(lambda source: source.fetch())
+        self._taken = 0  # steps, but for bare ones of the run that is under way
         self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
+
+    @property
+    def steps(self) -> int:
+        """How many the script took under the plan."""
+        return self._taken + max(0, len(self._times or ()) - 1) // 2
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, and not the plan."""
+        return bool(self._times) or self._open is not None
 
     def install(self) -> None:
         def iterate(original):
             def wrapper(loader):
                 if self.own_code or os.getpid() != self._pid or threading.get_ident() != self._thread:
                     return original(loader)
+                if self.loader is not None and loader is not self.loader and not self.instrument.attached:
+                    return original(loader)  # of a validation, for instance
                 return LoopIterator(self, loader, original)
 
             return wrapper
@@ -277,23 +330,55 @@ class Driver:
 
     def fetch(self, iterator: "LoopIterator"):
         """Returns the next batch of one of the loop's loaders."""
-        if self.finished:
-            raise Finished
-        if self.loader is None or iterator.loader is not self.loader:
-            self._last = iterator
-            return self.instrument.timed("loader")(next)(iterator.inner)
-        if iterator.inner is not self.source.iterator and not iterator.adopted:
-            self.source.iterator, iterator.adopted = iterator.inner, True
-        self._boundary()
-        source = self.source if self._settling else self._run.arm.source or self.source
-        source.prepare()
-        self._begin()
+        times = self._times
+        if times is None or iterator is not self._current or len(times) >= self._fast:
+            return self._fetch(iterator)
+        times.append(_clock())
+        if self._step_waits is not None:
+            self._step_waits += [self._waits.read()] * 2
+        return self._load(self.source if self._run.arm.source is None else self._run.arm.source)
+
+    def _load(self, source):
+        times = self._times
         self.own_code += 1
         try:
-            batch = self.instrument.timed("loader")(source.fetch)()
+            batch = source.fetch()
+        except BaseException:  # the step that asked for it goes on
+            del times[-1]
+            del (self._step_waits or [])[-2:]
+            raise
         finally:
             self.own_code -= 1
-        self._open.restart = source.restarted
+        if source.restarted:
+            self._epochs.append(len(times) // 2)
+        times.append(_clock() - self._shift)
+        return batch
+
+    def _fetch(self, iterator: "LoopIterator"):
+        if self.finished:
+            raise Finished
+        if self.loader is None:
+            self._last = iterator
+        if self.loader is None or iterator.loader is not self.loader:
+            return self._timed_next(iterator.inner) if self.instrument.attached else next(iterator.inner)
+        if iterator.inner is not self.source.iterator and not iterator.adopted:
+            self.source.iterator, iterator.adopted = iterator.inner, True
+        self._current = iterator
+        self._boundary()
+        source = self.source if self._settling else self._run.arm.source or self.source
+        if isinstance(source, CachedSource):
+            self._pause()
+            source.prepare()
+        self._begin(isinstance(source, CachedSource))
+        if self._times is not None:
+            batch = self._load(source)
+        else:
+            self.own_code += 1
+            try:
+                batch = self._timed_fetch(source)
+            finally:
+                self.own_code -= 1
+            self._open.restart = source.restarted
         if self._run.collect and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
             self.batches.append(copy_batch(batch))
         return batch
@@ -308,7 +393,7 @@ class Driver:
         if self.loader is not None or self.optimizer is not None or threading.get_ident() != self._thread:
             return
         if self._last is None:
-            self.optimizer = optimizer
+            self.optimizer, self.instrument.marks_steps = optimizer, True
             return
         self.loader, self._last.adopted = self._last.loader, True
         self.source = LoaderSource(self.loader, self._last.inner)
@@ -316,18 +401,33 @@ class Driver:
     def _after_optimizer(self, optimizer) -> None:
         if self._open is not None:
             self._open.optimizer_faults += _faults()
-        if optimizer is self.optimizer:
-            if self.finished:
-                raise Finished
-            self._boundary()
-            self._begin()
+        if optimizer is not self.optimizer:
+            return
+        times = self._times
+        if times is not None and len(times) < self._fast:
+            times += [_clock()] * 2
+            if self._step_waits is not None:
+                self._step_waits += [self._waits.read()] * 2
+            return
+        if self.finished:
+            raise Finished
+        self._boundary()
+        self._begin(False)
+        if self._times is not None:
+            self._times.append(self._times[-1])
 
     def restart(self) -> None:
         """Forgets the objects of a script that has ended: it starts again, and the plan goes on with its new ones."""
+        self._taken = self.steps
+        if self._times is not None and not self._discard:
+            self._records += self._bare_steps()
+        self._times = None
+        self._pause()
+        self.instrument.detach()
         self.use(())
         if self.source is not None:
             self.source.close()
-        self.loader = self.source = self.optimizer = self._last = self._open = None
+        self.loader = self.source = self.optimizer = self._last = self._current = self._open = None
         self.instrument.forget()
         self.starts += 1
         self._settling = SETTLING
@@ -352,62 +452,112 @@ class Driver:
         threads = next((r.threads for r in arm.remedies if r.threads is not None), self.threads)
         return threads <= cores() and not workers and not torch.cuda.is_initialized()
 
-    def read_parts(self, step: float) -> None:
-        """Has what was waited told apart by the parts of a step of so many seconds, where reading costs below 1 %."""
+    def read_waits(self, step: float) -> None:
+        """Has what was waited told apart by the parts of a step of so many seconds, or by steps, or by runs: as reading
+        costs below 0.1 %. Behind layers that sweep the caches it costs some times as much as in a row."""
         self._waits.look()
-        cost = 2 * len(PARTS) * self._waits.cost()
-        self.instrument.waits = self._waits if cost < 0.01 * step else None
+        cost = self._waits.cost()
+        self._every_step = cost < 0.001 * step
+        self.instrument.waits = self._waits if 2 * len(PARTS) * cost < 0.001 * step else None
 
-    def cost(self, parts: int) -> float:
-        """Returns the seconds that watching a step of so many parts takes, roughly: those of empty parts, each behind a
-        sweep of the caches, which layers leave as cold. From outside up to three times as much was measured."""
-        scratch = Driver(Instrument(), None)
-        scratch._waits, scratch.instrument.waits = self._waits, self.instrument.waits
-        scratch._run, scratch._looked = Run(1), True
-        timed = scratch.instrument.timed("rest")(lambda: None)
-        memory, times = torch.empty(2**20), []
-        for part in (scratch._end, scratch._begin, *[timed] * parts) * 20:
-            memory.fill_(1.0)
-            start = _clock()
-            part()
-            times.append(_clock() - start)
-        return sum(median(times[i :: parts + 2]) for i in range(parts + 2))
-
-    def _begin(self) -> None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = usage.ru_utime + usage.ru_stime
+    def _begin(self, cached: bool) -> None:
+        """Opens a step."""
         if not self._discard and not self._looked:
             self._waits.look()
             self._looked = True
-        self._open = Step(0.0, faults=-usage.ru_minflt, cpu=-cpu)
-        self._waited = self._waits.read()
-        self._open.start = _clock()
-        self.instrument.step = self._open
+        if self._since is None and not self._discard and not self._settling:
+            self._since = Counters.read(self._waits)
+        waits = self._waits.read() if self._every_step else None
+        times = self._times
+        if times is None:
+            self._open, self._waited = Step(0.0), waits
+            self._open.start = _clock()
+            self.instrument.step = self._open
+            return
+        if self._step_waits is not None:
+            self._step_waits.append(waits)
+        if not times:
+            self._shift = 0.0
+            times.append(_clock())
+        elif cached:
+            self._shift = _clock() - times[-1]
+
+    def _pause(self) -> None:
+        """Adds to what was counted while steps were recorded."""
+        since, self._since = self._since, None
+        if since is not None:
+            now = Counters.read(self._waits)
+            own, *team = (b - a for a, b in zip(since.waits, now.waits))
+            found = (now.cpu - since.cpu, now.faults - since.faults, own, sum(team))
+            self._counted = tuple(map(sum, zip(self._counted, found)))
 
     def _end(self) -> None:
+        """Closes the step that is open, if any."""
+        if self._times is not None:
+            self._end_bare()
+            return
         step, self._open, self.instrument.step = self._open, None, None
         self.instrument.close()
         if step is None:
             return
         last = len(self._records) + 1 == self._run.steps
-        if torch.cuda.is_initialized() and (last or self._discard == 1):
-            torch.cuda.synchronize()  # a run pays for all its work and for none of another's
+        if last or self._discard == 1:
+            _settle_device()
         step.end = _clock()
-        # A whole switch of threads may lie between the two clocks.
-        step.all_waits = self._waits.since(self._waited)
+        if self._waited is not None:
+            # A whole switch of threads may lie between the two clocks.
+            step.all_waits = self._waits.since(self._waited)
         if self.losses is not None and self.instrument.loss is not None:
             self.losses.append(float(self.instrument.loss))
-        self.steps += 1
+        self._taken += 1
         if self._settling:
             self._settle()
-            return
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        step.faults += usage.ru_minflt
-        step.cpu += usage.ru_utime + usage.ru_stime
-        if self._discard > 0:
+        elif self._discard > 0:
             self._discard -= 1
         else:
             self._records.append(step)
+
+    def _end_bare(self) -> None:
+        times = self._times
+        if not times:  # nothing is open: the loader failed
+            return
+        if len(times) + 1 == self._full:
+            _settle_device()
+        times.append(_clock() - self._shift)
+        if self._step_waits is not None:
+            self._step_waits.append(self._waits.read())
+        if len(times) < self._full:
+            return
+        self._taken += self._full // 2
+        if self._discard:
+            self._discard = 0
+            self._start_bare()
+        else:
+            self._records += self._bare_steps()
+            self._times = None  # the plan comes next
+
+    def _start_bare(self) -> None:
+        steps = self._discard or self._run.steps - len(self._records)
+        self._times, self._epochs = [], []
+        self._step_waits = [] if self._every_step else None
+        self._full = 2 * steps + 1
+        simple = not self._run.collect and not isinstance(self._run.arm.source, CachedSource)
+        self._fast = 2 * steps if simple else 0
+
+    def _bare_steps(self) -> list[Step]:
+        """Returns those that have ended."""
+        times, waits, records = self._times, self._step_waits, []
+        for i in range((len(times) - 1) // 2):
+            start, loaded, end = times[2 * i : 2 * i + 3]
+            step = Step(start, end, {} if self.loader is None else {"loader": loaded - start})
+            if waits is not None:
+                own, *team = (b - a for a, b in zip(*waits[2 * i : 2 * i + 2]))
+                step.all_waits = own, sum(team)
+            records.append(step)
+        for i in self._epochs:
+            if i < len(records):
+                records[i].restart = True
+        return records
 
     def _boundary(self) -> None:
         self._end()
@@ -419,10 +569,10 @@ class Driver:
             self._advance(self._records)
 
     def _advance(self, records: list[Step] | None) -> None:
-        for step in records or ():
-            step.complete()
-        if records is not None and self.alone(self._run.arm):
-            leave_out_others(records)
+        self._times = None
+        if records is not None:
+            self._pause()
+            self._account(records)
         try:
             run = next(self.plan) if records is None else self.plan.send(agree(records))
         except StopIteration:
@@ -431,15 +581,39 @@ class Driver:
             self.finish()
             raise Finished from None
         before, self._run, self._records, self._discard = self._run, run, [], run.discard
+        self._counted = (0.0, 0, 0.0, 0.0)
         self._use_arm(before)
 
+    def _account(self, records: list[Step]) -> None:
+        """Gives the steps of a run what was counted, and leaves out what other processes took."""
+        cpu, faults, own, team = self._counted
+        for step in records:
+            step.cpu, step.faults = cpu / len(records), faults / len(records)
+        alone = self.alone(self._run.arm)
+        if alone and not self._every_step:
+            spread_waits(records, own, team)
+        for step in records:
+            step.complete()
+        if alone:
+            leave_out_others(records)
+
     def _use_arm(self, before: Run | None) -> None:
-        arm, self._looked = self._run.arm, False
-        self.use(arm.remedies)
+        """Puts the remedies of the run in force and attaches the instrument, or detaches it."""
+        arm, parts = self._run.arm, self._run.parts
+        if before is None or before.arm != arm:
+            self._looked = False
+        if arm.remedies != self._active or parts != self.instrument.attached:
+            self.instrument.detach()  # the wrappers lie around those of remedies
+            self.use(arm.remedies)
+            if parts:
+                self.instrument.attach()
         source = arm.source or self.source
         if source is not None and (before is None or (before.arm.source or self.source) is not source):
             with self.aside():
                 source.resume()
+        self._times = None
+        if not parts:
+            self._start_bare()
 
     def use(self, remedies: tuple) -> None:
         """Puts exactly these remedies in force."""
@@ -454,9 +628,16 @@ class Driver:
 
     def finish(self) -> None:
         """Takes all remedies back; the loop ends at its next request."""
-        self.finished = True
+        self.finished, self._times = True, None
+        self.instrument.detach()
         self.use(())
         self.instrument.step = None
+
+
+def _settle_device() -> None:
+    """A run pays for all its work and for none of another's."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class LoopIterator:

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from fusedtrain.diagnose.report import headline, losses_text, waited_text
+from fusedtrain.diagnose.report import headline, losses_text, overhead_text, waited_text
 
 COLOURS = {
     "loader": "#e4572e",
@@ -41,10 +41,9 @@ def page(report: dict) -> str:
     sections = [
         f"<h1>fusedtrain diagnose <code>{escape(report['script'])}</code></h1>",
         f'<p class="lead{"" if report["bottleneck"] else " well"}"><b>{escape(headline(report))}</b></p>',
-        f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g},"
-        f" {report['steps']} steps)"
+        f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g})"
         f" on {escape(machine['device'])}, {machine['threads']} threads, {machine['cores']} cores, torch"
-        f" {escape(machine['torch'])}. Measuring costs {report['overhead']:.2%} of a step.</p>",
+        f" {escape(machine['torch'])}. {overhead_text(report)}.</p>",
         f'<p class="soft">{waited_text(report)}</p>' if report["waited"] >= 0.01 else "",
         _noise(report),
         "<h2>Where a step goes</h2>",

@@ -1,16 +1,19 @@
 """Watches a training run from outside: times its parts, notes where its objects are made, counts waits for the device.
 
-Nothing in the run has to change. While an :class:`Instrument` is installed, methods of torch that a training loop calls
-are wrapped; the wrappers cost about a microsecond per call and are taken off again on exit.
+Nothing in the run has to change. Methods of torch that a training loop calls are wrapped while an :class:`Instrument`
+is attached. A step then takes 30 to 400 us longer: the driver attaches it for some steps and detaches it for the
+others, which call torch's own methods.
 """
 
 import functools
+import inspect
 import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fusedtrain._waits import TeamWaits
 
@@ -50,14 +54,16 @@ class Step:
 
     start: float
     end: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by name of PARTS
-    faults: int = 0
-    optimizer_faults: int = 0  # of them, while the optimizer stepped
-    cpu: float = 0.0  # seconds of CPU time of this process, all threads
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by name of PARTS; of a bare step: loader and rest
+    faults: float = 0.0  # mean over the run
+    optimizer_faults: int = 0  # while the optimizer stepped
+    cpu: float = 0.0  # seconds of CPU time of this process, all threads; mean over the run
     restart: bool = False  # the loader began a new epoch in this step
     waits: dict[str, tuple[float, float]] = field(default_factory=dict)  # by part: of this thread, of its team
     all_waits: tuple[float, float] = (0.0, 0.0)
     waited: float = 0.0  # seconds that other processes had the core, where that can be told
+    whole: dict[str, float] | None = None  # the parts with what other processes took
+    spans: list[tuple] = field(default_factory=list)  # (part, start, end, waits or None), by their end
 
     @property
     def seconds(self) -> float:
@@ -69,12 +75,19 @@ class Step:
         return self.end - self.start
 
     def complete(self) -> None:
-        """Books what is left to the part "rest"."""
-        apart = bool(self.waits)
+        """Adds the spans up by part, and books what is left to the part "rest"."""
+        for i, (part, start, end, waited) in enumerate(self.spans):
+            if part == "backward" and "forward" not in self.parts:  # no module was called: the model is functions
+                begun = min(self.start + sum(self.parts.values()), start)
+                self.parts["forward"] = start - begun
+                self.spans = [*self.spans[:i], ("forward", begun, start, None), *self.spans[i:]]
+            self.parts[part] = self.parts.get(part, 0.0) + end - start
+            if waited is not None:
+                self.waits[part] = tuple(map(sum, zip(self.waits.get(part, (0.0, 0.0)), waited)))
         self.parts["rest"] = self.wall - sum(self.parts.values())
-        if apart:
+        if self.waits:
             self.waits["rest"] = tuple(max(0.0, w - sum(ws)) for w, *ws in zip(self.all_waits, *self.waits.values()))
-        else:  # they fall to the parts by their length
+        elif any(self.all_waits):  # they fall to the parts by their length
             self.waits = {part: tuple(w * s / self.wall for w in self.all_waits) for part, s in self.parts.items()}
 
 
@@ -84,6 +97,27 @@ class Site:
 
     file: str
     line: int
+
+
+# Where a function of torch's stands in a stack, that part is running; the outermost counts.
+_RUNNING = {
+    Tensor.backward.__code__: "backward",
+    torch.autograd.backward.__code__: "backward",
+    nn.Module._call_impl.__code__: "forward",
+    nn.Module.zero_grad.__code__: "zero_grad",
+    inspect.unwrap(Optimizer.zero_grad).__code__: "zero_grad",
+    Optimizer.profile_hook_step(lambda: None).__code__: "optimizer",
+    _BaseDataLoaderIter.__next__.__code__: "loader",
+}
+
+
+def running(frame, loading) -> str:
+    """Returns the part that a call stack is in; ``loading``: the code of a function that loads, too."""
+    part = "rest"
+    while frame is not None:
+        part = "loader" if frame.f_code is loading else _RUNNING.get(frame.f_code, part)
+        frame = frame.f_back
+    return part
 
 
 def user_frame(frame) -> Site | None:
@@ -118,12 +152,24 @@ def with_non_blocking(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (args, kwargs | {"non_blocking": True}) if at is None else ((*args[:at], True, *args[at + 1 :]), kwargs)
 
 
+def replace(owner: object, name: str, make) -> Callable[[], None]:
+    """Replaces ``owner.name`` by ``make(original)``; returns what puts it back."""
+    inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    return lambda: delattr(owner, name) if inherited else setattr(owner, name, original)
+
+
 class Instrument:
-    """Context manager that holds the wrappers.
+    """Context manager that holds the wrappers, attached at first.
+
+    What few steps call stays wrapped until exit: constructors, whose places are noted, and schedules, which stand still
+    while steps are compared.
 
     Attributes:
+        attached: whether the methods that every step calls are wrapped.
+        marks_steps: whether ``on_optimizer`` is called while it is detached, too.
         step: receives the times of the parts; None: nothing is recorded.
-        timeline: a list that receives (part, start, end), or None.
         roots: the outermost modules that were called with gradients, in the order of their first call.
         optimizers: those that took a step.
         sites: where the user made or called what: objects by id, and "zero_grad", "set_num_threads", "autocast".
@@ -132,7 +178,7 @@ class Instrument:
 
     def __init__(self):
         self.step: Step | None = None
-        self.timeline: list[tuple[str, float, float]] | None = None
+        self.attached = self.marks_steps = False
         self.part: str | None = None  # the part that is running now
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -141,81 +187,91 @@ class Instrument:
         self.copies = {"count": 0, "pageable": 0, "blocking": 0, "bytes": 0}
         self.autocast: set[torch.dtype] = set()
         self.keeps_zero_grads = False
-        self.spans = 0
         self.waits: TeamWaits | None = None  # whose counters are read with every part
-        # what remedies switch
-        self.set_to_none = self.no_autocast = self.non_blocking = self.freeze_schedules = False
+        self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
         self._inputs, self._hooks = self.inputs, []
-        self._undo: list = []
-        self._depth, self._root = 0, None
+        self._compiled: list = []  # hooks that stay
+        self._undo, self._detach, self._after = [], [], None
+        self._root: object = None
         self._thread = threading.get_ident()
 
     def __enter__(self) -> "Instrument":
         _ACTIVE.add(self)
-        self._patch_tensors()
-        self._patch_training()
-        self._patch_sites()
-        self._watch_all()
-        self._undo.append(lambda: [hook.remove() for hook in self._hooks])
+        self._patch_rare()
+        self.attach()
         return self
 
     def __exit__(self, *_) -> None:
+        self.marks_steps = False
+        self.detach()
+        for hook in self._compiled:
+            hook.remove()
         while self._undo:
             self._undo.pop()()
         self.leave()
         _ACTIVE.discard(self)
 
     def leave(self) -> None:
-        self.step = self.timeline = None
+        self.step = None
+
+    def attach(self) -> None:
+        """Wraps what every step calls."""
+        if self.attached:
+            return
+        self.attached = True
+        self._patch_tensors()
+        self._patch_training()
+        self._hook_modules()
+        if self._after is None:
+            self._after = torch_optimizer.register_optimizer_step_post_hook(self._leave_optimizer)
+
+    def detach(self) -> None:
+        """Puts back what every step calls. What was patched between attach() and detach() has to be put back before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        while self._detach:
+            self._detach.pop()()
+        if self._after is not None and not self.marks_steps:  # where it marks steps, it is it that calls
+            self._after.remove()
+            self._after = None
+        self.close()
+        self.attached = False
 
     def patch(self, owner: object, name: str, make) -> None:
         """Replaces ``owner.name`` by ``make(original)`` until exit."""
-        inherited = name not in vars(owner)
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(make(original)))
-        self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, original))
+        self._undo.append(replace(owner, name, make))
+
+    def _patch(self, owner: object, name: str, make) -> None:
+        self._detach.append(replace(owner, name, make))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def add(self, part: str, start: float, end: float, waited: tuple[float, float] | None = None) -> None:
-        """Books the time from ``start`` to ``end`` to ``part`` of the step that is under way."""
-        if self.step is None:
-            return
-        self.spans += 1
-        self.step.parts[part] = self.step.parts.get(part, 0.0) + end - start
-        if waited is not None:
-            own, team = self.step.waits.get(part, (0.0, 0.0))
-            self.step.waits[part] = own + waited[0], team + waited[1]
-        if self.timeline is not None:
-            self.timeline.append((part, start, end))
-
     def _open(self, part: str, owner: object = None) -> None:
-        self._depth, self.part, self._root = 1, part, owner
+        self.part, self._root = part, owner
         self._waited = self.waits and self.waits.read()
         self._start = _clock()
 
     def _finish(self) -> None:
-        end = _clock()
-        if self._waited:
-            self.add(self.part, self._start, end, self.waits.since(self._waited))
-        else:
-            self.add(self.part, self._start, end)
-        self._depth, self.part, self._root = 0, None, None
+        end, step = _clock(), self.step
+        if step is not None:
+            step.spans.append((self.part, self._start, end, self._waited and self.waits.since(self._waited)))
+        self.part = self._root = None
 
     def close(self) -> None:
         """Forgets parts that an exception left open."""
-        self._depth, self.part, self._root = 0, None, None
+        self.part = self._root = None
 
     def timed(self, part: str):
         """Returns a decorator that books the calls of a function, where no other part is running."""
 
         def make(original):
             def wrapper(*args, **kwargs):
-                if self._depth or threading.get_ident() != self._thread:
+                if self.part is not None or threading.get_ident() != self._thread:
                     return original(*args, **kwargs)
                 self._open(part)
                 try:
@@ -230,34 +286,46 @@ class Instrument:
     def settle(self) -> None:
         """Ends the search for the outermost modules; from here on only they carry hooks."""
         self.inputs, self.freeze_schedules = None, True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        # What model.compile() made holds the hooks within it: it would be compiled again whenever they change.
         for root in self.roots:
-            self._hooks += [
-                root.register_forward_pre_hook(self._enter_module, prepend=True),
-                root.register_forward_hook(self._leave_module, always_call=True),
-            ]
+            if root._compiled_call_impl is not None:
+                self._compiled += self._hook(root)
+        if self.attached:
+            self._hook_modules()
 
     def forget(self) -> None:
         """Begins anew with the objects of a script that is started again."""
         self.close()
-        self.step, self.freeze_schedules, self.loss = None, False, None
-        for found in (self.roots, self.optimizers, self.sites, self._inputs):
+        self.step, self.freeze_schedules, self.marks_steps, self.loss = None, False, False, None
+        for hook in self._compiled:
+            hook.remove()
+        for found in (self.roots, self.optimizers, self.sites, self._inputs, self._compiled):
             found.clear()
         self.inputs = self._inputs
-        self._watch_all()
+        self.attach()
+        self._hook_modules()
 
-    def _watch_all(self) -> None:
+    def _hook_modules(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            torch_module.register_module_forward_pre_hook(self._enter_module),
-            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+        if self.inputs is None:
+            roots = [root for root in self.roots if root._compiled_call_impl is None]
+            self._hooks = [hook for root in roots for hook in self._hook(root)]
+        else:
+            self._hooks = [
+                torch_module.register_module_forward_pre_hook(self._enter_module),
+                torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+            ]
+        self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._enter_optimizer))
+
+    def _hook(self, root: nn.Module) -> list:
+        return [
+            root.register_forward_pre_hook(self._enter_module, prepend=True),
+            root.register_forward_hook(self._leave_module, always_call=True),
         ]
 
     def _enter_module(self, module: nn.Module, args) -> None:
-        if self._depth or threading.get_ident() != self._thread:
+        if self.part is not None or not self.attached or threading.get_ident() != self._thread:
             return
         if self.inputs is not None and torch.is_grad_enabled() and not any(module is root for root in self.roots):
             self.roots.append(module)
@@ -269,7 +337,7 @@ class Instrument:
             self._inputs[id(module)] = args, kwargs
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
-        if self._depth and self.part == "forward" and self._root is module:
+        if self.part == "forward" and self._root is module:
             self._finish()
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
@@ -278,9 +346,9 @@ class Instrument:
         if not torch.cuda.is_available():  # no call waits for a device, and a loop may read a number of each sample
             return
         for name in READS:
-            self.patch(Tensor, name, functools.partial(self._read, name))
+            self._patch(Tensor, name, functools.partial(self._read, name))
         for name in ("to", "cuda"):
-            self.patch(Tensor, name, self._copy)
+            self._patch(Tensor, name, self._copy)
 
     def _read(self, name: str, original):
         timed = self.timed("sync")(original)
@@ -305,8 +373,6 @@ class Instrument:
                 if result.device.type == "cpu" and not given:
                     self.reads[call_site(), "cuda to"] += 1
                 return result
-            if self.non_blocking and not given:
-                args, kwargs = with_non_blocking(args, kwargs)
             result = timed(tensor, *args, **kwargs)
             if result.is_cuda:
                 self.copies["count"] += 1
@@ -322,27 +388,16 @@ class Instrument:
             timed = self.timed("backward")(original)
 
             def wrapper(tensors, *args, **kwargs):
-                if not self._depth:
+                if self.part is None:
                     self.loss = tensors.detach() if isinstance(tensors, Tensor) else None
-                    step = self.step
-                    if step is not None and "forward" not in step.parts:  # no module was called: the model is functions
-                        now = _clock()
-                        begun = step.start + sum(step.parts.values())
-                        self.add("forward", min(begun, now), now)
                 return timed(tensors, *args, **kwargs)
 
             return wrapper
 
-        self.patch(Tensor, "backward", backward)
-        self.patch(torch.autograd, "backward", backward)
+        self._patch(Tensor, "backward", backward)
+        self._patch(torch.autograd, "backward", backward)
         for owner in (Optimizer, nn.Module):
-            self.patch(owner, "zero_grad", self._zero_grad)
-        before = torch_optimizer.register_optimizer_step_pre_hook(self._enter_optimizer)
-        after = torch_optimizer.register_optimizer_step_post_hook(self._leave_optimizer)
-        self._undo += [before.remove, after.remove]
-
-        def schedule(original):
-            return lambda *args, **kwargs: None if self.freeze_schedules else original(*args, **kwargs)
+            self._patch(owner, "zero_grad", self._zero_grad)
 
         def enter(original):
             def wrapper(autocast):
@@ -350,18 +405,11 @@ class Instrument:
                     self.autocast.add(autocast.fast_dtype)
                     if "autocast" not in self.sites:
                         self.sites["autocast"] = call_site()
-                enabled, autocast._enabled = autocast._enabled, autocast._enabled and not self.no_autocast
-                try:
-                    return original(autocast)
-                finally:
-                    autocast._enabled = enabled
+                return original(autocast)
 
             return wrapper
 
-        self.patch(torch.autocast, "__enter__", enter)
-        for cls in vars(torch.optim.lr_scheduler).values():
-            if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and "step" in vars(cls):
-                self.patch(cls, "step", schedule)
+        self._patch(torch.autocast, "__enter__", enter)
 
     def _zero_grad(self, original):
         timed = self.timed("zero_grad")(original)
@@ -369,12 +417,12 @@ class Instrument:
         def wrapper(owner, set_to_none: bool = True):
             if not set_to_none and not self.keeps_zero_grads:
                 self.keeps_zero_grads, self.sites["zero_grad"] = True, call_site()
-            return timed(owner, set_to_none=set_to_none or self.set_to_none)
+            return timed(owner, set_to_none=set_to_none)
 
         return wrapper
 
     def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
-        if self._depth:
+        if self.part is not None:
             return
         optimizer = getattr(optimizer, "stands_for", optimizer)  # a remedy's step in its place
         self.before_optimizer(optimizer)
@@ -384,11 +432,13 @@ class Instrument:
 
     def _leave_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
         optimizer = getattr(optimizer, "stands_for", optimizer)
-        if self.part == "optimizer" and self._root is optimizer:
+        if not self.attached:
+            self.on_optimizer(optimizer)
+        elif self.part == "optimizer" and self._root is optimizer:
             self._finish()
             self.on_optimizer(optimizer)
 
-    def _patch_sites(self) -> None:
+    def _patch_rare(self) -> None:
         def noted(original):
             def wrapper(made, *args, **kwargs):
                 self.sites.setdefault(id(made), call_site())
@@ -407,3 +457,10 @@ class Instrument:
             return wrapper
 
         self.patch(torch, "set_num_threads", threads)
+
+        def schedule(original):
+            return lambda *args, **kwargs: None if self.freeze_schedules else original(*args, **kwargs)
+
+        for cls in vars(torch.optim.lr_scheduler).values():
+            if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and "step" in vars(cls):
+                self.patch(cls, "step", schedule)

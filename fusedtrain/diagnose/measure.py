@@ -19,16 +19,31 @@ from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
-from fusedtrain.diagnose.drive import Arm, CachedSource, Driver, LoaderSource, Run, agree, copy_batch, left_alone
-from fusedtrain.diagnose.instrument import PARTS, Site, Step, user_frame
+from fusedtrain.diagnose.drive import (
+    Arm,
+    CachedSource,
+    Driver,
+    LoaderSource,
+    Run,
+    agree,
+    copy_batch,
+    leave_out_others,
+    left_alone,
+)
+from fusedtrain.diagnose.instrument import PARTS, Site, Step, running, user_frame
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
 BLOCK = 0.15  # seconds that a block of steps takes at least
 SAMPLING = 1.0  # seconds of looking for the user's lines that take the time
+WATCHING = 5.0  # seconds of watching the run as it is, about
 LOADING = 1.5  # seconds of a loader alone, per number of workers
 PAIRS = 4  # of a probe; verification takes more
+BUDGET = 0.01  # share of the time that watching steps in parts may take
+CYCLES = 10  # blocks of steps that are watched in parts, between bare ones
+QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
+STALL = 3.0  # times the median: a step that something held up
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,8 @@ class Facts:
     """What was measured of one variant of the run. Times are seconds per step."""
 
     steps: list[Step]
-    step: Interval
-    parts: dict[str, float]
+    step: Interval  # bare
+    parts: dict[str, float]  # of a bare step
     loader: object  # that the batches come from, or None
     remedies: dict[str, Remedy]  # all that were ever considered, by name
     candidates: dict[str, list[Remedy] | str] = field(default_factory=dict)  # by rule; or why there are none
@@ -72,6 +87,9 @@ class Facts:
     cached_noise: float = 0.0  # and with cached batches
     thorough: bool = False  # whether changes that take long to try are tried
     fusible: dict[str, int] = field(default_factory=dict)  # what fuse() makes of layers, with their number
+    watched: int = 0  # of the steps, in parts
+    cost: Interval | None = None  # seconds that such a step takes longer than a bare one
+    overhead: float = 0.0  # share of the time of all these steps that watching took
 
     def keep(self, remedy: Remedy) -> Remedy:
         """Returns the remedy of that name which is known already, or this one."""
@@ -83,7 +101,8 @@ class Facts:
 
     @property
     def optimizer_faults(self) -> float:
-        return fmean(step.optimizer_faults for step in self.steps)
+        watched = [step.optimizer_faults for step in self.steps if step.spans]
+        return fmean(watched) if watched else 0.0
 
 
 @dataclass(frozen=True)
@@ -126,23 +145,118 @@ def trial(driver: Driver, sizes: Sizes, before: Arm, after: Arm, pairs: int):
 
 def warm_up(driver: Driver):
     """Runs until the times settle; returns the sizes of blocks."""
-    records = yield Run(4, collect=CACHE)
+    records = yield Run(4, collect=CACHE, parts=True)
     driver.instrument.settle()
     while (len(records) < 24 and sum(step.seconds for step in records) < 1.0) or len(records) < 8:
-        records += yield Run(4, collect=CACHE)
+        records += yield Run(4, collect=CACHE, parts=True)
     optimized = [i for i, step in enumerate(records) if "optimizer" in step.parts]
     gaps = [b - a for a, b in itertools.pairwise(optimized)]
     step = median(step.seconds for step in records[4:])
-    driver.read_parts(step)
+    driver.read_waits(step)
     return Sizes(step, max(1, round(median(gaps))) if gaps else 1)
 
 
-def observe(driver: Driver, arm: Arm, steps: int, remedies: dict[str, Remedy]):
-    """Watches so many steps; returns :class:`Facts`."""
-    records = yield Run(steps, arm, 1)
-    parts = {part: fmean(step.parts.get(part, 0.0) for step in records) for part in PARTS}
+def bare_steps(watched: int, bare: int, share: float) -> int:
+    """Returns how many steps have to be bare, besides those that are, for ``watched`` ones to take BUDGET of the time.
+
+    Args:
+        share: of a bare step, that one takes longer when it is watched.
+    """
+    return max(0, math.ceil(watched * (share / BUDGET - share - 1) - bare))
+
+
+def observe(driver: Driver, sizes: Sizes, arm: Arm, steps: int | None, remedies: dict[str, Remedy]):
+    """Watches so many steps in parts (None: 50 to 200, about five seconds), between bare ones; returns :class:`Facts`.
+
+    How much longer a step takes when it is watched is measured, block by block; how many are bare follows from that.
+    """
+
+    def whole(count: float) -> int:
+        return max(1, math.ceil(count / sizes.period)) * sizes.period
+
+    quick = sizes.step < QUICK
+    wanted = steps or min(max(round(WATCHING / sizes.step), 50), 200)
+    size, between = whole(wanted / CYCLES), whole(1) if quick else 0  # the first after a change is not recorded
+    blocks: list[tuple[list[Step], list[Step]]] = []
+    watched = bare = found = 0
+    while found < wanted:
+        size = min(size, whole(wanted - found))
+        cost = watching_cost(near(blocks), sizes.period) if blocks else 0.0
+        share = max(0.0, cost) / (median(step.seconds for plain, _ in blocks for step in plain) if blocks else 1.0)
+        due = max(bare_steps(watched + between + size, bare, share), size if quick and len(blocks) < 2 else size / 5)
+        if steps is None and len(blocks) >= 2:
+            wanted = min(max(round(WATCHING / sizes.step * min(1.0, BUDGET / max(share, BUDGET))), 50), 200)
+        plain = yield Run(whole(due), arm, whole(1) if quick or not blocks else 0)
+        detailed = yield Run(size, arm, between, parts=True)
+        blocks.append((plain, detailed))
+        bare, watched, found = bare + len(plain) + between, watched + between + size, found + size
+    return _facts(driver, sizes, arm, blocks, watched, remedies)
+
+
+def near(blocks: list[tuple[list[Step], list[Step]]]) -> list[tuple[list[Step], list[Step]]]:
+    """Returns, for each block that was watched, the bare steps beside it, as many on each side; and the block."""
+    after = [plain for plain, _ in blocks[1:]] + [[]]
+    return [(plain[-len(b) :] + then[: len(b)], b) for (plain, b), then in zip(blocks, after)]
+
+
+def watching_cost(blocks: list[tuple[list[Step], list[Step]]], period: int) -> float:
+    """Returns the seconds that a step takes longer when it is watched: what the quieter fifth of times differ by."""
+
+    def quiet(i: int) -> float:
+        seconds = [[step.seconds for step in block[i]] for block in blocks]
+        groups = [sum(s[j : j + period]) for s in seconds for j in range(0, len(s), period)]
+        return sorted(groups)[len(groups) // 5] / period
+
+    return quiet(1) - quiet(0)
+
+
+def _facts(driver: Driver, sizes: Sizes, arm: Arm, blocks: list, watched: int, remedies: dict[str, Remedy]) -> Facts:
+    plain, detailed = ([step for block in blocks for step in block[i]] for i in (0, 1))
+    alone = driver.alone(arm)
+    if alone:  # what is usual shows over all blocks
+        leave_out_others(plain)
+        leave_out_others(detailed)
+    cost = bootstrap(near(blocks), of=lambda chosen: watching_cost(chosen, sizes.period))
+    sure = cost.value if cost.low > 0 else 0.0
+    steps = [step for block in blocks for steps in block for step in steps]
+    seconds = [step.seconds - sure * bool(step.spans) for step in steps]
+    size = math.ceil(len(seconds) / 200)
+    step = bootstrap([fmean(seconds[i : i + size]) for i in range(0, len(seconds), size)])
+    parts = parts_of(list(zip(steps, seconds)), sure, step.value, alone)
     loader = driver.loader if arm.source is None else arm.source.loader
-    return Facts(records, bootstrap([step.seconds for step in records]), parts, loader, remedies)
+    overhead = watched * max(0.0, cost.value) / sum(step.wall for step in steps)
+    return Facts(steps, step, parts, loader, remedies, watched=len(detailed), cost=cost, overhead=overhead)
+
+
+def parts_of(steps: list[tuple[Step, float]], cost: float, mean: float, alone: bool) -> dict[str, float]:
+    """Returns the seconds of the parts of a bare step.
+
+    Args:
+        steps: those that were watched, which have spans, and bare ones, of which only the time of the loader is known;
+            with what each takes when it is bare.
+        cost: seconds that watching took; they lie between the parts.
+        mean: of what the steps take.
+        alone: whether no other process held steps up: then what held bare ones up is the script's own.
+    """
+    limit = STALL * median(seconds for _, seconds in steps)
+    usual = [(step, seconds) for step, seconds in steps if seconds <= limit]
+    watched = [step for step, _ in usual if step.spans] or [step for step, _ in steps if step.spans]
+    parts = {part: fmean(step.parts.get(part, 0.0) for step in watched) for part in PARTS}
+    parts["rest"] = max(0.0, parts["rest"] - cost)
+    loading = fmean(step.parts.get("loader", 0.0) for step, _ in steps)
+    usually = fmean(step.parts.get("loader", 0.0) for step, _ in usual)
+    parts["loader"] = 0.0
+    computing = fmean(seconds for _, seconds in usual) - usually
+    total = sum(parts.values())
+    usual_parts = {part: value / total * computing for part, value in parts.items()} if total else parts
+    # What some steps take longer than usual goes to the parts where it was seen.
+    stalled = [step for step, seconds in steps if seconds > limit and step.spans]
+    longer = {p: sum(max(0.0, step.parts.get(p, 0.0) - parts[p]) for step in stalled) for p in PARTS if p != "loader"}
+    if not sum(longer.values()):
+        longer = {"rest": 1.0} if alone or not total else parts
+    extra = (mean - loading - computing) / sum(longer.values())
+    found = {part: max(0.0, usual_parts[part] + longer.get(part, 0.0) * extra) for part in PARTS}
+    return found | {"loader": loading}
 
 
 def ceiling(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
@@ -229,10 +343,11 @@ class Sampler:
     def _run(self) -> None:
         last = time.perf_counter()
         while not self.stop.wait(0.002):
-            frame = user_frame(sys._current_frames().get(self.target))
+            stack = sys._current_frames().get(self.target)
+            site = user_frame(stack)
             now = time.perf_counter()
-            if frame is not None and self.driver.instrument.step is not None:
-                self.times[self.driver.instrument.part or "rest", frame] += now - last
+            if site is not None and self.driver.stepping:
+                self.times[running(stack, Driver.fetch.__code__), site] += now - last
             last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
@@ -244,7 +359,7 @@ class Sampler:
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     """Finds the user's lines that the time outside of the model goes to."""
     with Sampler(driver) as sampler:
-        yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 500), arm)
+        yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
     facts.lines = sampler.lines()
 
 
@@ -335,7 +450,8 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: 
     peaks = {False: 0, True: 0}
     for larger in (False, True, True, False):
         memory = PeakMemory(device)
-        records = yield Run(max(2 * sizes.period, steps // 2), Arm(arm.remedies, source) if larger else arm, discard)
+        tried = Arm(arm.remedies, source) if larger else arm
+        records = yield Run(max(2 * sizes.period, steps // 2), tried, discard, parts=True)
         seconds[larger].append(median(_computing(step) for step in records))
         peaks[larger] = max(peaks[larger], memory.bytes() or 0)
     facts.larger = times, fmean(seconds[False]), fmean(seconds[True])

@@ -9,6 +9,7 @@ Each remedy belongs to a class of change, which is checked on the losses:
 Batch sizes are never changed, only reported on.
 """
 
+import inspect
 import sys
 from collections import Counter
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import Driver, LoaderSource
+from fusedtrain.diagnose.instrument import non_blocking, replace, with_non_blocking
 from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
 from fusedtrain.nn.fuse import fuse, unfuse
 
@@ -336,10 +338,14 @@ class SetToNone(Remedy):
     how = "call zero_grad() without set_to_none=False"
 
     def apply(self, driver: Driver) -> None:
-        driver.instrument.set_to_none = True
+        def freed(original):
+            return lambda owner, set_to_none=True: original(owner)
+
+        self._undo = [replace(owner, "zero_grad", freed) for owner in (torch.optim.Optimizer, nn.Module)]
 
     def undo(self, driver: Driver) -> None:
-        driver.instrument.set_to_none = False
+        for undo in self._undo:
+            undo()
 
     def changes(self, driver: Driver) -> list[Change]:
         change = edit_call(driver.instrument.sites.get("zero_grad"), ("zero_grad",), set_to_none=True)
@@ -353,7 +359,17 @@ class Float32(Remedy):
     how = "leave autocast, .bfloat16() and .double() out, and give the model float32 inputs"
 
     def apply(self, driver: Driver) -> None:
-        driver.instrument.no_autocast = True
+        def without(original):
+            def wrapper(autocast):
+                enabled, autocast._enabled = autocast._enabled, False
+                try:
+                    return original(autocast)
+                finally:
+                    autocast._enabled = enabled
+
+            return wrapper
+
+        self._enter = replace(torch.autocast, "__enter__", without)
         self._tensors, self._hooks = [], []
         for model in models(driver):
             found = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in OTHER_FLOATS]
@@ -369,7 +385,7 @@ class Float32(Remedy):
             _change(driver, tensor, Tensor.float)
 
     def undo(self, driver: Driver) -> None:
-        driver.instrument.no_autocast = False
+        self._enter()
         for hook in self._hooks:
             hook.remove()
         for tensor, dtype in self._tensors:
@@ -407,8 +423,7 @@ class BFloat16(Remedy):
     def _enter(self, module: nn.Module, args) -> None:
         device = next(module.parameters()).device.type
         self._open.append(torch.autocast(device, dtype=torch.bfloat16))
-        enter = torch.autocast.__enter__
-        getattr(enter, "__wrapped__", enter)(self._open[-1])  # it is not the script's
+        inspect.unwrap(torch.autocast.__enter__)(self._open[-1])  # it is not the script's
 
     def _leave(self, module: nn.Module, args, output):
         self._open.pop().__exit__(None, None, None)
@@ -543,10 +558,19 @@ class PinnedCopies(Remedy):
         self.source = LoaderSource(clone_loader(driver.loader, pin_memory=True))
 
     def apply(self, driver: Driver) -> None:
-        driver.instrument.non_blocking = True
+        def waiting_for_nobody(original):
+            def wrapper(tensor, *args, **kwargs):
+                if not tensor.is_cuda and not non_blocking(args, kwargs):
+                    args, kwargs = with_non_blocking(args, kwargs)
+                return original(tensor, *args, **kwargs)
+
+            return wrapper
+
+        self._undo = [replace(Tensor, name, waiting_for_nobody) for name in ("to", "cuda")]
 
     def undo(self, driver: Driver) -> None:
-        driver.instrument.non_blocking = False
+        for undo in self._undo:
+            undo()
 
     def changes(self, driver: Driver) -> list[Change]:
         change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), pin_memory=True)

@@ -18,9 +18,11 @@ def to_json(diagnosis, script: str) -> dict:
     return {
         "script": script,
         "machine": machine(),
-        "steps": len(facts.steps),
+        "steps": facts.watched,
+        "bare_steps": len(facts.steps) - facts.watched,
         "step_ms": _ms_interval(facts.step),
-        "overhead": diagnosis.overhead,
+        "overhead": facts.overhead,
+        "watched_step_overhead": _interval(facts.cost.over(facts.step.value)),
         "waited": sum(step.waited for step in facts.steps) / sum(step.wall for step in facts.steps),
         "noise": _interval(diagnosis.noise),
         "noisy": diagnosis.noisy,
@@ -108,6 +110,15 @@ def waited_text(report: dict) -> str:
     return f"Other processes had the core for {report['waited']:.0%} of the time; that is left out of all times."
 
 
+def overhead_text(report: dict) -> str:
+    """Returns what the measuring took itself."""
+    watched, cost = report["steps"], report["watched_step_overhead"]
+    return (
+        f"{watched} of {watched + report['bare_steps']} steps were watched in parts, which took {cost['value']:.1%}"
+        f" [{cost['low']:.1%}, {cost['high']:.1%}] longer: {report['overhead']:.2%} of the time"
+    )
+
+
 def headline(report: dict) -> str:
     """Returns the answer in one sentence."""
     named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
@@ -133,8 +144,7 @@ def show(report: dict) -> None:
         soft_wrap=False,
     )
     console.print(
-        f"{step['value']:.3g} ms per step [{step['low']:.3g}, {step['high']:.3g}] over {report['steps']} steps;"
-        f" measuring costs {report['overhead']:.2%}",
+        f"{step['value']:.3g} ms per step [{step['low']:.3g}, {step['high']:.3g}]; {overhead_text(report)}",
         markup=False,
     )
     if report["waited"] >= 0.01:

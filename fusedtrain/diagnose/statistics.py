@@ -17,6 +17,10 @@ class Interval:
     low: float
     high: float
 
+    def over(self, whole: float) -> "Interval":
+        """As a share."""
+        return Interval(self.value / whole, self.low / whole, self.high / whole)
+
     def half(self) -> float:
         """Half its width."""
         return (self.high - self.low) / 2

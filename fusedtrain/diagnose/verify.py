@@ -132,13 +132,14 @@ class LossCheck:
 
 def losses(driver: Driver, arm: Arm, snapshot: Snapshot, eps: float = 0.0, seed: int = 0):
     """Returns the losses of the first steps of an arm from a snapshot, with weights nudged by ``eps``."""
-    yield Run(1, Arm(arm.remedies, CachedSource(driver.batches)))  # puts the remedies in force before the state is set
+    # puts the remedies in force before the state is set
+    yield Run(1, Arm(arm.remedies, CachedSource(driver.batches)), parts=True)
     snapshot.restore()
     torch.manual_seed(seed)
     if eps:
         snapshot.nudge(eps, seed)
     driver.losses = []
-    yield Run(STEPS, arm)
+    yield Run(STEPS, arm, parts=True)
     values, driver.losses = driver.losses, None
     return agree(values)
 
