@@ -5,8 +5,10 @@ a loaded machine cannot hide it.
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,6 +28,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.optim import optimizer as optimizer_hooks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
@@ -194,14 +198,14 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
 
     def plan(driver):
         inputs = driver.instrument.inputs
-        yield Run(4, collect=2**20)
+        yield Run(4, collect=2**20, parts=True)
         driver.instrument.settle()
         before = copy.deepcopy(state(driver))
         remedy = SIMPLE[name]()
         assert inputs and verify.rehearse(driver, remedy, inputs) is None
         check = yield from verify.check_losses(driver, remedy, ())
         seen["check"] = check
-        yield Run(1)
+        yield Run(1, parts=True)
         assert state(driver) == before
 
         assert driver.instrument.autocast == ({torch.bfloat16} if name == "float32" else set())
@@ -244,7 +248,7 @@ def test_a_remedy_that_moves_the_losses_is_refused():
     checks = []
 
     def plan(driver):
-        yield Run(4, collect=2**20)
+        yield Run(4, collect=2**20, parts=True)
         driver.instrument.settle()
         for remedy in (Faster(), remedies.Remedy()):
             remedy.kind = remedy.kind or "bitwise"
@@ -258,9 +262,9 @@ def test_a_step_is_the_sum_of_its_parts():
     steps = []
 
     def plan(driver):
-        yield Run(3)
+        yield Run(3, parts=True)
         driver.instrument.settle()
-        steps.extend((yield Run(5, Arm((), None))))
+        steps.extend((yield Run(5, Arm((), None), parts=True)))
 
     run(plan)
     for step in steps:
@@ -280,6 +284,7 @@ def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_ta
         yield Run(2)
         if fine:
             driver.instrument.waits = driver._waits
+        steps.extend((yield Run(3, parts=True)))
         steps.extend((yield Run(3)))
 
     run(plan)
@@ -296,6 +301,96 @@ def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
     drive.leave_out_others(steps)
     assert [s.parts["backward"] for s in steps] == [1.0, 3.0, 1.0, 2.0, 1.0]
     assert [s.waited for s in steps] == [1.0, 1.0, 8.0, 6.0, 7.0] and all(s.parts["rest"] == 3.0 for s in steps)
+
+
+def calls_of_ours(frame_event_counts):
+    """Returns a profiler that counts the Python functions of the diagnosis that are called."""
+    folder = str(Path(drive.__file__).parent)
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            frame_event_counts[frame.f_code.co_name] += 1
+
+    return count
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_a_bare_step_calls_torchs_own_methods_and_reads_nothing_but_the_clock(loading):
+    owners = (torch.Tensor, torch.autograd, torch.optim.Optimizer, nn.Module, torch.autocast)
+
+    def methods():  # a constructor stays wrapped: its place is noted
+        return [{name: value for name, value in vars(owner).items() if name != "__init__"} for owner in owners]
+
+    before, counts, seen = methods(), Counter(), {False: set(), True: set()}
+    torch.manual_seed(0)
+    model, data = Net(), [(torch.rand(4, 3, 8, 8), torch.randint(10, (4,)))] * 400
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step, driver, per_step = step_of(model, optimizer), None, []
+
+    def plan(driver):
+        yield from measure.warm_up(driver)
+        driver._every_step = False  # as in steps that are too short for it
+        for parts in (True, False) * 3:
+            driver.watching = parts
+            yield Run(12, Arm(), parts=parts)
+        driver.watching = None
+
+    def note():
+        hooks = (model._forward_hooks, model._forward_pre_hooks, optimizer_hooks._global_optimizer_pre_hooks)
+        hooks += () if driver.loader is None else (optimizer_hooks._global_optimizer_post_hooks,)
+        seen[driver.watching].add((methods() == before, any(hooks)))
+
+    with Instrument() as watched:
+        driver = Driver(watched, plan)
+        driver.watching = None
+        driver.install()
+        with contextlib.suppress(Finished):
+            while True:
+                for batch in DataLoader(data, batch_size=None) if loading else data:
+                    step(batch)
+                    if driver.watching is not None:
+                        note()
+                    if driver.watching is False:
+                        if driver._times and 5 < len(driver._times) < 20:
+                            per_step.append((len(driver._times), counts.total()))
+                        sys.setprofile(calls_of_ours(counts))
+                    else:
+                        sys.setprofile(None)
+    sys.setprofile(None)
+    assert seen[True] == {(False, True)} and seen[False] == {(True, False)}
+    taken = {calls - c for (times, c), (later, calls) in itertools.pairwise(per_step) if later == times + 2}
+    assert taken == {4 if loading else 2}, counts  # __next__ and fetch of the loop, _load and fetch of the source
+
+
+@pytest.mark.parametrize("share", [0.0, 0.004, 0.01, 0.07, 0.4])
+def test_so_many_steps_are_bare_that_watching_the_others_keeps_its_budget(share):
+    bare = measure.bare_steps(50, 10, share) + 10
+    assert 50 * share / (50 * (1 + share) + bare) <= measure.BUDGET
+    assert bare == 10 or 50 * share / (50 * (1 + share) + bare - 1) > measure.BUDGET, "no more than that"
+
+
+def a_step(parts, watched):
+    step = Step(0.0, sum(parts.values()), parts)
+    step.spans = [("forward", 0.0, 0.0, None)] * watched
+    return step
+
+
+def test_the_parts_are_those_of_a_bare_step():
+    watched = [a_step({"loader": 1.0, "forward": 4.0, "backward": 4.0, "rest": 3.0}, True) for _ in range(4)]
+    bare = [a_step({"loader": 3.0, "rest": 8.0}, False) for _ in range(12)]
+    steps = [(step, 10.0) for step in watched] + [(step, 11.0) for step in bare]
+    parts = measure.parts_of(steps, 2.0, 10.75, alone=True)
+    assert sum(parts.values()) == pytest.approx(10.75) and parts["loader"] == 2.5, "of all steps"
+    assert parts["forward"] == parts["backward"] == pytest.approx(4 * parts["rest"]), "watching lies in the rest"
+
+
+def test_what_holds_bare_steps_up_is_the_scripts_own_where_nothing_else_can():
+    watched = [a_step({"forward": 8.0, "rest": 2.0}, True) for _ in range(4)]
+    bare = [a_step({"loader": 0.0, "rest": 10.0}, False) for _ in range(15)] + [a_step({"rest": 210.0}, False)]
+    steps = [(step, step.wall) for step in watched + bare]
+    for alone, rest in ((True, 12.0), (False, 4.0)):
+        parts = measure.parts_of(steps, 0.0, 20.0, alone)
+        assert parts["rest"] == pytest.approx(rest) and sum(parts.values()) == pytest.approx(20.0)
 
 
 def test_two_arms_take_turns():
@@ -333,7 +428,7 @@ def test_a_loop_without_a_loader_is_measured_between_optimizer_steps():
 
     def plan(driver):
         sizes = yield from measure.warm_up(driver)
-        found.append((yield from measure.observe(driver, Arm(), 5, {})))
+        found.append((yield from measure.observe(driver, sizes, Arm(), 5, {})))
         remedy = remedies.FusedOptimizer(ours=False)
         assert remedy.why_not(driver) is None
         found.append((yield from measure.trial(driver, sizes, Arm(), Arm((remedy,)), 2)))
@@ -466,7 +561,9 @@ def test_without_a_gpu_reading_a_number_costs_what_it_costs_anyway(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def what_takes_long_is_not_tried():
-    """Nobody probes more threads: on a busy machine they wait for each other for seconds. Nobody compiles."""
+    """One thread, and nobody probes more: on a busy machine they wait for each other for seconds. Nobody compiles."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "cores", torch.get_num_threads)
         patch.setattr(remedies.Compile, "why_not", lambda driver: "not in this test")
@@ -475,6 +572,7 @@ def what_takes_long_is_not_tried():
         patch.setattr(measure, "PAIRS", 2)
         patch.setattr(verify, "PAIRS", 4)
         yield
+    torch.set_num_threads(threads)
 
 
 class SlowReader(Dataset):

@@ -42,6 +42,7 @@ LOADING = 1.5  # seconds of a loader alone, per number of workers
 PAIRS = 4  # of a probe; verification takes more
 BUDGET = 0.01  # share of the time that watching steps in parts may take
 CYCLES = 10  # blocks of steps that are watched in parts, between bare ones
+MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
 STALL = 3.0  # times the median: a step that something held up
 
@@ -182,7 +183,8 @@ def observe(driver: Driver, sizes: Sizes, arm: Arm, steps: int | None, remedies:
     while found < wanted:
         size = min(size, whole(wanted - found))
         cost = watching_cost(near(blocks), sizes.period) if blocks else 0.0
-        share = max(0.0, cost) / (median(step.seconds for plain, _ in blocks for step in plain) if blocks else 1.0)
+        usual = median([step.seconds for plain, _ in blocks for step in plain]) if blocks else sizes.step
+        share = min(max(0.0, cost), MOST) / usual
         due = max(bare_steps(watched + between + size, bare, share), size if quick and len(blocks) < 2 else size / 5)
         if steps is None and len(blocks) >= 2:
             wanted = min(max(round(WATCHING / sizes.step * min(1.0, BUDGET / max(share, BUDGET))), 50), 200)
