@@ -2,8 +2,8 @@
 
 A script takes steps of some length and notes the time of each itself. Within one process, so that a machine whose speed
 drifts hits both alike, it takes turns with itself: the plain loop, and the loop that ``fusedtrain diagnose`` watches:
-bare steps, steps that are watched in parts, and all that it does between them. Compared are the mean step and the median
-step of each turn, over several processes.
+bare steps, steps that are watched in parts, and all that it does between them. Compared are the mean step and the
+median step of each turn, over several processes.
 
     python benchmarks/overhead.py                    3 processes for each of five lengths, about eight minutes
     python benchmarks/overhead.py --processes 1 linear   fewer, and one script
