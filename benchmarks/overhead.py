@@ -1,9 +1,9 @@
 """Measures from outside what ``fusedtrain diagnose`` costs the training that it watches.
 
-A script takes steps of some length and notes the time of each itself. Within one process, so that a machine whose speed
-drifts hits both alike, it takes turns with itself: the plain loop, and the loop that ``fusedtrain diagnose`` watches:
-bare steps, steps that are watched in parts, and all that it does between them. Compared are the mean step and the
-median step of each turn, over several processes.
+A script takes steps of some length and notes the time of each itself. Within one process it takes turns with itself,
+several times a second, so that a machine whose speed drifts hits both alike: the loop that ``fusedtrain diagnose``
+watches (bare steps, steps that are watched in parts, and all that it does between them), and as many steps of the plain
+loop. Compared are their mean and their median steps, over several processes.
 
     python benchmarks/overhead.py                    3 processes for each of five lengths, about eight minutes
     python benchmarks/overhead.py --processes 1 linear   fewer, and one script
@@ -24,12 +24,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fusedtrain.diagnose import measure
-from fusedtrain.diagnose.drive import Arm, Driver, Finished
+from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
 from fusedtrain.diagnose.instrument import Instrument
 from fusedtrain.diagnose.statistics import bootstrap
 
-SECONDS = 25.0  # of a process
-WATCHED = 50  # steps of a turn that are watched in parts
+SECONDS = 20.0  # of a process
 
 
 def linear(layers: int) -> tuple[nn.Module, torch.Tensor]:
@@ -62,54 +61,83 @@ class Script:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.stamps: list[float] = []
 
-    def train(self, steps: float) -> None:
+        self.plain = self.forever()
+
+    def forever(self):
         loader = DataLoader(self.data, 16, shuffle=True)
         while True:
-            for batch, targets in loader:
-                loss = nn.functional.cross_entropy(self.model(batch), targets)
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-                self.stamps.append(time.perf_counter())
-                if len(self.stamps) >= steps:
-                    return
+            yield from loader
 
-    def times(self) -> dict:
+    def step(self, batch) -> None:
+        images, targets = batch
+        loss = nn.functional.cross_entropy(self.model(images), targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.stamps.append(time.perf_counter())
+
+    def times(self) -> list[float]:
         """Returns what the steps took since it was asked last."""
         steps = [after - before for before, after in itertools.pairwise(self.stamps)]
         self.stamps.clear()
-        return {"mean": fmean(steps), "median": median(steps)}
+        return steps
 
 
 def turns(name: str) -> dict:
-    script, plain, watched, facts = Script(name), [], [], []
+    script, watched, plain, facts, ratios = Script(name), [], [], [], []
+
+    def beside(driver, steps: int) -> float:
+        """Takes steps of the plain loop, where nothing is attached; returns the seconds of this."""
+        assert not driver.instrument.attached
+        driver.own_code += 1
+        script.stamps.clear()
+        start = time.perf_counter()
+        for _ in range(steps):
+            script.step(next(script.plain))
+        seconds = time.perf_counter() - start
+        plain.extend(script.times())
+        driver.own_code -= 1
+        return seconds
+
+    def turn(driver, sizes):
+        """Watches steps, with plain ones between; returns the seconds of both."""
+        observing, records, steps, with_it, without = measure.observe(driver, sizes, Arm(), None, {}), None, 0, 0.0, 0.0
+        begin = time.perf_counter()
+        while True:
+            try:
+                run = observing.send(records)
+            except StopIteration as done:
+                facts.append(done.value)
+                return with_it, without
+            script.stamps.clear()
+            records = yield run
+            watched.extend(script.times())
+            steps += run.steps + run.discard
+            if not run.parts:
+                with_it += time.perf_counter() - begin
+                without += beside(driver, steps)
+                steps, begin = 0, time.perf_counter()
 
     def plan(driver):
         sizes = yield from measure.warm_up(driver)
-        steps, end = 0, time.perf_counter() + SECONDS
+        end = time.perf_counter() + SECONDS
         while time.perf_counter() < end:
-            driver.instrument.detach()
-            driver.own_code += 1
-            script.stamps.clear()
-            script.train(max(steps, 200))
-            driver.own_code -= 1
-            plain.append(script.times())
-            facts.append((yield from measure.observe(driver, sizes, Arm(), WATCHED, {})))
-            steps = len(script.stamps)
-            watched.append(script.times())
+            yield Run(1)  # bare
+            beside(driver, 10)
+            with_it, without = yield from turn(driver, sizes)
+            ratios.append(with_it / without - 1)
 
     with Instrument() as instrument:
         driver = Driver(instrument, plan)
         driver.install()
+        loader = DataLoader(script.data, 16, shuffle=True)
         with contextlib.suppress(Finished):
-            script.train(float("inf"))
-    ratios = {  # of each turn to what lies before and after it
-        what: [w[what] / fmean((a[what], b[what])) - 1 for a, w, b in zip(plain, watched, plain[1:])]
-        for what in ("mean", "median")
-    }
-    found = {"ms": 1e3 * median(turn["median"] for turn in plain), "turns": len(watched)}
-    found |= {"share": fmean(f.watched / len(f.steps) for f in facts)}
-    return found | ratios | {"said": median(f.overhead for f in facts)}
+            while True:
+                for batch in loader:
+                    script.step(batch)
+    found = {"ms": 1e3 * median(plain), "turns": len(ratios), "mean": ratios}
+    found |= {"share": fmean(f.watched / len(f.steps) for f in facts), "median": [median(watched) / median(plain) - 1]}
+    return found | {"said": median(f.overhead for f in facts)}
 
 
 def main() -> None:

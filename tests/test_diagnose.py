@@ -293,6 +293,14 @@ def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_ta
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
 
 
+def test_what_was_waited_over_many_steps_is_taken_off_the_long_ones():
+    steps = [a_step({"loader": 1.0, "rest": 1.0}, False) for _ in range(18)]
+    steps += [a_step({"loader": 1.0, "rest": 4.0}, False), a_step({"rest": 3.0}, False)]
+    drive.spread_waits(steps, 2.0)
+    assert [round(step.seconds, 9) for step in steps] == [2.0] * 18 + [3.5, 2.5]
+    assert all(sum(step.parts.values()) == pytest.approx(step.seconds) for step in steps)
+
+
 def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
     def step(backward, team, rest=3.0):
         return Step(0.0, backward + rest, {"backward": backward, "rest": rest}, waits={"backward": (1.0, team)})

@@ -230,13 +230,17 @@ def leave_out_others(records: list[Step]) -> None:
         step.waited = step.wall - sum(step.parts.values())
 
 
-def spread_waits(records: list[Step], own: float, team: float) -> None:
-    """Books what was waited over many steps to those that took longer than when they are left alone."""
-    least = left_alone([step.wall for step in records])
-    longer = [max(0.0, step.wall - least) for step in records]
-    total = sum(longer)
-    for step, extra in zip(records, longer):
-        step.all_waits = tuple(extra * min(1.0, waited / total) if total else 0.0 for waited in (own, team))
+def spread_waits(records: list[Step], waited: float) -> None:
+    """Takes what was waited over many steps off those that took longer than when they are left alone."""
+    walls = [step.end - step.start for step in records]
+    least = left_alone(walls)
+    total = sum(wall - least for wall in walls if wall > least)
+    share = min(1.0, waited / total) if total else 0.0
+    for step, wall in zip(records, walls):
+        if wall > least:
+            step.waited = (wall - least) * share
+            kept = 1 - step.waited / wall
+            step.parts = {part: seconds * kept for part, seconds in step.parts.items()}
 
 
 Plan = Generator[Run, list[Step], None]
@@ -549,7 +553,7 @@ class Driver:
         times, waits, records = self._times, self._step_waits, []
         for i in range((len(times) - 1) // 2):
             start, loaded, end = times[2 * i : 2 * i + 3]
-            step = Step(start, end, {} if self.loader is None else {"loader": loaded - start})
+            step = Step(start, end, {"loader": loaded - start, "rest": end - loaded})
             if waits is not None:
                 own, *team = (b - a for a, b in zip(*waits[2 * i : 2 * i + 2]))
                 step.all_waits = own, sum(team)
@@ -589,13 +593,14 @@ class Driver:
         cpu, faults, own, team = self._counted
         for step in records:
             step.cpu, step.faults = cpu / len(records), faults / len(records)
-        alone = self.alone(self._run.arm)
-        if alone and not self._every_step:
-            spread_waits(records, own, team)
         for step in records:
             step.complete()
-        if alone:
+        if not self.alone(self._run.arm):
+            return
+        if self._every_step:
             leave_out_others(records)
+        elif own + team > 0.001 * sum(step.wall for step in records):
+            spread_waits(records, own + team)
 
     def _use_arm(self, before: Run | None) -> None:
         """Puts the remedies of the run in force and attaches the instrument, or detaches it."""

@@ -84,7 +84,8 @@ class Step:
             self.parts[part] = self.parts.get(part, 0.0) + end - start
             if waited is not None:
                 self.waits[part] = tuple(map(sum, zip(self.waits.get(part, (0.0, 0.0)), waited)))
-        self.parts["rest"] = self.wall - sum(self.parts.values())
+        if "rest" not in self.parts:
+            self.parts["rest"] = self.wall - sum(self.parts.values())
         if self.waits:
             self.waits["rest"] = tuple(max(0.0, w - sum(ws)) for w, *ws in zip(self.all_waits, *self.waits.values()))
         elif any(self.all_waits):  # they fall to the parts by their length
@@ -152,11 +153,17 @@ def with_non_blocking(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (args, kwargs | {"non_blocking": True}) if at is None else ((*args[:at], True, *args[at + 1 :]), kwargs)
 
 
-def replace(owner: object, name: str, make) -> Callable[[], None]:
+def wrap(owner: object, name: str, make) -> Callable[[], None]:
     """Replaces ``owner.name`` by ``make(original)``; returns what puts it back."""
+    original = getattr(owner, name)
+    return replace(owner, name, functools.wraps(original)(make(original)))
+
+
+def replace(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Sets ``owner.name``; returns what puts it back."""
     inherited = name not in vars(owner)
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original)))
+    setattr(owner, name, value)
     return lambda: delattr(owner, name) if inherited else setattr(owner, name, original)
 
 
@@ -196,6 +203,7 @@ class Instrument:
         self._inputs, self._hooks = self.inputs, []
         self._compiled: list = []  # hooks that stay
         self._undo, self._detach, self._after = [], [], None
+        self._made: dict[tuple, tuple] = {}  # originals and wrappers, by owner and name
         self._root: object = None
         self._thread = threading.get_ident()
 
@@ -244,10 +252,16 @@ class Instrument:
 
     def patch(self, owner: object, name: str, make) -> None:
         """Replaces ``owner.name`` by ``make(original)`` until exit."""
-        self._undo.append(replace(owner, name, make))
+        self._undo.append(wrap(owner, name, make))
 
     def _patch(self, owner: object, name: str, make) -> None:
-        self._detach.append(replace(owner, name, make))
+        """Replaces ``owner.name`` until detach(); the wrapper is made once."""
+        original, wrapper = self._made.get((owner, name), (None, None))
+        if original != getattr(owner, name):  # a remedy's, for instance
+            original = getattr(owner, name)
+            wrapper = functools.wraps(original)(make(original))
+            self._made[owner, name] = original, wrapper
+        self._detach.append(replace(owner, name, wrapper))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +305,8 @@ class Instrument:
             if root._compiled_call_impl is not None:
                 self._compiled += self._hook(root)
         if self.attached:
-            self._hook_modules()
+            self.detach()
+            self.attach()
 
     def forget(self) -> None:
         """Begins anew with the objects of a script that is started again."""
@@ -299,11 +314,11 @@ class Instrument:
         self.step, self.freeze_schedules, self.marks_steps, self.loss = None, False, False, None
         for hook in self._compiled:
             hook.remove()
-        for found in (self.roots, self.optimizers, self.sites, self._inputs, self._compiled):
+        self.detach()
+        for found in (self.roots, self.optimizers, self.sites, self._inputs, self._compiled, self._made):
             found.clear()
         self.inputs = self._inputs
         self.attach()
-        self._hook_modules()
 
     def _hook_modules(self) -> None:
         for hook in self._hooks:
@@ -394,8 +409,12 @@ class Instrument:
 
             return wrapper
 
-        self._patch(Tensor, "backward", backward)
-        self._patch(torch.autograd, "backward", backward)
+        self._patch(torch.autograd, "backward", backward)  # Tensor.backward calls it
+        if self.inputs is None:
+            # Not their classes: Python would forget what it knows of them, and be slower for some hundred steps.
+            for owner in (*self.optimizers, *self.roots):
+                self._patch(owner, "zero_grad", self.timed("zero_grad"))
+            return
         for owner in (Optimizer, nn.Module):
             self._patch(owner, "zero_grad", self._zero_grad)
 

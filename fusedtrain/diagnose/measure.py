@@ -40,8 +40,8 @@ SAMPLING = 1.0  # seconds of looking for the user's lines that take the time
 WATCHING = 5.0  # seconds of watching the run as it is, about
 LOADING = 1.5  # seconds of a loader alone, per number of workers
 PAIRS = 4  # of a probe; verification takes more
-BUDGET = 0.01  # share of the time that watching steps in parts may take
-CYCLES = 10  # blocks of steps that are watched in parts, between bare ones
+BUDGET = 0.008  # share of the time that watching steps in parts may take; switching adds to it
+CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
 STALL = 3.0  # times the median: a step that something held up
@@ -182,10 +182,11 @@ def observe(driver: Driver, sizes: Sizes, arm: Arm, steps: int | None, remedies:
     watched = bare = found = 0
     while found < wanted:
         size = min(size, whole(wanted - found))
-        cost = watching_cost(near(blocks), sizes.period) if blocks else 0.0
-        usual = median([step.seconds for plain, _ in blocks for step in plain]) if blocks else sizes.step
+        beside = near(blocks)
+        cost = watching_cost(beside, sizes.period) if blocks else 0.0
+        usual = median([step.seconds for plain, _ in beside for step in plain]) if blocks else sizes.step
         share = min(max(0.0, cost), MOST) / usual
-        due = max(bare_steps(watched + between + size, bare, share), size if quick and len(blocks) < 2 else size / 5)
+        due = max(bare_steps(watched + between + size, bare, share), size if quick else size / 5)
         if steps is None and len(blocks) >= 2:
             wanted = min(max(round(WATCHING / sizes.step * min(1.0, BUDGET / max(share, BUDGET))), 50), 200)
         plain = yield Run(whole(due), arm, whole(1) if quick or not blocks else 0)
@@ -196,9 +197,11 @@ def observe(driver: Driver, sizes: Sizes, arm: Arm, steps: int | None, remedies:
 
 
 def near(blocks: list[tuple[list[Step], list[Step]]]) -> list[tuple[list[Step], list[Step]]]:
-    """Returns, for each block that was watched, the bare steps beside it, as many on each side; and the block."""
-    after = [plain for plain, _ in blocks[1:]] + [[]]
-    return [(plain[-len(b) :] + then[: len(b)], b) for (plain, b), then in zip(blocks, after)]
+    """Returns, for each block that was watched, as many bare steps before it; and the block.
+
+    Those behind it are slower than bare ones: Python has to learn anew what calls what.
+    """
+    return [(plain[-len(watched) :], watched) for plain, watched in blocks]
 
 
 def watching_cost(blocks: list[tuple[list[Step], list[Step]]], period: int) -> float:
@@ -215,7 +218,7 @@ def watching_cost(blocks: list[tuple[list[Step], list[Step]]], period: int) -> f
 def _facts(driver: Driver, sizes: Sizes, arm: Arm, blocks: list, watched: int, remedies: dict[str, Remedy]) -> Facts:
     plain, detailed = ([step for block in blocks for step in block[i]] for i in (0, 1))
     alone = driver.alone(arm)
-    if alone:  # what is usual shows over all blocks
+    if alone and sizes.step >= QUICK:  # what is usual shows over all of the short blocks
         leave_out_others(plain)
         leave_out_others(detailed)
     cost = bootstrap(near(blocks), of=lambda chosen: watching_cost(chosen, sizes.period))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import Driver, LoaderSource
-from fusedtrain.diagnose.instrument import non_blocking, replace, with_non_blocking
+from fusedtrain.diagnose.instrument import non_blocking, with_non_blocking, wrap
 from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
 from fusedtrain.nn.fuse import fuse, unfuse
 
@@ -341,7 +341,7 @@ class SetToNone(Remedy):
         def freed(original):
             return lambda owner, set_to_none=True: original(owner)
 
-        self._undo = [replace(owner, "zero_grad", freed) for owner in (torch.optim.Optimizer, nn.Module)]
+        self._undo = [wrap(owner, "zero_grad", freed) for owner in (torch.optim.Optimizer, nn.Module)]
 
     def undo(self, driver: Driver) -> None:
         for undo in self._undo:
@@ -369,7 +369,7 @@ class Float32(Remedy):
 
             return wrapper
 
-        self._enter = replace(torch.autocast, "__enter__", without)
+        self._enter = wrap(torch.autocast, "__enter__", without)
         self._tensors, self._hooks = [], []
         for model in models(driver):
             found = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in OTHER_FLOATS]
@@ -566,7 +566,7 @@ class PinnedCopies(Remedy):
 
             return wrapper
 
-        self._undo = [replace(Tensor, name, waiting_for_nobody) for name in ("to", "cuda")]
+        self._undo = [wrap(Tensor, name, waiting_for_nobody) for name in ("to", "cuda")]
 
     def undo(self, driver: Driver) -> None:
         for undo in self._undo:
