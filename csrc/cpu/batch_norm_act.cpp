@@ -15,9 +15,10 @@ namespace {
 // Sums about a shift near the mean: shift, sum (x - shift), sum (x - shift)^2.
 template <class T>
 struct Moments {
+  using Element = T;
   using Lane = Acc<T>;
   using V = Vec<Lane>;
-  static constexpr int kSums = 3;
+  static constexpr int kSums = 3, kStreams = 1;
   const T* x;
 
   struct Params {};

@@ -11,6 +11,7 @@ namespace {
 // dz of one vector, and x - mean.
 template <class T, Activation A>
 struct Gradient {
+  using Element = T;
   using Lane = Acc<T>;
   using V = Vec<Lane>;
   using Params = typename PreActivation<T>::Params;
@@ -44,8 +45,8 @@ Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy) {
 template <class T, Activation A>
 struct Sums : Gradient<T, A> {
   using Base = Gradient<T, A>;
-  using typename Base::Lane, typename Base::Params, typename Base::V;
-  static constexpr int kSums = 2;
+  using typename Base::Element, typename Base::Lane, typename Base::Params, typename Base::V;
+  static constexpr int kSums = 2, kStreams = 2;
 
   struct State {
     V dz, dz_x;

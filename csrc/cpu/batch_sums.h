@@ -37,6 +37,13 @@ inline V keep(V x, FirstLanes lanes) {
 
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
+// Whether two or three tensors like these images outgrow the last cache. Then every row is taken by itself, from end to
+// end: from memory some processors fetch ahead of few streams only.
+template <class T>
+inline bool row_by_row(const Images& m) {
+  return m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
+}
+
 // z = weight (x - mean) rstd + bias + before, of one vector. In double precision it takes two multiplications, as
 // the rounding of weight rstd is the same for all elements of a channel and adds up.
 template <class T>
@@ -73,9 +80,9 @@ struct PreActivation {
 //   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
 //   s.add(f, i, params, lanes)                              one element of one row
 //   s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
-// The sums live in `out` between groups of rows.
+// The sums live in `out` between groups of rows, or between rows.
 template <class F>
-void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, typename F::Lane* out) {
+void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
   using V = typename F::V;
   for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
     typename F::State s;
@@ -98,7 +105,7 @@ void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, typename F::La
     });
   };
   int64_t row = begin;
-  for (; row + kGroup <= end; row += kGroup) add.template operator()<kGroup>(row);
+  for (; in_groups && row + kGroup <= end; row += kGroup) add.template operator()<kGroup>(row);
   for (; row < end; ++row) add.template operator()<1>(row);
 }
 
@@ -106,6 +113,7 @@ void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, typename F::La
 template <class F>
 void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t begin, int64_t end) {
   const int64_t chunks = reduce_chunks(m);
+  const bool in_groups = F::kStreams == 1 || !row_by_row<typename F::Element>(m);
   for (int64_t item = begin; item < end; ++item) {
     if (m.layout == Layout::kContiguous) {
       const int64_t n = item / m.c, ch = item % m.c;
@@ -113,7 +121,7 @@ void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t 
     } else {
       const int64_t n = item / chunks, first = n * m.hw + item % chunks * kReduceChunk;
       const int64_t last = std::min(first + kReduceChunk, (n + 1) * m.hw);
-      walk_rows(f, first, last, m.c, partial + item * F::kSums * m.c);
+      walk_rows(f, first, last, m.c, in_groups, partial + item * F::kSums * m.c);
     }
   }
 }
@@ -154,14 +162,16 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     }
   } else {
     // Rows share the loads of a channel's vectors; several streams past the caches would be slower than one.
-    constexpr int64_t kRows = kStream ? 1 : 4, kAhead = 64 * V::kLanes;
-    for (int64_t row = begin; row < end; row += kRows) {
-      const int64_t count = std::min(kRows, end - row);
+    constexpr int64_t kAhead = 64 * V::kLanes;
+    const bool alone = kStream || row_by_row<typename F::Element>(m);
+    const int64_t rows = alone ? 1 : 4;
+    for (int64_t row = begin; row < end; row += rows) {
+      const int64_t count = std::min(rows, end - row);
       for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
         int64_t i = row * m.c + ch;
         for (int64_t k = 0; k < count; ++k, i += m.c) {
-          f.prefetch(i + kAhead);
+          if (kStream || !alone) f.prefetch(i + kAhead);
           write(i, f(i, params, lanes), lanes);
         }
       });
