@@ -89,6 +89,14 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
     )
 
 
+def test_images_that_outgrow_the_caches(device, kernels):  # 8 MiB: the CPU kernels then take rows one by one
+    if harness.interpreted(kernels, device):
+        pytest.skip("too much for Triton's interpreter")
+    draw = make(device, (2, 33, 256, 128), "channels_last")
+    calls = (make_call(draw, act="relu", running=True) for make_call in (function, reference_of))
+    harness.assert_op_as_good_as_torch(*calls, draw, "many rows")
+
+
 @dense_layouts
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 def test_a_large_mean_hides_no_variance(device, backend, layout, dtype):
