@@ -203,6 +203,10 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
         before = copy.deepcopy(state(driver))
         remedy = SIMPLE[name]()
         assert inputs and verify.rehearse(driver, remedy, inputs) is None
+        if isinstance(remedy, remedies.Float32):
+            remedy.apply(driver)
+            assert {p.dtype for p in driver.instrument.roots[0].parameters()} == {torch.float32}
+            remedy.undo(driver)
         check = yield from verify.check_losses(driver, remedy, ())
         seen["check"] = check
         yield Run(1, parts=True)

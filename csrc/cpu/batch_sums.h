@@ -80,7 +80,7 @@ struct PreActivation {
 //   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
 //   s.add(f, i, params, lanes)                              one element of one row
 //   s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
-// The sums live in `out` between groups of rows, or between rows.
+// F::kStreams is how many large tensors it reads. The sums live in `out` between groups of rows, or between rows.
 template <class F>
 void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
   using V = typename F::V;
