@@ -87,6 +87,39 @@ def test_codes_are_the_same_in_python_and_c():
         assert snake == list(codes), name
 
 
+X, ROW, SQUARE = torch.ones(2, 8, 4, 4), torch.ones(8), torch.ones(8, 8)
+UNKNOWN_CODES = {  # a call per code, in the order of the schema, and where the code stands in it
+    "channel_pool": ((X, "pool", "in_act"), {"pool": 2, "in_act": 6}),
+    "channel_scale": ((X, torch.ones(2, 8), "in_act"), {"in_act": 6}),
+    "channel_scale_backward": ((X, X, torch.ones(2, 8), "in_act", True, True), {"in_act": -1}),
+    "squeeze_excite": (
+        (X, SQUARE, ROW, SQUARE, ROW, "act", "gate_act", "pool", "in_act"),
+        {"act": 10, "gate_act": -1, "pool": 2, "in_act": 6},
+    ),
+    "batch_norm_act": ((X, ROW, ROW, ROW, ROW, None, "act", False), {"act": 10}),
+    "depthwise_conv2d": ((X, torch.ones(8, 1, 3, 3), None, [1, 1], [1, 1, 1, 1], [1, 1], "act"), {"act": 6}),
+    "depthwise_bn_act_se": (
+        (X, ROW, ROW, ROW, ROW, SQUARE, ROW, SQUARE, ROW, "in_act", "se_act", "gate_act"),
+        {"in_act": 6, "se_act": 10, "gate_act": 10},
+    ),
+}
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize(
+    ("operator", "name"), [(op, name) for op, (_, wrong) in UNKNOWN_CODES.items() for name in wrong]
+)
+def test_unknown_codes_are_refused(operator, name):
+    arguments, wrong = UNKNOWN_CODES[operator]
+
+    def call(codes):
+        getattr(torch.ops.fusedtrain, operator)(*(codes.get(a, 0) if isinstance(a, str) else a for a in arguments))
+
+    call({})
+    with pytest.raises(RuntimeError, match=rf"{name} must be a code from 0 to \d+, got {wrong[name]}"):
+        call({name: wrong[name]})
+
+
 @pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
 @pytest.mark.parametrize("operator", _schema.SCHEMAS)
 def test_the_library_implements_every_schema(operator):

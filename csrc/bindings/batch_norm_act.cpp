@@ -74,7 +74,7 @@ BatchNormInputs inputs_of(const Tensor& x, const Images& images, const std::opti
                           const Vectors& v, int64_t act, bool residual_after) {
   const void* added = images_or_null("residual", residual, x);
   return {.images = images,
-          .act = static_cast<Activation>(act),
+          .act = activation_of("act", act),
           .x = x.const_data_ptr(),
           .before = residual_after ? nullptr : added,
           .mean = v.mean.const_data_ptr(),

@@ -8,12 +8,12 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> channel_pool(const Tensor& x, int64_t pool, int64_t in_act) {
   const Images m = images_of(x, in_act);
-  const bool with_peak = static_cast<Pool>(pool) == Pool::kAvgMax;
+  const bool with_peak = pool_of(pool) == Pool::kAvgMax;
   const Tensor partial = empty_acc(x, {m.n, reduce_chunks(m), 3, m.c}), pooled = empty_acc(x, {m.n, m.c});
   const Tensor peak = with_peak ? empty_acc(x, {m.n, m.c}) : empty_acc(x, {0});
   const Tensor ties = with_peak ? empty_acc(x, {m.n, m.c}) : empty_acc(x, {0});
   const ChannelPool a{.images = m,
-                      .pool = static_cast<Pool>(pool),
+                      .pool = pool_of(pool),
                       .x = x.const_data_ptr(),
                       .partial = partial.mutable_data_ptr(),
                       .pooled = pooled.mutable_data_ptr(),
@@ -33,11 +33,11 @@ Tensor channel_pool_backward(const Tensor& dpooled, const Tensor& x, const Tenso
   const Images m = images_of(x, in_act);
   const Tensor dp = small_input("dpooled", dpooled, x, m.n * m.c);
   const Tensor dx = torch::stable::empty_like(x);
-  const bool with_peak = static_cast<Pool>(pool) == Pool::kAvgMax;
+  const bool with_peak = pool_of(pool) == Pool::kAvgMax;
   STD_TORCH_CHECK(!with_peak || (peak.numel() == m.n * m.c && ties.numel() == m.n * m.c),
                   "fusedtrain: peak and ties of the forward pass expected");
   const ChannelScaleBackward a{.images = m,
-                               .pool = static_cast<Pool>(pool),
+                               .pool = pool_of(pool),
                                .dy = nullptr,
                                .x = x.const_data_ptr(),
                                .gate = nullptr,

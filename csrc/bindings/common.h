@@ -39,11 +39,24 @@ inline ScalarType acc_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// An integer code of a schema (fusedtrain/ops/_codes.py) as the enum that kernels take: they do not look for others.
+template <class Enum>
+Enum code_of(const char* name, int64_t code, Enum last) {
+  STD_TORCH_CHECK(code >= 0 && code <= static_cast<int64_t>(last), "fusedtrain: ", name, " must be a code from 0 to ",
+                  static_cast<int64_t>(last), ", got ", code);
+  return static_cast<Enum>(code);
+}
+inline Activation activation_of(const char* name, int64_t code) { return code_of(name, code, Activation::kHalfTanh); }
+inline Activation input_activation_of(const char* name, int64_t code) {
+  return code_of(name, code, Activation::kRelu6);
+}
+inline Pool pool_of(int64_t code) { return code_of("pool", code, Pool::kAvgMax); }
+
 // [n, c, h, w] in one of the two dense formats; a tensor that is dense in both counts as contiguous.
 inline Images images_of(const Tensor& x, int64_t in_act) {
   STD_TORCH_CHECK(x.dim() == 4, "fusedtrain: x of shape [N, C, H, W] expected, got ", x.dim(), " dimensions");
   const int64_t n = x.size(0), c = x.size(1), h = x.size(2), w = x.size(3);
-  Images images{n, c, h * w, dtype_of(x), Layout::kContiguous, static_cast<Activation>(in_act)};
+  Images images{n, c, h * w, dtype_of(x), Layout::kContiguous, input_activation_of("in_act", in_act)};
   if (x.is_contiguous()) return images;
   const int64_t wanted[4] = {h * w * c, 1, w * c, c};
   for (int d = 0; d < 4; ++d) {

@@ -93,7 +93,7 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
   const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
   const Tensor y = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
   const DepthwiseConv2d a{.sizes = s,
-                          .act = static_cast<Activation>(act),
+                          .act = input_activation_of("act", act),
                           .x = x.const_data_ptr(),
                           .weight = weight.const_data_ptr(),
                           .bias = bias ? bias->const_data_ptr() : nullptr,

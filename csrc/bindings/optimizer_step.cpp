@@ -222,7 +222,7 @@ void step(const StepTensor* tensors, int64_t count, const Tensor& like, const Op
                         .sums_given = o.sums.has_value() && !o.sums_only,
                         .sums_only = o.sums_only,
                         .ratio = nullptr,
-                        .rounding = static_cast<Rounding>(narrow.rounding),
+                        .rounding = code_of("rounding", narrow.rounding, Rounding::kKahan),
                         .random = narrow.seed.has_value(),
                         .seed = uint64_t(narrow.seed.value_or(0))};
   if (like.is_cuda()) return step_on_cuda(a, like);

@@ -23,14 +23,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite(
   const auto [r, first, second] = weights_of(x, w1, w2);
   const std::optional<Tensor> bias1 = b1 ? std::optional(small_input("b1", *b1, x, r)) : std::nullopt;
   const std::optional<Tensor> bias2 = b2 ? std::optional(small_input("b2", *b2, x, m.c)) : std::nullopt;
-  const bool with_peak = static_cast<Pool>(pool) == Pool::kAvgMax;
+  const bool with_peak = pool_of(pool) == Pool::kAvgMax;
   const Tensor partial = empty_acc(x, {m.n, reduce_chunks(m), 3, m.c}), gate = empty_acc(x, {m.n, m.c});
   const Tensor pooled = empty_acc(x, {m.n, m.c}), hidden = empty_acc(x, {m.n, r}), logits = empty_acc(x, {m.n, m.c});
   const Tensor peak = with_peak ? empty_acc(x, {m.n, m.c}) : empty_acc(x, {0});
   const Tensor ties = with_peak ? empty_acc(x, {m.n, m.c}) : empty_acc(x, {0});
   const Tensor y = torch::stable::empty_like(x);
   const ChannelPool squeeze{.images = m,
-                            .pool = static_cast<Pool>(pool),
+                            .pool = pool_of(pool),
                             .x = x.const_data_ptr(),
                             .partial = partial.mutable_data_ptr(),
                             .pooled = pooled.mutable_data_ptr(),
@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite(
                              .c = m.c,
                              .r = r,
                              .dtype = dtype_of(pooled),
-                             .act = static_cast<Activation>(act),
-                             .gate_act = static_cast<Activation>(gate_act),
+                             .act = activation_of("act", act),
+                             .gate_act = activation_of("gate_act", gate_act),
                              .pooled = pooled.const_data_ptr(),
                              .w1 = first.const_data_ptr(),
                              .b1 = bias1 ? bias1->const_data_ptr() : nullptr,
@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
                                      .c = m.c,
                                      .r = r,
                                      .dtype = dtype_of(pooled),
-                                     .act = static_cast<Activation>(act),
-                                     .gate_act = static_cast<Activation>(gate_act),
+                                     .act = activation_of("act", act),
+                                     .gate_act = activation_of("gate_act", gate_act),
                                      .dgate = dgate.const_data_ptr(),
                                      .pooled = pooled.const_data_ptr(),
                                      .hidden = hidden.const_data_ptr(),
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
                                      .dw2 = dw2.mutable_data_ptr(),
                                      .db2 = db2.mutable_data_ptr()};
   const ChannelScaleBackward back{.images = m,
-                                  .pool = static_cast<Pool>(pool),
+                                  .pool = pool_of(pool),
                                   .dy = dy.const_data_ptr(),
                                   .x = x.const_data_ptr(),
                                   .gate = gate.const_data_ptr(),

@@ -288,12 +288,15 @@ inline void stream_fence() {
 #endif
 }
 
-// f(i, lanes) for each vector of `count` consecutive elements; lanes is AllLanes but for a short last vector.
-template <class V, class F>
+// f(i, lanes) for each vector of `count` consecutive elements; lanes is AllLanes but for a short last vector, of which
+// there is none where `count` is known to be kWhole vectors.
+template <class V, bool kWhole = false, class F>
 inline void for_each_vector(int64_t count, F&& f) {
   int64_t i = 0;
   for (; i + V::kLanes <= count; i += V::kLanes) f(i, AllLanes{});
-  if (i < count) f(i, FirstLanes{int(count - i)});
+  if constexpr (!kWhole) {
+    if (i < count) f(i, FirstLanes{int(count - i)});
+  }
 }
 
 // A value as it reads back from an array of T.

@@ -93,17 +93,18 @@ struct Moments {
 };
 
 // y of one vector.
-template <class T, Activation A>
+template <class T, class A>
 struct Forward {
   using Element = T;
   using V = Vec<Acc<T>>;
   PreActivation<T> z;
   const T* after;
+  A act;
 
   auto params(auto at) const { return z.params(at); }
   void prefetch(int64_t i) const { fetch(z.x + i); }
   V operator()(int64_t i, const auto& p, auto lanes) const {
-    V y = Act<A, T>::value(z(i, z.centred(i, p, lanes), p, lanes));
+    V y = act.value(z(i, z.centred(i, p, lanes), p, lanes));
     if (after != nullptr) y += load<V>(after + i, lanes);
     return y;
   }
@@ -178,8 +179,8 @@ void batch_norm_act_update<Isa::FUSEDTRAIN_ISA>(const BatchNormUpdate& a, int64_
 template <>
 void batch_norm_act<Isa::FUSEDTRAIN_ISA>(const BatchNormAct& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act(a.in.act, [&]<Activation A>() {
-      const Forward<T, A> y{PreActivation<T>(a.in), static_cast<const T*>(a.after)};
+    visit_act<T>(a.in.act, [&]<class A>(A act) {
+      const Forward<T, A> y{PreActivation<T>(a.in), static_cast<const T*>(a.after), act};
       map_items(a.in.images, static_cast<T*>(a.y), y, begin, end);
     });
   });

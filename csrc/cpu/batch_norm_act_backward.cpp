@@ -9,7 +9,7 @@ namespace fusedtrain::cpu {
 namespace {
 
 // dz of one vector, and x - mean.
-template <class T, Activation A>
+template <class T, class A>
 struct Gradient {
   using Element = T;
   using Lane = Acc<T>;
@@ -17,6 +17,7 @@ struct Gradient {
   using Params = typename PreActivation<T>::Params;
   PreActivation<T> z;
   const T* dy;
+  A act;
 
   Params params(auto at) const { return z.params(at); }
   void prefetch(int64_t i) const {
@@ -28,21 +29,21 @@ struct Gradient {
   };
   Pair operator()(int64_t i, const Params& p, auto lanes) const {
     const V centred = z.centred(i, p, lanes), da = load<V>(dy + i, lanes);
-    if constexpr (A == Activation::kIdentity) {
+    if constexpr (A::kIdentity) {
       return {da, centred};
     } else {
-      return {Act<A, T>::slope(z(i, centred, p, lanes)) * da, centred};
+      return {act.slope(z(i, centred, p, lanes)) * da, centred};
     }
   }
 };
 
-template <class T, Activation A>
-Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy) {
-  return {PreActivation<T>(in), static_cast<const T*>(dy)};
+template <class T, class A>
+Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy, A act) {
+  return {PreActivation<T>(in), static_cast<const T*>(dy), act};
 }
 
 // sum dz, sum dz (x - mean).
-template <class T, Activation A>
+template <class T, class A>
 struct Sums : Gradient<T, A> {
   using Base = Gradient<T, A>;
   using typename Base::Element, typename Base::Lane, typename Base::Params, typename Base::V;
@@ -95,7 +96,7 @@ struct Sums : Gradient<T, A> {
 };
 
 // dx of one vector, or dbefore where there is no dx; writes dbefore beside dx where that is wanted too.
-template <class T, Activation A>
+template <class T, class A>
 struct Backward {
   using Element = T;
   using Lane = Acc<T>;
@@ -128,8 +129,8 @@ struct Backward {
 template <>
 void batch_norm_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act(a.in.act, [&]<Activation A>() {
-      const Sums<T, A> sums{gradient_of<T, A>(a.in, a.dy)};
+    visit_act<T>(a.in.act, [&]<class A>(A act) {
+      const Sums<T, A> sums{gradient_of<T>(a.in, a.dy, act)};
       walk_items(a.in.images, sums, static_cast<Acc<T>*>(a.partial), begin, end);
     });
   });
@@ -162,10 +163,10 @@ void batch_norm_act_reduce_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a,
 template <>
 void batch_norm_act_backward<Isa::FUSEDTRAIN_ISA>(const BatchNormBackward& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act(a.in.act, [&]<Activation A>() {
+    visit_act<T>(a.in.act, [&]<class A>(A act) {
       const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
       T *dx = static_cast<T*>(a.dx), *dbefore = static_cast<T*>(a.dbefore);
-      const Backward<T, A> f{gradient_of<T, A>(a.in, a.dy),
+      const Backward<T, A> f{gradient_of<T>(a.in, a.dy, act),
                              vector(a.sum_dz),
                              vector(a.sum_dz_xhat),
                              dbefore,

@@ -11,11 +11,12 @@
 namespace fusedtrain::cpu {
 namespace {
 
-template <class F>
+// f(act) for every activation.
+template <class T, class F>
 void visit_act(Activation act, F&& f) {
-  visit<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
-        Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid, Activation::kTanh, Activation::kHalfTanh>(
-      act, static_cast<F&&>(f));
+  if (!visit_in_act<T>(act, f)) {
+    if constexpr (!std::is_same_v<T, double>) f(RunTimeAct<T>(act));
+  }
 }
 
 // x with zeros in the lanes that a load left out.
@@ -158,7 +159,8 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     for (int64_t item = begin; item < end; ++item) {
       const auto params = f.params([&](const auto* p) { return V(p[item % m.c]); });
       const int64_t first = item * m.hw;
-      for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
+      for_each_vector<V, kStream>(m.hw,
+                                  [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
     }
   } else {
     // Rows share the loads of a channel's vectors; several streams past the caches would be slower than one.
@@ -167,7 +169,7 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     const int64_t rows = alone ? 1 : 4;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t count = std::min(rows, end - row);
-      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+      for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
         int64_t i = row * m.c + ch;
         for (int64_t k = 0; k < count; ++k, i += m.c) {

@@ -105,14 +105,17 @@ template <>
 void channel_pool_partial<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t begin, int64_t end) {
   const int64_t chunks = reduce_chunks(a.images);
   visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act(a.images.in_act, [&]<Activation A>() {
-      using V = Vec<Acc<T>>;
-      const T* x = static_cast<const T*>(a.x);
-      const auto term = [x](int64_t i, int64_t, auto lanes) { return Act<A, T>::value(load<V>(x + i, lanes)); };
-      auto* partial = static_cast<Acc<T>*>(a.partial);
-      sum_items<V>(a.images, chunks, kPartials * a.images.c, term, partial, begin, end);
-      if (a.pool == Pool::kAvgMax) peak_items<V>(a.images, chunks, term, partial, begin, end);
+    using V = Vec<Acc<T>>;
+    auto* partial = static_cast<Acc<T>*>(a.partial);
+    const auto term_of = [x = static_cast<const T*>(a.x)](auto act) {
+      return [x, act](int64_t i, int64_t, auto lanes) { return act.value(load<V>(x + i, lanes)); };
+    };
+    visit_in_act<T>(a.images.in_act, [&](auto act) {
+      sum_items<V>(a.images, chunks, kPartials * a.images.c, term_of(act), partial, begin, end);
     });
+    if (a.pool == Pool::kAvgMax) {
+      peak_items<V>(a.images, chunks, term_of(RunTimeAct<T>(a.images.in_act)), partial, begin, end);
+    }
   });
 }
 

@@ -10,10 +10,10 @@ namespace fusedtrain::cpu {
 template <>
 void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, int64_t end) {
   visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act(a.images.in_act, [&]<Activation A>() {
+    visit_in_act<T>(a.images.in_act, [&](auto act) {
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
-      const auto scaled = [x](int64_t i, auto lanes, V gate) { return Act<A, T>::value(load<V>(x + i, lanes)) * gate; };
+      const auto scaled = [x, act](int64_t i, auto lanes, V gate) { return act.value(load<V>(x + i, lanes)) * gate; };
       map_items<V>(a.images, a.images.n, static_cast<T*>(a.y), scaled, begin, end, static_cast<const Acc<T>*>(a.gate));
     });
   });
@@ -22,11 +22,11 @@ void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, in
 template <>
 void channel_scale_dot_partial<Isa::FUSEDTRAIN_ISA>(const ChannelScaleDot& a, int64_t begin, int64_t end) {
   visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act(a.images.in_act, [&]<Activation A>() {
+    visit_in_act<T>(a.images.in_act, [&](auto act) {
       using V = Vec<Acc<T>>;
       const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
-      const auto product = [x, dy](int64_t i, int64_t, auto lanes) {
-        return load<V>(dy + i, lanes) * Act<A, T>::value(load<V>(x + i, lanes));
+      const auto product = [x, dy, act](int64_t i, int64_t, auto lanes) {
+        return load<V>(dy + i, lanes) * act.value(load<V>(x + i, lanes));
       };
       sum_items<V>(a.images, reduce_chunks(a.images), a.images.c, product, static_cast<Acc<T>*>(a.partial), begin, end);
     });
@@ -47,39 +47,40 @@ void channel_scale_dot_finish<Isa::FUSEDTRAIN_ISA>(const ChannelScaleDot& a, int
 
 template <>
 void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, int64_t begin, int64_t end) {
-  visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act(a.images.in_act, [&]<Activation A>() {
-      using V = Vec<Acc<T>>;
-      const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
-      T* dx = static_cast<T*>(a.dx);
-      const auto* gate = static_cast<const Acc<T>*>(a.gate);
-      const auto* dpooled = static_cast<const Acc<T>*>(a.dpooled);
-      const bool with_peak = a.pool == Pool::kAvgMax && dpooled != nullptr;
-      const V share(with_peak ? 0.5 : 1.0), per_pixel = share / V(Acc<T>(a.images.hw));
+  const Images& m = a.images;
+  visit_dtype(m.dtype, [&]<class T>() {
+    using V = Vec<Acc<T>>;
+    const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
+    T* dx = static_cast<T*>(a.dx);
+    const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
+    if (a.pool == Pool::kAvgMax && a.dpooled != nullptr) {
+      const V per_pixel = V(0.5) / V(Acc<T>(m.hw));
+      const auto all = [=, act = RunTimeAct<T>(m.in_act)](int64_t i, auto lanes, V g, V dp, V top, V count) {
+        const V value = load<V>(x + i, lanes), at_top = vselect(act.value(value) == top, V(1), V(0));
+        const V dpool = dp * per_pixel + at_top * (V(0.5) * dp / count);
+        return act.slope(value) * (dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
+      };
+      return map_items<V>(m, m.n, dx, all, begin, end, vector(a.gate), vector(a.dpooled), vector(a.peak),
+                          vector(a.ties));
+    }
+    visit_in_act<T>(m.in_act, [&](auto act) {
+      const V per_pixel = V(1) / V(Acc<T>(m.hw));
       // a'(x) * da; the identity does not touch x.
-      const auto through_act = [x](int64_t i, auto lanes, V da) {
-        if constexpr (A == Activation::kIdentity) {
+      const auto through_act = [x, act](int64_t i, auto lanes, V da) {
+        if constexpr (decltype(act)::kIdentity) {
           return da;
         } else {
-          return Act<A, T>::slope(load<V>(x + i, lanes)) * da;
+          return act.slope(load<V>(x + i, lanes)) * da;
         }
       };
-      if (with_peak) {
-        const auto all = [&](int64_t i, auto lanes, V g, V dp, V top, V count) {
-          const V at_top = vselect(Act<A, T>::value(load<V>(x + i, lanes)) == top, V(1), V(0));
-          const V dpool = dp * per_pixel + at_top * (share * dp / count);
-          return through_act(i, lanes, dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
-        };
-        map_items<V>(a.images, a.images.n, dx, all, begin, end, gate, dpooled, static_cast<const Acc<T>*>(a.peak),
-                     static_cast<const Acc<T>*>(a.ties));
-      } else if (dy != nullptr) {
-        const auto both = [&](int64_t i, auto lanes, V g, V dp) {
+      if (dy != nullptr) {
+        const auto both = [=](int64_t i, auto lanes, V g, V dp) {
           return through_act(i, lanes, load<V>(dy + i, lanes) * g + dp * per_pixel);
         };
-        map_items<V>(a.images, a.images.n, dx, both, begin, end, gate, dpooled);
+        map_items<V>(m, m.n, dx, both, begin, end, vector(a.gate), vector(a.dpooled));
       } else {
-        const auto pooled_only = [&](int64_t i, auto lanes, V dp) { return through_act(i, lanes, dp * per_pixel); };
-        map_items<V>(a.images, a.images.n, dx, pooled_only, begin, end, dpooled);
+        const auto pooled_only = [=](int64_t i, auto lanes, V dp) { return through_act(i, lanes, dp * per_pixel); };
+        map_items<V>(m, m.n, dx, pooled_only, begin, end, vector(a.dpooled));
       }
     });
   });

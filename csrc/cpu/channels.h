@@ -13,10 +13,42 @@
 namespace fusedtrain::cpu {
 namespace {
 
-template <class F>
-void visit_in_act(Activation act, F&& f) {
-  visit<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kHardSwish,
-        Activation::kRelu6>(act, static_cast<F&&>(f));
+// An activation of vectors that stand for elements of type T.
+template <class T, Activation A>
+struct StaticAct : Act<A, T> {
+  static constexpr bool kIdentity = A == Activation::kIdentity;
+};
+// One that is known at run time only, and called for every vector: where it does not matter.
+template <class T>
+class RunTimeAct {
+ public:
+  using V = Vec<Acc<T>>;
+  static constexpr bool kIdentity = false;
+
+  explicit RunTimeAct(Activation act) {
+    using enum Activation;
+    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(
+        act, [this]<Activation A>() { value_ = Act<A, T>::value, slope_ = Act<A, T>::slope; });
+  }
+  V value(V x) const { return value_(x); }
+  V slope(V x) const { return slope_(x); }
+
+ private:
+  V (*value_)(V);
+  V (*slope_)(V);
+};
+
+// f(act) for the activations that networks have behind a convolution, with code of their own but for float64.
+template <class T, class F>
+bool visit_in_act(Activation act, F&& f) {
+  using enum Activation;
+  if constexpr (std::is_same_v<T, double>) {
+    f(RunTimeAct<T>(act));
+    return true;
+  } else {
+    return visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6>(act,
+                                                                     [&]<Activation A>() { f(StaticAct<T, A>{}); });
+  }
 }
 
 // ---- sums over hw: groups of kGroup terms as a tree, the groups of a chunk in order, then the chunks in order ----
@@ -161,12 +193,12 @@ void map_range(const Images& m, int64_t samples, T* out, const F& f, int64_t beg
       const int64_t first = item * m.hw, plane = samples == m.n ? item : item % m.c;
       const auto repeated = [&](const auto* vector) { return vector ? V(vector[plane]) : V(0); };
       [&](auto... values) {
-        for_each_vector<V>(m.hw,
-                           [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
+        for_each_vector<V, kStream>(
+            m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
       }(repeated(vectors)...);
     } else {
       const int64_t first = item * m.c, n_c = samples == m.n ? item / m.hw * m.c : 0;
-      for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+      for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto at = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
         write(first + ch, f(first + ch, lanes, at(vectors)...), lanes);
       });

@@ -14,14 +14,14 @@ template <class V>
 struct Activated {
   V value, slope;
 };
-template <class T, Activation A, class V>
-inline Activated<V> activated(V u) {
-  if constexpr (A == Activation::kSilu) {
-    const V s = Act<Activation::kSigmoid, T>::value(u), value = u * s;
-    return {value, s + value * (V(1) - s)};
-  } else {
-    return {Act<A, T>::value(u), Act<A, T>::slope(u)};
-  }
+template <class V>
+inline Activated<V> activated(V u, const auto& act) {
+  return {act.value(u), act.slope(u)};
+}
+template <class V, class T>
+inline Activated<V> activated(V u, const StaticAct<T, Activation::kSilu>&) {
+  const V s = Act<Activation::kSigmoid, T>::value(u), value = u * s;
+  return {value, s + value * (V(1) - s)};
 }
 
 // z and what normalises it. A functor F of the walks below takes, for one vector of channels or one repeated channel,
@@ -129,13 +129,13 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
   if (m.layout == Layout::kContiguous) {
     for (int64_t item = begin; item < end; ++item) {
       const auto at = f.at(item, item % m.c, repeated<V>());
-      for_each_vector<V>(m.hw, [&](int64_t i, auto lanes) { write(item * m.hw + i, lanes, at); });
+      for_each_vector<V, kStream>(m.hw, [&](int64_t i, auto lanes) { write(item * m.hw + i, lanes, at); });
     }
   } else {
     for (int64_t first = begin; first < end;) {
       const int64_t n = first / m.hw, last = std::min(end, (n + 1) * m.hw);
       for_row_groups(first, last, [&](int64_t row, auto rows) {
-        for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
+        for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
           const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
           for (int64_t k = 0; k < rows; ++k) write((row + k) * m.c + ch, lanes, at);
         });
@@ -154,43 +154,46 @@ void write_images(const Images& m, T* out, const F& f, int64_t begin, int64_t en
              [&]<bool kStream>() { map_images<kStream, V>(m, out, f, begin, end); });
 }
 
-template <class T, Activation A>
+template <class T, class A>
 struct PoolTerms : Normalised<T> {
   using Base = Normalised<T>;
   static constexpr int kSums = 1;
+  A act;
 
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
   void add(auto* sums, int64_t i, auto lanes, const auto& p) const {
-    sums[0] += Act<A, T>::value(Base::centred(i, lanes, p) * p.scale + p.bias);
+    sums[0] += act.value(Base::centred(i, lanes, p) * p.scale + p.bias);
   }
 };
 
-template <class T, Activation A>
+template <class T, class A>
 struct Scale : Normalised<T> {
   using Base = Normalised<T>;
   using typename Base::Lane, typename Base::V;
   const Lane* gate;
+  A act;
 
   struct At : Base::At {
     V gate;
   };
   At at(int64_t nc, int64_t ch, const auto& get) const { return {Base::at(ch, get), get(gate + nc)}; }
   V operator()(int64_t i, auto lanes, const At& p) const {
-    return Act<A, T>::value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+    return act.value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
   }
 };
 
-template <class T, Activation A>
+template <class T, class A>
 struct ReduceTerms : Normalised<T> {
   using Base = Normalised<T>;
   using typename Base::V;
   static constexpr int kSums = BnActReduce::kSums;
   const T* dy;
+  A act;
 
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
   void add(V* sums, int64_t i, auto lanes, const auto& p) const {
     const V centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes);
-    const auto [value, slope] = activated<T, A>(centred * p.scale + p.bias);
+    const auto [value, slope] = activated(centred * p.scale + p.bias, act);
     const V dslope = d * slope;
     sums[0] += d * value;
     sums[1] += dslope;
@@ -201,13 +204,14 @@ struct ReduceTerms : Normalised<T> {
 };
 
 // dz = scale du - mean_du - centred slant, where the last two are zero for fixed statistics.
-template <class T, Activation A>
+template <class T, class A>
 struct Backward : Normalised<T> {
   using Base = Normalised<T>;
   using typename Base::Lane, typename Base::V;
   const T* dy;
   const Lane *gate, *dpooled, *sum_du, *sum_du_xhat;
   double per_pixel, per_count;
+  A act;
 
   struct At : Base::At {
     V gate, dpooled, mean_du, slant;
@@ -224,17 +228,16 @@ struct Backward : Normalised<T> {
   }
   V operator()(int64_t i, auto lanes, const At& p) const {
     const V centred = Base::centred(i, lanes, p);
-    const V slope = activated<T, A>(centred * p.scale + p.bias).slope;
+    const V slope = activated(centred * p.scale + p.bias, act).slope;
     const V du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
     return p.scale * du - p.mean_du - centred * p.slant;
   }
 };
 
-// f.template operator()<T, A>() for the element type and the activation of the images.
+// f.template operator()<T>(act) for the element type and the activation of the images.
 template <class F>
 void visit_images(const Images& m, F&& f) {
-  visit_dtype(m.dtype,
-              [&]<class T>() { visit_in_act(m.in_act, [&]<Activation A>() { f.template operator()<T, A>(); }); });
+  visit_dtype(m.dtype, [&]<class T>() { visit_in_act<T>(m.in_act, [&](auto act) { f.template operator()<T>(act); }); });
 }
 
 template <class F>
@@ -246,9 +249,9 @@ void visit_acc(DType dtype, F&& f) {
 
 template <>
 void bn_act_pool_partial<Isa::FUSEDTRAIN_ISA>(const BnActPool& a, int64_t begin, int64_t end) {
-  visit_images(a.in.images, [&]<class T, Activation A>() {
-    sum_terms<Vec<Acc<T>>>(a.in.images, PoolTerms<T, A>{Normalised<T>(a.in)}, static_cast<Acc<T>*>(a.partial), begin,
-                           end);
+  visit_images(a.in.images, [&]<class T, class A>(A act) {
+    sum_terms<Vec<Acc<T>>>(a.in.images, PoolTerms<T, A>{Normalised<T>(a.in), act}, static_cast<Acc<T>*>(a.partial),
+                           begin, end);
   });
 }
 
@@ -269,16 +272,16 @@ void bn_act_pool_finish<Isa::FUSEDTRAIN_ISA>(const BnActPool& a, int64_t begin, 
 
 template <>
 void bn_act_scale<Isa::FUSEDTRAIN_ISA>(const BnActScale& a, int64_t begin, int64_t end) {
-  visit_images(a.in.images, [&]<class T, Activation A>() {
-    const Scale<T, A> scale{Normalised<T>(a.in), static_cast<const Acc<T>*>(a.gate)};
+  visit_images(a.in.images, [&]<class T, class A>(A act) {
+    const Scale<T, A> scale{Normalised<T>(a.in), static_cast<const Acc<T>*>(a.gate), act};
     write_images<Vec<Acc<T>>>(a.in.images, static_cast<T*>(a.y), scale, begin, end);
   });
 }
 
 template <>
 void bn_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BnActReduce& a, int64_t begin, int64_t end) {
-  visit_images(a.in.images, [&]<class T, Activation A>() {
-    const ReduceTerms<T, A> terms{Normalised<T>(a.in), static_cast<const T*>(a.dy)};
+  visit_images(a.in.images, [&]<class T, class A>(A act) {
+    const ReduceTerms<T, A> terms{Normalised<T>(a.in), static_cast<const T*>(a.dy), act};
     sum_terms<Vec<Acc<T>>>(a.in.images, terms, static_cast<Acc<T>*>(a.partial), begin, end);
   });
 }
@@ -324,11 +327,17 @@ void bn_act_combine<Isa::FUSEDTRAIN_ISA>(const BnActCombine& a, int64_t begin, i
 
 template <>
 void bn_act_backward<Isa::FUSEDTRAIN_ISA>(const BnActBackward& a, int64_t begin, int64_t end) {
-  visit_images(a.in.images, [&]<class T, Activation A>() {
+  visit_images(a.in.images, [&]<class T, class A>(A act) {
     const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
-    const Backward<T, A> backward{
-        Normalised<T>(a.in),   static_cast<const T*>(a.dy), vector(a.gate), vector(a.dpooled), vector(a.sum_du),
-        vector(a.sum_du_xhat), 1 / double(a.in.images.hw),  1 / a.count};
+    const Backward<T, A> backward{Normalised<T>(a.in),
+                                  static_cast<const T*>(a.dy),
+                                  vector(a.gate),
+                                  vector(a.dpooled),
+                                  vector(a.sum_du),
+                                  vector(a.sum_du_xhat),
+                                  1 / double(a.in.images.hw),
+                                  1 / a.count,
+                                  act};
     write_images<Vec<Acc<T>>>(a.in.images, static_cast<T*>(a.dz), backward, begin, end);
   });
 }

@@ -78,38 +78,40 @@ template <class V, int kTaps, int kStride, int kWide>
   auto* out = task.out + first * task.out_pitch;
   V acc[kWide];
   const V init = task.init ? load<V>(task.init) : V(0);
-  unroll<kWide>([&](auto t) __attribute__((always_inline)) {
-    acc[t] = task.add && t < valid ? load<V>(out + t * task.out_pitch) : init;
-  });
+#pragma GCC unroll 32
+  for (int t = 0; t < kWide; ++t) acc[t] = task.add && t < valid ? load<V>(out + t * task.out_pitch) : init;
   for (int64_t ky = 0; ky < task.kh; ++ky) {
     const auto* row = task.rows[ky * task.dil_h];
     if (row == task.zeros) continue;
     const auto* taps = task.taps + ky * task.tap_row;
     V tap[kTaps];
-    unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { tap[kx] = load<V>(taps + kx * task.tap_col); });
+#pragma GCC unroll 32
+    for (int kx = 0; kx < kTaps; ++kx) tap[kx] = load<V>(taps + kx * task.tap_col);
     if constexpr (kStride == 0) {
       row += (task.col + first * task.stride) * L;
-      unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+      for (int kx = 0; kx < kTaps; ++kx) {
         const auto* p = row + kx * task.dil_w * L;
-        unroll<kWide>([&](auto t)
-                          __attribute__((always_inline)) { acc[t] += tap[kx] * load<V>(p + t * task.stride * L); });
-      });
+#pragma GCC unroll 32
+        for (int t = 0; t < kWide; ++t) acc[t] += tap[kx] * load<V>(p + t * task.stride * L);
+      }
     } else {
       row += (task.col + first * kStride) * L;
-      unroll<(kWide - 1) * kStride + kTaps>([&](auto column) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+      for (int column = 0; column < (kWide - 1) * kStride + kTaps; ++column) {
         const V x = load<V>(row + column * L);
-        unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
-          constexpr int kOffset = column - kx;
-          if constexpr (kOffset >= 0 && kOffset % kStride == 0 && kOffset / kStride < kWide) {
-            acc[kOffset / kStride] += tap[kx] * x;
-          }
-        });
-      });
+#pragma GCC unroll 32
+        for (int t = 0; t < kWide; ++t) {
+          const int kx = column - t * kStride;
+          if (kx >= 0 && kx < kTaps) acc[t] += tap[kx] * x;
+        }
+      }
     }
   }
-  unroll<kWide>([&](auto t) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+  for (int t = 0; t < kWide; ++t) {
     if (t < valid) store(out + t * task.out_pitch, acc[t]);
-  });
+  }
 }
 
 template <class V, int kTaps, int kStride>

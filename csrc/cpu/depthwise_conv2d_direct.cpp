@@ -58,54 +58,59 @@ template <class T, class Form, int kWide, bool kInside>
 void run_tile(const Tile<T>& tile) {
   using G = Group<T>;
   using V = typename G::V;
+  constexpr int kColumns = Form::columns(kWide);
   V acc[kWide][G::kVecs];
-  unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+  for (int v = 0; v < G::kVecs; ++v) {
     const V init = tile.init ? load<V>(tile.init + v * V::kLanes) : V(0);
-    unroll<kWide>([&](auto t) __attribute__((always_inline)) { acc[t][v] = init; });
-  });
+#pragma GCC unroll 32
+    for (int t = 0; t < kWide; ++t) acc[t][v] = init;
+  }
   // What the next row of output will be the first to read is on its way meanwhile: hardware does not see rows coming.
   const T* ahead = tile.ahead + tile.column * tile.pitch;
   for (int64_t i = 0; i < Form::kInStep; ++i, ahead += tile.width * tile.pitch) {
-    unroll<kWide / Form::kOutStep * Form::kInStep>([&](auto j) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+    for (int j = 0; j < kWide / Form::kOutStep * Form::kInStep; ++j) {
       __builtin_prefetch(ahead + (j + Form::kAhead) * tile.pitch, 0, 2);
-    });
+    }
   }
   if (!tile.streams) {
-    unroll<kWide>([&](auto t) __attribute__((always_inline)) {
-      prefetch_for_store(tile.out + tile.out_step + t * tile.pitch);
-    });
+#pragma GCC unroll 32
+    for (int t = 0; t < kWide; ++t) prefetch_for_store(tile.out + tile.out_step + t * tile.pitch);
   }
   for (int64_t i = 0; i < tile.rows.count; ++i) {
     const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
     const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
     unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
       V tap[Form::kSize];
-      unroll<Form::kSize>([&](auto k) __attribute__((always_inline)) {
-        tap[k] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
-      });
+#pragma GCC unroll 32
+      for (int k = 0; k < Form::kSize; ++k) tap[k] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
       const T* p = first;
-      unroll<Form::columns(kWide)>([&](auto j) __attribute__((always_inline)) {
-        if (kInside || uint64_t(tile.column + j) < uint64_t(tile.width)) {
-          const V x = G::template get<v>(p);
-          unroll<kWide>([&](auto t) __attribute__((always_inline)) {
-            constexpr int k = Form::tap(t, j);
-            if constexpr (k >= 0 && k < Form::kSize) acc[t][v] += tap[k] * x;
-          });
+#pragma GCC unroll 32
+      for (int j = 0; j < kColumns; ++j, p += tile.pitch) {
+        if (!kInside && uint64_t(tile.column + j) >= uint64_t(tile.width)) continue;
+        const V x = G::template get<v>(p);
+#pragma GCC unroll 32
+        for (int t = 0; t < kWide; ++t) {
+          const int k = Form::tap(t, j);
+          if (k >= 0 && k < Form::kSize) acc[t][v] += tap[k] * x;
         }
-        p += tile.pitch;
-      });
+      }
     });
   }
   if (tile.act != Activation::kIdentity) {
-    unroll<kWide>([&](auto t) __attribute__((always_inline)) {
-      unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) { acc[t][v] = activated(tile.act, acc[t][v]); });
-    });
+#pragma GCC unroll 32
+    for (int t = 0; t < kWide; ++t) {
+#pragma GCC unroll 32
+      for (int v = 0; v < G::kVecs; ++v) acc[t][v] = activated(tile.act, acc[t][v]);
+    }
   }
   T* out = tile.out;
-  unroll<kWide>([&](auto t) __attribute__((always_inline)) {
-    if (kInside || (t >= tile.begin && t < tile.end))
-      tile.streams ? G::stream(out + t * tile.pitch, acc[t]) : G::put(out + t * tile.pitch, acc[t]);
-  });
+#pragma GCC unroll 32
+  for (int t = 0; t < kWide; ++t) {
+    if (!kInside && (t < tile.begin || t >= tile.end)) continue;
+    tile.streams ? G::stream(out + t * tile.pitch, acc[t]) : G::put(out + t * tile.pitch, acc[t]);
+  }
 }
 
 // Whether results are written past the caches: they are large and consist of whole lines.

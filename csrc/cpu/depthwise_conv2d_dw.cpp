@@ -30,45 +30,52 @@ void dot_rows(const DotTask<typename V::Lane>& task) {
   constexpr int L = V::kLanes;
   constexpr int kPixels = kStride == 0 ? 1 : kRows * kTaps <= kSums - 6 && kStride == 1 ? 4 : 2;
   V sums[kRows][kTaps];
-  const auto each_sum = [&](auto f) __attribute__((always_inline)) {
-    unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
-      unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { f(ky, kx); });
-    });
-  };
-  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { sums[ky][kx] = V(0); });
+#pragma GCC unroll 32
+  for (int ky = 0; ky < kRows; ++ky) {
+#pragma GCC unroll 32
+    for (int kx = 0; kx < kTaps; ++kx) sums[ky][kx] = V(0);
+  }
   for (int64_t row = 0; row < task.rows; ++row) {
     const Lane* x[kRows];
-    unroll<kRows>([&](auto ky) __attribute__((always_inline)) { x[ky] = task.x[row * task.sh + ky * task.dil_h]; });
+#pragma GCC unroll 32
+    for (int ky = 0; ky < kRows; ++ky) x[ky] = task.x[row * task.sh + ky * task.dil_h];
     const Lane* dy = task.dy + row * task.cols * L;
     int64_t col = 0;
-    const auto step = [&](auto pixels) __attribute__((always_inline)) {
-      V g[pixels];
-      unroll<pixels>([&](auto i) __attribute__((always_inline)) { g[i] = load<V>(dy + (col + i) * L); });
-      unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
+    const auto step = [&]<int kNow>() __attribute__((always_inline)) {
+      V g[kNow];
+#pragma GCC unroll 32
+      for (int i = 0; i < kNow; ++i) g[i] = load<V>(dy + (col + i) * L);
+#pragma GCC unroll 32
+      for (int ky = 0; ky < kRows; ++ky) {
         if constexpr (kStride == 0) {
           const Lane* p = x[ky] + (task.col + col * task.sw) * L;
-          unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
-            sums[ky][kx] += g[0] * load<V>(p + kx * task.dil_w * L);
-          });
+#pragma GCC unroll 32
+          for (int kx = 0; kx < kTaps; ++kx) sums[ky][kx] += g[0] * load<V>(p + kx * task.dil_w * L);
         } else {
           const Lane* p = x[ky] + (task.col + col * kStride) * L;
-          unroll<(pixels - 1) * kStride + kTaps>([&](auto column) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+          for (int column = 0; column < (kNow - 1) * kStride + kTaps; ++column) {
             const V v = load<V>(p + column * L);
-            unroll<pixels>([&](auto i) __attribute__((always_inline)) {
-              constexpr int kx = column - i * kStride;
-              if constexpr (kx >= 0 && kx < kTaps) sums[ky][kx] += g[i] * v;
-            });
-          });
+#pragma GCC unroll 32
+            for (int i = 0; i < kNow; ++i) {
+              const int kx = column - i * kStride;
+              if (kx >= 0 && kx < kTaps) sums[ky][kx] += g[i] * v;
+            }
+          }
         }
-      });
+      }
     };
-    for (; col + kPixels <= task.cols; col += kPixels) step(std::integral_constant<int, kPixels>{});
-    for (; col < task.cols; ++col) step(std::integral_constant<int, 1>{});
+    for (; col + kPixels <= task.cols; col += kPixels) step.template operator()<kPixels>();
+    for (; col < task.cols; ++col) step.template operator()<1>();
   }
-  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) {
-    Lane* total = task.sums + ky * task.sums_row + kx * L;
-    store(total, load<V>(total) + sums[ky][kx]);
-  });
+#pragma GCC unroll 32
+  for (int ky = 0; ky < kRows; ++ky) {
+#pragma GCC unroll 32
+    for (int kx = 0; kx < kTaps; ++kx) {
+      Lane* total = task.sums + ky * task.sums_row + kx * L;
+      store(total, load<V>(total) + sums[ky][kx]);
+    }
+  }
 }
 
 // Strides of 1, and of 2 with the usual kernels, have their own code; float64 is not worth it.

@@ -30,18 +30,23 @@ template <int kKh, int kKw, int kStride, int kRows>
   using V = PlaneVec;
   for (int64_t col = 0; col < width; col += kPlaneLanes) {
     V acc[kRows];
-    unroll<kRows>([&](auto t) __attribute__((always_inline)) { acc[t] = V(init); });
-    unroll<(kRows - 1) * kStride + kKh>([&](auto row) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+    for (V& sum : acc) sum = V(init);
+#pragma GCC unroll 32
+    for (int row = 0; row < (kRows - 1) * kStride + kKh; ++row) {
       const float* p = rows[row] + at + col;
-      unroll<kKw>([&](auto kx) __attribute__((always_inline)) {
+#pragma GCC unroll 32
+      for (int kx = 0; kx < kKw; ++kx) {
         const V x = load<V>(p + kx % kStride * half + kx / kStride);
-        unroll<kRows>([&](auto t) __attribute__((always_inline)) {
-          constexpr int ky = row - t * kStride;
-          if constexpr (ky >= 0 && ky < kKh) acc[t] += V(taps[ky * kKw + kx]) * x;
-        });
-      });
-    });
-    unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(out + t * width + col, acc[t]); });
+#pragma GCC unroll 32
+        for (int t = 0; t < kRows; ++t) {
+          const int ky = row - t * kStride;
+          if (ky >= 0 && ky < kKh) acc[t] += V(taps[ky * kKw + kx]) * x;
+        }
+      }
+    }
+#pragma GCC unroll 32
+    for (int t = 0; t < kRows; ++t) store(out + t * width + col, acc[t]);
   }
 }
 
