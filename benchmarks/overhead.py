@@ -24,8 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fusedtrain.diagnose import measure
-from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
+from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import Instrument
+from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.statistics import bootstrap
 
 SECONDS = 20.0  # of a process

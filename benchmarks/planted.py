@@ -184,8 +184,9 @@ def false_wins(runs: int) -> dict:
     import runpy
 
     from fusedtrain.diagnose import measure, verify
-    from fusedtrain.diagnose.drive import Arm, Driver, Finished
+    from fusedtrain.diagnose.drive import Driver, Finished
     from fusedtrain.diagnose.instrument import Instrument
+    from fusedtrain.diagnose.plan import Arm
     from fusedtrain.diagnose.remedies import Remedy
 
     restrict(1)

@@ -33,10 +33,23 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
 from fusedtrain._waits import TeamWaits, Waits
-from fusedtrain.diagnose import drive, html, instrument, lines, measure, remedies, rules, runner, script, verify
+from fusedtrain.diagnose import (
+    batches,
+    drive,
+    html,
+    instrument,
+    lines,
+    measure,
+    remedies,
+    rules,
+    runner,
+    script,
+    verify,
+)
 from fusedtrain.diagnose.diagnosis import ranked
-from fusedtrain.diagnose.drive import Arm, Driver, Finished, Run
+from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
+from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
 from fusedtrain.diagnose.statistics import Paired, bootstrap
 
 ROOT = Path(__file__).parents[1]
@@ -300,7 +313,7 @@ def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_ta
 def test_what_was_waited_over_many_steps_is_taken_off_the_long_ones():
     steps = [a_step({"loader": 1.0, "rest": 1.0}, False) for _ in range(18)]
     steps += [a_step({"loader": 1.0, "rest": 4.0}, False), a_step({"rest": 3.0}, False)]
-    drive.spread_waits(steps, 2.0)
+    spread_waits(steps, 2.0)
     assert [round(step.seconds, 9) for step in steps] == [2.0] * 18 + [3.5, 2.5]
     assert all(sum(step.parts.values()) == pytest.approx(step.seconds) for step in steps)
 
@@ -310,7 +323,7 @@ def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
         return Step(0.0, backward + rest, {"backward": backward, "rest": rest}, waits={"backward": (1.0, team)})
 
     steps = [step(2.0, 0.0), step(4.0, 0.0), step(9.0, 8.0), step(8.0, 5.0), step(8.0, 99.0)]
-    drive.leave_out_others(steps)
+    leave_out_others(steps)
     assert [s.parts["backward"] for s in steps] == [1.0, 3.0, 1.0, 2.0, 1.0]
     assert [s.waited for s in steps] == [1.0, 1.0, 8.0, 6.0, 7.0] and all(s.parts["rest"] == 3.0 for s in steps)
 
@@ -461,7 +474,7 @@ def test_groups_of_accumulated_gradients_are_compared_and_not_steps(monkeypatch)
     seconds = [1.0, 1.0, 1.0, 5.0] * 2  # the optimizer steps in every fourth
     records = [Step(0.0, s, {"rest": s}) for s in seconds]
     driver = types.SimpleNamespace(loader=object(), alone=lambda arm: True)
-    plan = measure.block(driver, measure.Sizes(1.0, 4), Arm((), drive.CachedSource([])), wall=False)
+    plan = measure.block(driver, measure.Sizes(1.0, 4), Arm((), batches.CachedSource([])), wall=False)
     assert next(plan).steps == 4
     with pytest.raises(StopIteration) as done:
         plan.send(records)

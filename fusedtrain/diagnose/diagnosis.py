@@ -7,8 +7,10 @@ import torch
 
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
-from fusedtrain.diagnose.drive import Arm, Driver, Run
+from fusedtrain.diagnose.batches import CachedSource
+from fusedtrain.diagnose.drive import Driver
 from fusedtrain.diagnose.measure import Facts, Sizes
+from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
 from fusedtrain.diagnose.rules import LEAST, RULES, Finding
 from fusedtrain.diagnose.statistics import Interval, Paired
@@ -94,7 +96,7 @@ class Diagnosis:
             self.stage("larger batches")
             self.failure = "the loop fails with a larger batch"
             self.checkpoint(self)  # the last one, if so
-            cached = Arm((), measure.CachedSource(driver.batches))
+            cached = Arm((), CachedSource(driver.batches))
             snapshot = verify.Snapshot(driver) if replicas(driver) else None
             yield from measure.larger_batches(driver, self.facts, sizes, cached)
             if snapshot is not None:
@@ -177,7 +179,7 @@ class Diagnosis:
             queue = [(f, r) for f in findings for r in f.remedies if r.name not in tried and not r.outside]
             if not queue and not facts.thorough:  # what takes long is tried once, on top of all that was kept
                 facts.thorough = True
-                cached = Arm(arm.remedies, measure.CachedSource(driver.batches)) if facts.cached else arm
+                cached = Arm(arm.remedies, CachedSource(driver.batches)) if facts.cached else arm
                 yield from self._probe(driver, facts, sizes, arm, cached, [r for r in RULES if r.name == "compile"])
                 findings, _ = self._look(facts, driver)
                 continue

@@ -16,18 +16,17 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from fusedtrain._waits import TeamWaits
 from fusedtrain.data.workers import cores
+from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
+from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, spread_waits
 
 _clock = time.perf_counter
 
@@ -48,29 +47,6 @@ def agree(value):
 
 class Finished(BaseException):
     """Ends the training loop when the plan is done; not an Exception, so that the loop does not catch it."""
-
-
-def copy_batch(batch: Any) -> Any:
-    """Returns a batch whose tensors are copies, in the same structure and memory, pinned where they were."""
-    if isinstance(batch, Tensor):
-        copy = batch.clone()
-        return copy.pin_memory() if batch.device.type == "cpu" and batch.is_pinned() else copy
-    if isinstance(batch, dict):
-        return type(batch)({name: copy_batch(value) for name, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(copy_batch, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(copy_batch, batch))
-    return batch
-
-
-def batch_bytes(batch: Any) -> int:
-    """Returns the bytes of the tensors in a batch."""
-    if isinstance(batch, Tensor):
-        return batch.nbytes
-    if isinstance(batch, dict):
-        batch = batch.values()
-    return sum(map(batch_bytes, batch)) if isinstance(batch, (list, tuple)) or hasattr(batch, "__next__") else 0
 
 
 def random_state() -> tuple:
@@ -104,146 +80,7 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-_FAR_EPOCH = 10**6  # beyond those of the run
 SETTLING = 4  # steps of a script that was started again, before it is measured
-
-
-class LoaderSource:
-    """Batches of a loader, epoch after epoch.
-
-    Args:
-        loader: any iterable that can be iterated over again.
-        iterator: one that is under way, or None.
-    """
-
-    def __init__(self, loader, iterator: Iterator | None = None):
-        self.loader, self.iterator, self.restarted = loader, iterator, False
-        self._epoch = _FAR_EPOCH
-        self.in_flight = 0
-        if isinstance(loader, DataLoader) and loader.num_workers > 0:
-            self.in_flight = loader.num_workers * (loader.prefetch_factor or 2)
-
-    def resume(self) -> None:
-        """Throws away what the workers prepared while another source was in use."""
-        for _ in range(self.in_flight):
-            self.fetch()
-
-    def prepare(self) -> None:
-        pass
-
-    def fetch(self):
-        self.restarted = False
-        if self.iterator is not None:
-            try:
-                return next(self.iterator)
-            except StopIteration:
-                self.restarted = True
-                self._next_epoch()
-        self.iterator = iter(self.loader)
-        try:
-            return next(self.iterator)
-        except StopIteration:
-            raise RuntimeError("the loader gives no batches") from None
-
-    def _next_epoch(self) -> None:
-        """A loader that keeps its position in the epoch would go on from the end of it."""
-        self._epoch += 1
-        for owner in (self.loader, getattr(self.loader, "batch_sampler", None), getattr(self.loader, "sampler", None)):
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(self._epoch)
-                return
-
-    def close(self) -> None:
-        """Ends the workers. Left to the garbage collector, each may be waited for for 5 seconds."""
-        for owner in (self.iterator, self.loader):
-            if hasattr(owner, "_shutdown_workers"):
-                owner._shutdown_workers()
-        self.iterator = None
-
-
-class CachedSource:
-    """The same few batches over and over, copied outside the measured time: what if loading were free?"""
-
-    in_flight, restarted = 0, False
-
-    def __init__(self, batches: list):
-        self.batches, self.position, self.ready = batches, 0, None
-
-    def resume(self) -> None:
-        pass
-
-    def prepare(self) -> None:
-        self.ready = copy_batch(self.batches[self.position % len(self.batches)])
-        self.position += 1
-
-    def fetch(self):
-        batch, self.ready = self.ready, None
-        return batch
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A variant of the run: the remedies in force, and where batches come from (None: as the script has it)."""
-
-    remedies: tuple = ()
-    source: LoaderSource | CachedSource | None = None
-
-
-@dataclass
-class Run:
-    """So many steps of one arm; the first ``discard`` are not recorded."""
-
-    steps: int
-    arm: Arm = field(default_factory=Arm)
-    discard: int = 0
-    collect: int = 0  # keep some batches in Driver.batches, up to so many bytes
-    parts: bool = False  # time the parts of a step, and keep the loss
-
-
-def left_alone(seconds: list[float]) -> float:
-    """Returns what the same work takes when nothing comes between: a tenth of the times are shorter."""
-    return sorted(seconds)[len(seconds) // 10]
-
-
-def leave_out_others(records: list[Step]) -> None:
-    """Takes from the parts of steps what their threads waited for a core that other processes had.
-
-    Threads that work together also wait for one another, running in circles, unless there was nothing to do together:
-    no counter tells. What the others waited is taken off as far as a part takes longer than when it is left alone.
-    """
-    for step in records:  # anew, where a run was one of several
-        step.whole = step.whole or step.parts
-        step.parts = dict(step.whole)
-    for part in {part for step in records for part in step.parts}:
-        steps = [step for step in records if part in step.parts]
-        for step in steps:
-            own, _ = step.waits.get(part, (0.0, 0.0))
-            step.parts[part] -= min(own, 0.99 * step.parts[part])
-        least = left_alone([step.parts[part] for step in steps])
-        for step in steps:
-            _, team = step.waits.get(part, (0.0, 0.0))
-            step.parts[part] -= min(team, max(0.0, step.parts[part] - least))
-    for step in records:
-        step.waited = step.wall - sum(step.parts.values())
-
-
-def spread_waits(records: list[Step], waited: float) -> None:
-    """Takes what was waited over many steps off those that took longer than when they are left alone."""
-    walls = [step.end - step.start for step in records]
-    least = left_alone(walls)
-    total = sum(wall - least for wall in walls if wall > least)
-    share = min(1.0, waited / total) if total else 0.0
-    for step, wall in zip(records, walls):
-        if wall > least:
-            step.waited = (wall - least) * share
-            kept = 1 - step.waited / wall
-            step.parts = {part: seconds * kept for part, seconds in step.parts.items()}
-
-
-Plan = Generator[Run, list[Step], None]
 
 
 class Driver:

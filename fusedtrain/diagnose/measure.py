@@ -19,18 +19,10 @@ from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
-from fusedtrain.diagnose.drive import (
-    Arm,
-    CachedSource,
-    Driver,
-    LoaderSource,
-    Run,
-    agree,
-    copy_batch,
-    leave_out_others,
-    left_alone,
-)
+from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
+from fusedtrain.diagnose.drive import Driver, agree
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, running, user_frame
+from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 

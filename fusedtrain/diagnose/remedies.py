@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from fusedtrain import _allocator
-from fusedtrain.diagnose.drive import Driver, LoaderSource
+from fusedtrain.diagnose.batches import LoaderSource
+from fusedtrain.diagnose.drive import Driver
 from fusedtrain.diagnose.instrument import non_blocking, with_non_blocking, wrap
 from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
 from fusedtrain.nn.fuse import fuse, unfuse

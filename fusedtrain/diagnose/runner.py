@@ -16,8 +16,9 @@ import torch.multiprocessing
 
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.diagnosis import Diagnosis
-from fusedtrain.diagnose.drive import SETTLING, Arm, Driver, Finished, Run
+from fusedtrain.diagnose.drive import SETTLING, Driver, Finished
 from fusedtrain.diagnose.instrument import Instrument
+from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import rebuild
 from fusedtrain.diagnose.report import to_json
 

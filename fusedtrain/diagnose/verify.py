@@ -9,17 +9,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fusedtrain.diagnose import measure
-from fusedtrain.diagnose.drive import (
-    Arm,
-    CachedSource,
-    Driver,
-    LoaderSource,
-    Run,
-    agree,
-    random_state,
-    ranks,
-    set_random_state,
-)
+from fusedtrain.diagnose.batches import CachedSource, LoaderSource
+from fusedtrain.diagnose.drive import Driver, agree, random_state, ranks, set_random_state
+from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import Remedy, clone_loader, models
 from fusedtrain.diagnose.statistics import Interval
 
