@@ -78,6 +78,14 @@ def test_contracts_compile_alone(path, tmp_path):
     compiler.compile_object(tmp_path / "contract.o", "-std=c++20", "-Wall", "-Wextra", "-Werror", source)
 
 
+def test_instructions_beyond_a_variant_are_not_executed_early():
+    """GCC takes an asm that is not volatile for harmless and may move it before the check for the instruction."""
+    pattern = re.compile(r'\basm (?!volatile\b)|\basm\("?(\w*)')
+    assert {"vdpbf16ps"} == {
+        match[1] for path in [*CONTRACTS, *KERNELS, *BINDINGS] for match in pattern.finditer(path.read_text())
+    }
+
+
 def test_codes_are_the_same_in_python_and_c():
     text = (CSRC / "core" / "types.h").read_text() + (CSRC / "core" / "update_rule.h").read_text()
     for name, codes in (("Activation", _codes.ACTIVATIONS), ("Pool", _codes.POOLS), ("Rule", _codes.RULES)):

@@ -118,11 +118,12 @@ inline Vec<float> widen(Half bits, BFloat16) {
 
 inline Half narrow(Vec<float> x, BFloat16) {
 #if defined(__AVX512F__)
-  // The instruction takes subnormal numbers for 0. Not as an intrinsic, which the flags of this variant forbid.
+  // The instruction takes subnormal numbers for 0. Not as an intrinsic, which the flags of this variant forbid;
+  // volatile, or the compiler may execute it before the check.
   constexpr int kSubnormal = 0x20;
   if (rounds_to_bf16_by_instruction && _mm512_fpclass_ps_mask(x.v, kSubnormal) == 0) [[likely]] {
     Half bits;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x.v));
+    asm volatile("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x.v));
     return bits;
   }
 #endif

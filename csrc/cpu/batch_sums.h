@@ -11,14 +11,6 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// f(act) for every activation.
-template <class T, class F>
-void visit_act(Activation act, F&& f) {
-  if (!visit_in_act<T>(act, f)) {
-    if constexpr (!std::is_same_v<T, double>) f(RunTimeAct<T>(act));
-  }
-}
-
 // x with zeros in the lanes that a load left out.
 template <class V>
 inline V keep(V x, AllLanes) {

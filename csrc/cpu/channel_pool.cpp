@@ -110,7 +110,7 @@ void channel_pool_partial<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t beg
     const auto term_of = [x = static_cast<const T*>(a.x)](auto act) {
       return [x, act](int64_t i, int64_t, auto lanes) { return act.value(load<V>(x + i, lanes)); };
     };
-    visit_in_act<T>(a.images.in_act, [&](auto act) {
+    visit_act<T>(a.images.in_act, [&](auto act) {
       sum_items<V>(a.images, chunks, kPartials * a.images.c, term_of(act), partial, begin, end);
     });
     if (a.pool == Pool::kAvgMax) {

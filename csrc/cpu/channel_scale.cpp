@@ -10,7 +10,7 @@ namespace fusedtrain::cpu {
 template <>
 void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, int64_t end) {
   visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act<T>(a.images.in_act, [&](auto act) {
+    visit_act<T>(a.images.in_act, [&](auto act) {
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
       const auto scaled = [x, act](int64_t i, auto lanes, V gate) { return act.value(load<V>(x + i, lanes)) * gate; };
@@ -22,7 +22,7 @@ void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, in
 template <>
 void channel_scale_dot_partial<Isa::FUSEDTRAIN_ISA>(const ChannelScaleDot& a, int64_t begin, int64_t end) {
   visit_dtype(a.images.dtype, [&]<class T>() {
-    visit_in_act<T>(a.images.in_act, [&](auto act) {
+    visit_act<T>(a.images.in_act, [&](auto act) {
       using V = Vec<Acc<T>>;
       const T *x = static_cast<const T*>(a.x), *dy = static_cast<const T*>(a.dy);
       const auto product = [x, dy, act](int64_t i, int64_t, auto lanes) {
@@ -63,7 +63,7 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
       return map_items<V>(m, m.n, dx, all, begin, end, vector(a.gate), vector(a.dpooled), vector(a.peak),
                           vector(a.ties));
     }
-    visit_in_act<T>(m.in_act, [&](auto act) {
+    visit_act<T>(m.in_act, [&](auto act) {
       const V per_pixel = V(1) / V(Acc<T>(m.hw));
       // a'(x) * da; the identity does not touch x.
       const auto through_act = [x, act](int64_t i, auto lanes, V da) {

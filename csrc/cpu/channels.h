@@ -38,17 +38,22 @@ class RunTimeAct {
   V (*slope_)(V);
 };
 
-// f(act) for the activations that networks have behind a convolution, with code of their own but for float64.
+// Few processors take this variant: that it is small is worth more than its speed.
+#if defined(__x86_64__) && !defined(__AVX2__)
+constexpr bool kRareVariant = true;
+#else
+constexpr bool kRareVariant = false;
+#endif
+
+// f(act). What networks usually have behind a convolution has code of its own, but for float64.
 template <class T, class F>
-bool visit_in_act(Activation act, F&& f) {
+void visit_act(Activation act, F&& f) {
   using enum Activation;
-  if constexpr (std::is_same_v<T, double>) {
-    f(RunTimeAct<T>(act));
-    return true;
-  } else {
-    return visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6>(act,
-                                                                     [&]<Activation A>() { f(StaticAct<T, A>{}); });
+  if (act == kIdentity) return f(StaticAct<T, kIdentity>{});
+  if constexpr (!kRareVariant && !std::is_same_v<T, double>) {
+    if (visit<kRelu, kSilu, kHardSwish, kRelu6>(act, [&]<Activation A>() { f(StaticAct<T, A>{}); })) return;
   }
+  f(RunTimeAct<T>(act));
 }
 
 // ---- sums over hw: groups of kGroup terms as a tree, the groups of a chunk in order, then the chunks in order ----

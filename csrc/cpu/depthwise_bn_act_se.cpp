@@ -237,7 +237,7 @@ struct Backward : Normalised<T> {
 // f.template operator()<T>(act) for the element type and the activation of the images.
 template <class F>
 void visit_images(const Images& m, F&& f) {
-  visit_dtype(m.dtype, [&]<class T>() { visit_in_act<T>(m.in_act, [&](auto act) { f.template operator()<T>(act); }); });
+  visit_dtype(m.dtype, [&]<class T>() { visit_act<T>(m.in_act, [&](auto act) { f.template operator()<T>(act); }); });
 }
 
 template <class F>

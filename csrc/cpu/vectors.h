@@ -50,6 +50,7 @@ struct Pairs {
 #if defined(__AVX512F__)
 // Where rounds_to_bf16_by_instruction, one instruction adds both products to the float of the lane. It takes subnormal
 // numbers for 0, as torch's kernels do, which use it too. Not as an intrinsic, which the flags of this variant forbid.
+// The check must stand before the loops that load a and b: then nothing of it can be executed early.
 [[gnu::always_inline]] inline Vec<float> multiply_add(Vec<float> sum, Pairs a, Pairs b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "vm"(b.v));
   return sum;
