@@ -10,6 +10,7 @@ be taken back: a test that compiles kernels ahead of time does so in a subproces
 :func:`harness.environment`, which leaves it out.
 """
 
+import importlib.util
 import os
 
 # The workers of pytest-xdist share the cores; read when OpenMP starts, also by the processes that tests start.
@@ -32,6 +33,9 @@ from zoo import Zoo
 
 import fusedtrain
 from fusedtrain import _extension
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    harness.interpret_as_compiled()
 
 # The same examples on every run; the backend fixture holds for all examples of a test.
 settings.register_profile(

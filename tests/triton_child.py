@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 
+import harness
 import torch
 import triton
 import triton.language as tl
@@ -261,6 +262,7 @@ class GuardedMemory(TorchDispatchMode):
 
 
 def guard_case(case: str) -> None:
+    harness.interpret_as_compiled()
     with GuardedMemory():
         CASES[case]("cpu")
 

@@ -110,12 +110,16 @@ for _name, _signature in TABLES.items():
 
 
 def register_fake(name: str):
-    """Decorator: the function computes output shapes, dtypes and strides of operator ``name`` and its overloads."""
+    """Decorator: the function computes output shapes, dtypes and strides of operator ``name`` and its overloads.
+
+    It is registered as their kernel for the meta device, which fake tensors use too. ``torch.library.register_fake`` does
+    the same, but reads the source of its caller each time: a third of the time that ``import fusedtrain`` takes.
+    """
 
     def register(fake):
-        torch.library.register_fake(f"fusedtrain::{name}", fake, lib=LIBRARY)
+        LIBRARY.impl(name, fake, "Meta")
         if stem(name) not in CPU_ONLY:
-            torch.library.register_fake(f"fusedtrain::{name}.triton", fake, lib=LIBRARY)
+            LIBRARY.impl(f"{name}.triton", fake, "Meta")
         return fake
 
     return register
