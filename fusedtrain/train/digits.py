@@ -35,7 +35,7 @@ class Options:
     fusedtrain train --model NAME --help.
     """
 
-    epochs: int = 10
+    epochs: int = 5
     """Passes over the training images."""
     batch_size: int = 64
     """Images per step."""
