@@ -87,8 +87,9 @@ def test_instructions_beyond_a_variant_are_not_executed_early():
 
 
 def test_codes_are_the_same_in_python_and_c():
-    text = (CSRC / "core" / "types.h").read_text() + (CSRC / "core" / "update_rule.h").read_text()
-    for name, codes in (("Activation", _codes.ACTIVATIONS), ("Pool", _codes.POOLS), ("Rule", _codes.RULES)):
+    text = "".join((CSRC / "core" / name).read_text() for name in ("types.h", "update_rule.h", "narrow.h"))
+    enums = {"Activation": "ACTIVATIONS", "Pool": "POOLS", "Rule": "RULES", "Rounding": "ROUNDINGS"}
+    for name, codes in ((name, getattr(_codes, codes)) for name, codes in enums.items()):
         body = re.search(rf"enum class {name} : int32_t {{(.*?)}}", text, re.DOTALL).group(1)
         enumerators = re.findall(r"\bk(\w+)(?:,|$|\s)", re.sub(r"//.*", "", body))
         snake = [re.sub(r"(?<!^)([A-Z])", r"_\1", enumerator).lower() for enumerator in enumerators]
@@ -96,6 +97,8 @@ def test_codes_are_the_same_in_python_and_c():
 
 
 X, ROW, SQUARE = torch.ones(2, 8, 4, 4), torch.ones(8), torch.ones(8, 8)
+STEP = ([torch.ones(8)], [ROW], [torch.zeros(8), torch.zeros(8)], [torch.ones(())], [])  # lists of an Adam's step
+OPTIONS = (False, 0.0, False, None, 0.0, False, None, None, None, None, False)
 UNKNOWN_CODES = {  # a call per code, in the order of the schema, and where the code stands in it
     "channel_pool": ((X, "pool", "in_act"), {"pool": 2, "in_act": 6}),
     "channel_scale": ((X, torch.ones(2, 8), "in_act"), {"in_act": 6}),
@@ -109,6 +112,10 @@ UNKNOWN_CODES = {  # a call per code, in the order of the schema, and where the 
     "depthwise_bn_act_se": (
         (X, ROW, ROW, ROW, ROW, SQUARE, ROW, SQUARE, ROW, "in_act", "se_act", "gate_act"),
         {"in_act": 6, "se_act": 10, "gate_act": 10},
+    ),
+    "optimizer_step_narrow_": (
+        (*STEP, "rule", 0.1, 0.0, True, [0.9, 0.999, 1e-8], *OPTIONS, [], [], "rounding", None),
+        {"rule": len(_codes.RULES), "rounding": 3},
     ),
 }
 

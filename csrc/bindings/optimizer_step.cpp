@@ -130,10 +130,7 @@ struct Options {
   bool sums_only;
 };
 
-Rule rule_of(int64_t code) {
-  STD_TORCH_CHECK(code >= 0 && code < kRules, "fusedtrain: unknown rule ", code);
-  return static_cast<Rule>(code);
-}
+Rule rule_of(int64_t code) { return code_of("rule", code, Rule{kRules - 1}); }
 
 // Both passes over some parameters before the next ones, so that the second finds them in the cache.
 constexpr int64_t kBatchChunks = 64;

@@ -112,8 +112,8 @@ for _name, _signature in TABLES.items():
 def register_fake(name: str):
     """Decorator: the function computes output shapes, dtypes and strides of operator ``name`` and its overloads.
 
-    It is registered as their kernel for the meta device, which fake tensors use too. ``torch.library.register_fake`` does
-    the same, but reads the source of its caller each time: a third of the time that ``import fusedtrain`` takes.
+    It is registered as their kernel for the meta device, which fake tensors use too. ``torch.library.register_fake``
+    does the same, but reads the source of its caller each time: a third of the time of ``import fusedtrain``.
     """
 
     def register(fake):
