@@ -8,7 +8,7 @@ very attributes of its stock layer.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -24,8 +24,7 @@ from fusedtrain.nn import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """What one stock class becomes.
 
     Args:
@@ -156,8 +155,7 @@ _WRAPPERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One line of a :class:`Report`: a module, its class, and either the class it becomes or why it stays."""
 
     name: str

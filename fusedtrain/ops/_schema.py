@@ -10,6 +10,7 @@ sums are float32 (float64 for float64 inputs); a tensor that a mode does not nee
 are (height, width), paddings (left, right, top, bottom).
 """
 
+import functools
 import importlib
 
 import torch
@@ -81,6 +82,7 @@ LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
+@functools.cache
 def stem(name: str) -> str:
     """Returns the op that operator ``name`` is a part of: the one whose name it continues."""
     return min((op for op in SCHEMAS if f"{name}_".startswith(f"{op.removesuffix('_')}_")), key=len).removesuffix("_")

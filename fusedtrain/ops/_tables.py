@@ -4,7 +4,7 @@ small tensors than their update takes.
 A table is filled anew for each step and holds every tensor it points to; nothing is cached that could go stale.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ def _gatherer():
 _GATHERER = _gatherer()
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows of csrc/optimizer_step.h's StepTensor as bytes, and the tensors they point to."""
 
     rows: Tensor
