@@ -238,14 +238,47 @@ def test_debugging_aids_are_off_for_a_trial():
         on = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         return *on, torch.utils.deterministic.fill_uninitialized_memory
 
-    assert "not looked for" in remedies.NoDebugging.why_not()
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), harness.poisoned_memory():
-        remedy = remedies.NoDebugging()
-        assert remedy.why_not() is None and "anomaly" in remedy.how and "fill" in remedy.how
-        remedy.apply(None)
-        assert not torch.is_anomaly_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
-        remedy.undo(None)
-        assert state() == (True, False, True)
+    with Instrument() as instrument:
+        driver = Driver(instrument, lambda driver: iter(()))
+        assert "not looked for" in remedies.NoDebugging.why_not(driver)
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), harness.poisoned_memory():
+            remedy = remedies.NoDebugging(driver)
+            assert remedy.why_not(driver) is None and "anomaly" in remedy.how and "fill" in remedy.how
+            remedy.apply(driver)
+            assert not torch.is_anomaly_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
+            remedy.undo(driver)
+            assert state() == (True, False, True)
+
+
+def test_anomalies_that_are_looked_for_within_a_step_are_seen():
+    searched = []
+
+    def plan(driver):
+        yield Run(2)
+        remedy = remedies.NoDebugging(driver)
+        assert remedy.why_not(driver) is None and "anomaly" in remedy.how and "fill" not in remedy.how
+        for used in (remedy, None):
+            searched.clear()
+            if used is not None:
+                used.apply(driver)
+            yield Run(2)
+            assert searched == [used is None] * 2
+            remedy.undo(driver)
+
+    with Instrument() as instrument:
+        driver = Driver(instrument, plan)
+        driver.install()
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(Finished):
+            for (x,) in DataLoader(TensorDataset(torch.rand(64, 4)), 4):
+                with torch.autograd.detect_anomaly():
+                    searched.append(torch.is_anomaly_enabled())
+                    loss = model(x).sum()
+                    optimizer.zero_grad()
+                    loss.backward()
+                optimizer.step()
+    assert not torch.is_anomaly_enabled() and len(searched) == 2
 
 
 def test_a_remedy_that_moves_the_losses_is_refused():

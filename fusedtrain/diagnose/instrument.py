@@ -477,6 +477,16 @@ class Instrument:
 
         self.patch(torch, "set_num_threads", threads)
 
+        def anomalies(original):
+            def wrapper(enabled, *args, **kwargs):
+                if enabled and "anomaly" not in self.sites:
+                    self.sites["anomaly"] = call_site()
+                return original(enabled, *args, **kwargs)
+
+            return wrapper
+
+        self.patch(torch, "set_anomaly_enabled", anomalies)  # by detect_anomaly() and set_detect_anomaly()
+
         def schedule(original):
             return lambda *args, **kwargs: None if self.freeze_schedules else original(*args, **kwargs)
 

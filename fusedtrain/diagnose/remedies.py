@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fusedtrain import _allocator
 from fusedtrain.diagnose.batches import LoaderSource
 from fusedtrain.diagnose.drive import Driver
-from fusedtrain.diagnose.instrument import non_blocking, with_non_blocking, wrap
+from fusedtrain.diagnose.instrument import non_blocking, replace, with_non_blocking, wrap
 from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
 from fusedtrain.nn.fuse import fuse, unfuse
 
@@ -436,27 +436,34 @@ class NoDebugging(Remedy):
 
     name, kind = "debugging off", "bitwise"
 
-    def __init__(self):
+    def __init__(self, driver: Driver):
         aids = {
-            "torch.autograd.set_detect_anomaly(True) and detect_anomaly() out": torch.is_anomaly_enabled(),
+            "torch.autograd.set_detect_anomaly(True) and detect_anomaly() out": looks_for_anomalies(driver),
             "torch.utils.deterministic.fill_uninitialized_memory off": fills_memory(),
         }
         self.how = "leave " + " and ".join(aid for aid, used in aids.items() if used) + " once the bug is found"
 
     @staticmethod
-    def why_not() -> str | None:
-        used = torch.is_anomaly_enabled() or fills_memory()
+    def why_not(driver: Driver) -> str | None:
+        used = looks_for_anomalies(driver) or fills_memory()
         return None if used else "anomalies are not looked for, and new memory is not filled"
 
     def apply(self, driver: Driver) -> None:
         fill = torch.utils.deterministic.fill_uninitialized_memory
         self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(), fill
         torch.set_anomaly_enabled(False)
+        self._restore = replace(torch, "set_anomaly_enabled", lambda *args, **kwargs: None)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     def undo(self, driver: Driver) -> None:
+        self._restore()
         *anomaly, torch.utils.deterministic.fill_uninitialized_memory = self._before
         torch.set_anomaly_enabled(*anomaly)
+
+
+def looks_for_anomalies(driver: Driver) -> bool:
+    """Returns whether autograd looks for NaN now, or did within a step."""
+    return torch.is_anomaly_enabled() or "anomaly" in driver.instrument.sites
 
 
 def fills_memory() -> bool:

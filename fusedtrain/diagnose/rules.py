@@ -367,7 +367,7 @@ def _zero_grad(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 
 def _debugging(facts: Facts, driver: Driver) -> list[Remedy] | str:
-    return NoDebugging.why_not() or [facts.keep(NoDebugging())]
+    return NoDebugging.why_not(driver) or [facts.keep(NoDebugging(driver))]
 
 
 def _slow_16_bit(facts: Facts, driver: Driver) -> list[Remedy] | str:
