@@ -628,7 +628,7 @@ def what_takes_long_is_not_tried():
         for name, seconds in (("BLOCK", 0.03), ("SAMPLING", 0.2), ("LOADING", 0.3)):
             patch.setattr(measure, name, seconds)
         patch.setattr(measure, "PAIRS", 2)
-        patch.setattr(verify, "PAIRS", 4)
+        patch.setattr(verify, "PAIRS", 8)
         yield
     torch.set_num_threads(threads)
 
