@@ -159,7 +159,7 @@ def test_bad_arguments_are_named(changes, error, message):
         channel_scale(**arguments)
 
 
-@harness.needs_memory(24)
+@harness.needs_memory(16)
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     properties.assert_last_image_is_as_alone(

@@ -376,7 +376,7 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
     assert backends.select("depthwise_conv2d_backward", BACKWARD_IMPLS, *inputs) is BACKWARD_IMPLS["cpu"]
 
 
-@harness.needs_memory(24)
+@harness.needs_memory(16)
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     weight = harness.normal(64, 1, 3, 3, dtype=torch.bfloat16, device=device)

@@ -284,7 +284,7 @@ def test_bad_arguments_are_named(changes, error, message):
         squeeze_excite(**make("cpu") | OPTIONS | changes)
 
 
-@harness.needs_memory(20)
+@harness.needs_memory(16)
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     weights = list(make(device, (1, 64, 1, 1), dtype=torch.bfloat16).values())[1:]
