@@ -110,6 +110,15 @@ def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype
     properties.assert_writes_every_element(function(pool), make(device, layout=layout, dtype=dtype))
 
 
+@dense_layouts
+def test_large_images_are_summed_as_well(device, kernels, layout):
+    if harness.interpreted(kernels, device):
+        pytest.skip("too much for Triton's interpreter")
+    draws = [make(device, (1, 4, 768, 768), layout, seed=seed) for seed in range(2)]
+    calls = function(in_act="identity"), reference_of(in_act="identity")
+    harness.assert_op_as_good_as_torch(*calls, draws, "channel_pool of large images")
+
+
 @pools
 @dense_layouts
 def test_images_do_not_mix(device, kernels, layout, pool):
@@ -187,4 +196,4 @@ def test_bad_arguments_are_named(changes, error, message):
 @harness.needs_memory(16)
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
-    properties.assert_last_image_is_as_alone(function("avg_max"), device, layout)
+    properties.assert_last_image_is_as_alone(function("avg_max"), kernels, device, layout)

@@ -159,11 +159,21 @@ def test_bad_arguments_are_named(changes, error, message):
         channel_scale(**arguments)
 
 
+@dense_layouts
+def test_large_images_are_summed_as_well(device, kernels, layout):
+    if harness.interpreted(kernels, device):
+        pytest.skip("too much for Triton's interpreter")
+    draws = [make(device, (1, 4, 768, 768), layout, seed=seed) for seed in range(2)]
+    calls = function(in_act="identity"), reference_of(in_act="identity")
+    harness.assert_op_as_good_as_torch(*calls, draws, "channel_scale of large images")
+
+
 @harness.needs_memory(16)
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     properties.assert_last_image_is_as_alone(
         lambda x: channel_scale(x, torch.full(x.shape[:2], 0.7, dtype=x.dtype, device=device), in_act="silu"),
+        kernels,
         device,
         layout,
     )

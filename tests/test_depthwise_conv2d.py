@@ -380,7 +380,7 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     weight = harness.normal(64, 1, 3, 3, dtype=torch.bfloat16, device=device)
-    properties.assert_last_image_is_as_alone(lambda x: depthwise_conv2d(x, weight, padding=1), device, layout)
+    properties.assert_last_image_is_as_alone(lambda x: depthwise_conv2d(x, weight, padding=1), kernels, device, layout)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -288,4 +288,4 @@ def test_bad_arguments_are_named(changes, error, message):
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     weights = list(make(device, (1, 64, 1, 1), dtype=torch.bfloat16).values())[1:]
-    properties.assert_last_image_is_as_alone(lambda x: squeeze_excite(x, *weights), device, layout)
+    properties.assert_last_image_is_as_alone(lambda x: squeeze_excite(x, *weights), kernels, device, layout)

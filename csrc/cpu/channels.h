@@ -130,23 +130,34 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
   if (!narrow) sum_wide_rows<V>(term, offset, begin, end, c, out);
 }
 
+// The sum of part(k) for k in [begin, end), as a tree of few at a time: errors do not grow with the size of images.
+template <class V, class Part>
+V sum_tree(int64_t begin, int64_t end, const Part& part) {
+  constexpr int64_t kFew = 16;
+  if (end - begin > kFew) {
+    const int64_t middle = begin + (end - begin) / 2;
+    return sum_tree<V>(begin, middle, part) + sum_tree<V>(middle, end, part);
+  }
+  V sum(0);
+  for (int64_t k = begin; k < end; ++k) sum += part(k);
+  return sum;
+}
+
 // The sum of term(i, ch) over the hw elements from `first`. Terms of absent lanes must be zero.
 template <class V, class Term>
 typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t hw) {
   constexpr int64_t kBlock = 4 * V::kLanes;
   constexpr int64_t kStretch = 64 * kBlock;  // at most 64 terms are added to one lane before a tree takes over
-  typename V::Lane total = 0;
-  for (int64_t begin = 0; begin < hw; begin += kStretch) {
-    const int64_t end = std::min(begin + kStretch, hw);
+  return sum_tree<typename V::Lane>(0, (hw + kStretch - 1) / kStretch, [&](int64_t stretch) {
+    const int64_t begin = stretch * kStretch, end = std::min(begin + kStretch, hw);
     V sums[4] = {V(0), V(0), V(0), V(0)};
     int64_t i = begin;
     for (; i + kBlock <= end; i += kBlock) {
       for (int k = 0; k < 4; ++k) sums[k] += term(first + i + k * V::kLanes, ch, AllLanes{});
     }
     for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { sums[0] += term(first + i + j, ch, lanes); });
-    total += lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  }
-  return total;
+    return lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  });
 }
 
 // The (sample, channel) sums of term(i, ch) of items [begin, end): chunks of rows for channels_last, planes for
@@ -169,9 +180,8 @@ void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term
 template <class V>
 void sum_chunks(const typename V::Lane* partial, int64_t chunks, int64_t stride, int64_t c, typename V::Lane* total) {
   for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
-    V sum(0);
-    for (int64_t k = 0; k < chunks; ++k) sum += load<V>(partial + k * stride + ch, lanes);
-    store(total + ch, sum, lanes);
+    const auto part = [&](int64_t k) { return load<V>(partial + k * stride + ch, lanes); };
+    store(total + ch, sum_tree<V>(0, chunks, part), lanes);
   });
 }
 
