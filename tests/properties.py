@@ -110,6 +110,17 @@ def assert_opcheck(operator, *args) -> None:
     assert set(results.values()) == {"SUCCESS"}, results
 
 
+def assert_large_images_are_summed_as_well(
+    function: Callable, reference: Callable, make: Callable, backend: str, device: str, layout: str
+) -> None:
+    """As good as torch on images whose sums have thousands of parts; ``make(device, shape, layout, seed=)`` as in the
+    ops' tests."""
+    if harness.interpreted(backend, device):
+        pytest.skip("too much for Triton's interpreter")
+    draws = [make(device, (1, 4, 768, 768), layout, seed=seed) for seed in range(2)]
+    harness.assert_op_as_good_as_torch(function, reference, draws, "large images")
+
+
 def many_images(backend: str, device: str, layout: str) -> torch.Tensor:
     """More than 2^31 elements in bfloat16, 4.4 GB: 129 images of zeros and one of normal numbers."""
     if harness.interpreted(backend, device):

@@ -161,11 +161,8 @@ def test_bad_arguments_are_named(changes, error, message):
 
 @dense_layouts
 def test_large_images_are_summed_as_well(device, kernels, layout):
-    if harness.interpreted(kernels, device):
-        pytest.skip("too much for Triton's interpreter")
-    draws = [make(device, (1, 4, 768, 768), layout, seed=seed) for seed in range(2)]
     calls = function(in_act="identity"), reference_of(in_act="identity")
-    harness.assert_op_as_good_as_torch(*calls, draws, "channel_scale of large images")
+    properties.assert_large_images_are_summed_as_well(*calls, make, kernels, device, layout)
 
 
 @harness.needs_memory(16)
