@@ -102,19 +102,19 @@ def channel_pool_finish_kernel(
 ):
     plane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = plane < planes
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float64)  # a large image has thousands of chunks
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     ties = tl.zeros([BLOCK], tl.float32)
     for chunk in range(chunks):
         at = chunk * tl.cast(planes, tl.int64) + plane
-        total += tl.load(total_ptr + at, mask=inside, other=0.0)
+        total += tl.load(total_ptr + at, mask=inside, other=0.0).to(tl.float64)
         if MAX:
             other = tl.load(chunk_peak_ptr + at, mask=inside, other=0.0)
             peak, ties = _merge(peak, ties, other, tl.load(chunk_ties_ptr + at, mask=inside, other=0.0))
     if MAX:
         tl.store(peak_ptr + plane, peak, mask=inside)
         tl.store(ties_ptr + plane, ties, mask=inside)
-    tl.store(pooled_ptr + plane, _pooled(total, peak, hw, MAX), mask=inside)
+    tl.store(pooled_ptr + plane, _pooled(total.to(tl.float32), peak, hw, MAX), mask=inside)
 
 
 def _finish(partials: tuple[Tensor, ...], results: tuple[Tensor, ...], grid: _images.Grid, avg_max: bool) -> None:

@@ -97,10 +97,11 @@ def channel_scale_finish_kernel(
     plane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = plane < planes
     gate = tl.load(gate_ptr + plane, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float64)  # a large image has thousands of chunks
     for chunk in range(chunks):
-        total += tl.load(partial_ptr + chunk * tl.cast(planes, tl.int64) + plane, mask=inside, other=0.0)
-    tl.store(dgate_ptr + plane, _activation.gradient(total, gate, GATE), mask=inside)
+        part = tl.load(partial_ptr + chunk * tl.cast(planes, tl.int64) + plane, mask=inside, other=0.0)
+        total += part.to(tl.float64)
+    tl.store(dgate_ptr + plane, _activation.gradient(total.to(tl.float32), gate, GATE), mask=inside)
 
 
 @triton.jit

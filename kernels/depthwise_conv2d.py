@@ -267,9 +267,11 @@ def depthwise_conv2d_finish_kernel(
 ):
     size = (last_ky - first_ky) * KW * co
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float64)  # a large batch has thousands of chunks
     for chunk in range(chunks):
-        total += tl.load(partial_ptr + chunk * tl.cast(size, tl.int64) + at, mask=at < size, other=0.0)
+        part = tl.load(partial_ptr + chunk * tl.cast(size, tl.int64) + at, mask=at < size, other=0.0)
+        total += part.to(tl.float64)
+    total = total.to(tl.float32)
     channel, kx, ky = at % co, at // co % KW, at // co // KW + first_ky
     tl.store(dw_ptr + (channel * KH + ky) * KW + kx, total.to(dw_ptr.dtype.element_ty), mask=(at < size) & (ky < KH))
     tl.store(db_ptr + channel, total.to(db_ptr.dtype.element_ty), mask=(at < size) & (ky == KH) & (kx == 0))

@@ -207,6 +207,12 @@ def test_images_do_not_mix(op, layout):
             properties.assert_images_do_not_mix(OPS[op].function(**pool), inputs, per_image)
 
 
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_large_images_are_summed_as_well(layout):
+    for module in (test_channel_pool, test_channel_scale):
+        module.test_large_images_are_summed_as_well("cpu", "cuda", layout)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("op", OPS)
 def test_nan_and_infinity_stay_in_place(op, value):

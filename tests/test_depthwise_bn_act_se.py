@@ -128,6 +128,12 @@ def test_a_large_mean_hides_no_variance(device, kernels, layout, dtype):
 
 
 @dense_layouts
+def test_large_images_are_summed_as_well(device, kernels, layout):
+    calls = (of(make(device), training=False) for of in (function, reference_of))
+    properties.assert_large_images_are_summed_as_well(*calls, make, kernels, device, layout)
+
+
+@dense_layouts
 @modes
 @pytest.mark.parametrize("form", ["plain", "bare", "no gate"])
 def test_gradients_are_derivatives(device, backend, layout, training, form):

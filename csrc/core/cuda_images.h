@@ -41,6 +41,9 @@ struct SumPeak {
   }
 };
 
+// Long sums are added in runs of this many terms, then the runs: rounding errors grow with the number of terms.
+constexpr int64_t kRun = 16;
+
 struct NoFactors {
   template <int N>
   struct Factors {
@@ -190,12 +193,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (nc >= planes) return;
   const typename Term::A* p = partial + nc / c * chunks * Stat::kParts * c + nc % c;
   Stat stat;
+  for (int64_t first = 0; first < chunks; first += kRun) {
+    const int64_t last = first + kRun < chunks ? first + kRun : chunks;
+    Stat run;
 #pragma unroll 4
-  for (int64_t k = 0; k < chunks; ++k) {
-    Stat other;
+    for (int64_t k = first; k < last; ++k) {
+      Stat other;
 #pragma unroll
-    for (int i = 0; i < Stat::kParts; ++i) other.part[i] = p[(k * Stat::kParts + i) * c];
-    stat.merge(other);
+      for (int i = 0; i < Stat::kParts; ++i) other.part[i] = p[(k * Stat::kParts + i) * c];
+      run.merge(other);
+    }
+    stat.merge(run);
   }
   term.finish(nc, stat);
 }
@@ -273,7 +281,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Ter
   const int64_t plane = int64_t{blockIdx.x} * (kThreads / g.group) + threadIdx.x / g.group;
   const int64_t begin = plane * g.hw, end = plane < g.planes ? begin + g.hw : begin;
   const int64_t packed = begin + (end - begin) / N * N;
-  Stat stats[N];
   typename Term::template Factors<N> factors;
   typename Term::template Factors<1> factor;
   if (begin < end) {
@@ -281,26 +288,31 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Ter
 #pragma unroll
     for (int j = 0; j < N; ++j) factors.take(j, factor);
   }
-  for (int64_t i = begin + lane * N; i < packed; i += Term::kUnroll * step) {
-    typename Term::template Raw<N> raw[Term::kUnroll];
+  Stat total;
+  for (int64_t i = begin + lane * N; i < packed;) {
+    const int64_t run_end = i + kRun * Term::kUnroll * step, stop = run_end < packed ? run_end : packed;
+    Stat stats[N];
+    for (; i < stop; i += Term::kUnroll * step) {
+      typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
-    for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * step < packed) raw[u] = term.template load<N>(i + u * step, g.width);
+      for (int u = 0; u < Term::kUnroll; ++u) {
+        if (i + u * step < packed) raw[u] = term.template load<N>(i + u * step, g.width);
+      }
+#pragma unroll
+      for (int u = 0; u < Term::kUnroll; ++u) {
+        if (i + u * step < packed) term.template add<N>(raw[u], factors, stats);
+      }
     }
 #pragma unroll
-    for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * step < packed) term.template add<N>(raw[u], factors, stats);
-    }
+    for (int j = 1; j < N; ++j) stats[0].merge(stats[j]);
+    total.merge(stats[0]);
   }
-  Stat single[1] = {stats[0]};
+  Stat single[1] = {total};
   for (int64_t i = packed + lane; i < end; i += g.group) {
     term.template add<1>(term.template load<1>(i, 1), factor, single);
   }
-  stats[0] = single[0];
-#pragma unroll
-  for (int j = 1; j < N; ++j) stats[0].merge(stats[j]);
-  merge_group(stats[0], g.group, shared_memory<typename Term::A>());
-  if (lane == 0 && plane < g.planes) term.finish(plane, stats[0]);
+  merge_group(single[0], g.group, shared_memory<typename Term::A>());
+  if (lane == 0 && plane < g.planes) term.finish(plane, single[0]);
 }
 
 struct Quotient {

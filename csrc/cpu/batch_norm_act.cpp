@@ -63,7 +63,7 @@ struct Moments {
   };
 
   void plane(int64_t first, int64_t, int64_t hw, Lane* out, int64_t c) const {
-    constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
+    constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
     const auto value = [this](int64_t i, int64_t, auto lanes) { return cpu::load<V>(x + i, lanes); };
     const int64_t some = std::min<int64_t>(8 * V::kLanes, hw);
     const Lane shift = sum_plane<V>(value, first, 0, some) / Lane(some);

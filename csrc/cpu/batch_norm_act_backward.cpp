@@ -75,9 +75,9 @@ struct Sums : Gradient<T, A> {
   };
 
   void plane(int64_t first, int64_t ch, int64_t hw, Lane* out, int64_t c) const {
-    constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
+    constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
     const Params params = this->params([ch](const Lane* p) { return V(p[ch]); });
-    Lane sum = 0, sum_x = 0;
+    double sum = 0, sum_x = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
       const int64_t end = std::min(begin + kStretch, hw);
       State s[2] = {{V(0), V(0)}, {V(0), V(0)}};
@@ -90,8 +90,8 @@ struct Sums : Gradient<T, A> {
       sum += lane_sum(s[0].dz + s[1].dz);
       sum_x += lane_sum(s[0].dz_x + s[1].dz_x);
     }
-    out[0] = sum;
-    out[c] = sum_x;
+    out[0] = Lane(sum);
+    out[c] = Lane(sum_x);
   }
 };
 
