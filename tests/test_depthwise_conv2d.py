@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 
+from fusedtrain import _extension
 from fusedtrain import backend as backends
 from fusedtrain.nn import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.ops import _codes, depthwise_conv2d
@@ -374,6 +375,29 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
     inputs = make("cpu", shape, "channels_last", dtype, kernel, multiplier).values()
     assert backends.select("depthwise_conv2d", IMPLS, *inputs) is IMPLS["cpu"]
     assert backends.select("depthwise_conv2d_backward", BACKWARD_IMPLS, *inputs) is BACKWARD_IMPLS["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("isa", "direction", "dtype", "stride", "stock"),
+    [
+        ("amx_bf16", "forward", torch.bfloat16, 2, True),
+        ("avx512_bf16", "forward", torch.bfloat16, 2, True),
+        ("avx512", "forward", torch.bfloat16, 2, False),  # oneDNN has no instructions for bfloat16 either
+        ("avx2", "forward", torch.bfloat16, 2, False),
+        ("avx512", "forward", torch.float32, 2, True),
+        ("avx2", "forward", torch.float32, 2, False),
+        ("avx512_bf16", "backward", torch.bfloat16, 2, False),
+    ],
+)
+def test_what_was_measured_slower_goes_to_stock(isa, direction, dtype, stride, stock, monkeypatch):
+    if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
+        pytest.skip("without the compiled kernels stock PyTorch is all there is")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    x, weight, *_ = make("cpu", (2, 64, 56, 56), "channels_last", dtype, (5, 5)).values()
+    impls = IMPLS if direction == "forward" else BACKWARD_IMPLS
+    name = "depthwise_conv2d" if direction == "forward" else "depthwise_conv2d_backward"
+    chosen = backends.select(name, impls, x, weight, None, [stride, stride], [2, 2, 2, 2], [1, 1])
+    assert chosen is impls["reference" if stock else "cpu"]
 
 
 @harness.needs_memory(16)

@@ -60,6 +60,11 @@ Isa choose_isa() {
 }  // namespace
 
 bool rounds_to_bf16_by_instruction = false, multiplies_by_tiles = false;
+#if defined(__x86_64__)
+const bool fetches_ahead_of_many_streams = __builtin_cpu_is("intel");
+#else
+const bool fetches_ahead_of_many_streams = false;
+#endif
 
 Isa active_isa() {
   static const Isa isa = [] {

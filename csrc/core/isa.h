@@ -16,6 +16,9 @@ Isa active_isa();
 // Whether active_isa() was asked and is kAvx512Bf16 or kAmxBf16; and whether it is kAmxBf16.
 extern bool rounds_to_bf16_by_instruction, multiplies_by_tiles;
 
+// Of eight and more streams, as groups of rows are: Intel's do; AMD's were measured at a third of the memory's speed.
+extern const bool fetches_ahead_of_many_streams;
+
 const char* isa_name(Isa isa);
 
 // f.template operator()<I>() with I = active_isa(), or the variants this build contains.

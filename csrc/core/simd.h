@@ -191,6 +191,13 @@ inline Raw load_raw(const T* p, int count) {
     return reinterpret_cast<Raw>(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p));
   }
 #else
+#if defined(__AVX2__)
+  if constexpr (sizeof(Raw) == 32 && sizeof(T) >= 4) {
+    alignas(64) static constexpr int kMask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};  // and zeros
+    const auto* mask = reinterpret_cast<const __m256i*>(kMask + 8 - count * (sizeof(T) / 4));
+    return reinterpret_cast<Raw>(_mm256_maskload_ps(reinterpret_cast<const float*>(p), _mm256_loadu_si256(mask)));
+  }
+#endif
   alignas(kVecBytes) T buffer[sizeof(Raw) / sizeof(T)] = {};
   for (int i = 0; i < count; ++i) buffer[i] = p[i];
   Raw raw;
@@ -318,6 +325,12 @@ inline T lane_sum(Vec<T> x) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps(x.v);
   if constexpr (sizeof(T) == 8) return _mm512_reduce_add_pd(x.v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
 #endif
   T lanes[Vec<T>::kLanes];
   std::memcpy(lanes, &x.v, sizeof lanes);

@@ -30,11 +30,11 @@ inline V keep(V x, FirstLanes lanes) {
 
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
-// Whether two or three tensors like these images outgrow the last cache. Then every row is taken by itself, from end to
-// end: from memory some processors fetch ahead of few streams only.
+// Whether every row is taken by itself, from end to end: where two or three tensors like these images outgrow the last
+// cache of a processor that fetches ahead of few streams.
 template <class T>
 inline bool row_by_row(const Images& m) {
-  return m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
+  return !fetches_ahead_of_many_streams && m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
 }
 
 // z = weight (x - mean) rstd + bias + before, of one vector. In double precision it takes two multiplications, as
@@ -107,12 +107,14 @@ template <class F>
 void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t begin, int64_t end) {
   const int64_t chunks = reduce_chunks(m);
   const bool in_groups = F::kStreams == 1 || !row_by_row<typename F::Element>(m);
-  for (int64_t item = begin; item < end; ++item) {
-    if (m.layout == Layout::kContiguous) {
-      const int64_t n = item / m.c, ch = item % m.c;
-      f.plane(item * m.hw, ch, m.hw, partial + n * F::kSums * m.c + ch, m.c);
+  const bool planes = m.layout == Layout::kContiguous;
+  Split at(begin, planes ? m.c : chunks);
+  for (int64_t item = begin; item < end; ++item, ++at) {
+    const int64_t n = at.quotient;
+    if (planes) {
+      f.plane(item * m.hw, at.remainder, m.hw, partial + n * F::kSums * m.c + at.remainder, m.c);
     } else {
-      const int64_t n = item / chunks, first = n * m.hw + item % chunks * kReduceChunk;
+      const int64_t first = n * m.hw + at.remainder * kReduceChunk;
       const int64_t last = std::min(first + kReduceChunk, (n + 1) * m.hw);
       walk_rows(f, first, last, m.c, in_groups, partial + item * F::kSums * m.c);
     }
@@ -148,8 +150,9 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     }
   };
   if (m.layout == Layout::kContiguous) {
-    for (int64_t item = begin; item < end; ++item) {
-      const auto params = f.params([&](const auto* p) { return V(p[item % m.c]); });
+    Split plane(begin, m.c);
+    for (int64_t item = begin; item < end; ++item, ++plane) {
+      const auto params = f.params([&](const auto* p) { return V(p[plane.remainder]); });
       const int64_t first = item * m.hw;
       for_each_vector<V, kStream>(m.hw,
                                   [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });

@@ -69,13 +69,16 @@ void peak_plane(const Term& term, int64_t first, int64_t ch, int64_t hw, typenam
 template <class V, class Term>
 void peak_items(const Images& m, int64_t chunks, const Term& term, typename V::Lane* partial, int64_t begin,
                 int64_t end) {
-  for (int64_t item = begin; item < end; ++item) {
-    if (m.layout == Layout::kContiguous) {
-      const int64_t n = item / m.c, ch = item % m.c;
+  const bool planes = m.layout == Layout::kContiguous;
+  Split at(begin, planes ? m.c : chunks);
+  for (int64_t item = begin; item < end; ++item, ++at) {
+    const int64_t n = at.quotient;
+    if (planes) {
+      const int64_t ch = at.remainder;
       auto* out = partial + n * kPartials * m.c + ch;
       peak_plane<V>(term, item * m.hw, ch, m.hw, out + kMax * m.c, out + kTies * m.c);
     } else {
-      const int64_t n = item / chunks, first = item % chunks * kReduceChunk;
+      const int64_t first = at.remainder * kReduceChunk;
       auto* out = partial + item * kPartials * m.c;
       peak_rows<V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + kMax * m.c,
                    out + kTies * m.c);

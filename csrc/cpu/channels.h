@@ -56,6 +56,19 @@ void visit_act(Activation act, F&& f) {
   f(RunTimeAct<T>(act));
 }
 
+// item / size and item % size of one item after the other. Some processors take as long over a division as over a row.
+struct Split {
+  int64_t quotient, remainder, size;
+
+  Split(int64_t item, int64_t divisor) : size(std::max<int64_t>(divisor, 1)) {
+    quotient = item / size;
+    remainder = item % size;
+  }
+  void operator++() {
+    if (++remainder == size) remainder = 0, ++quotient;
+  }
+};
+
 // ---- sums over hw: groups of kGroup terms as a tree, the groups of a chunk in order, then the chunks in order ----
 
 constexpr int kGroup = 8;
@@ -165,12 +178,14 @@ typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t 
 template <class V, class Term>
 void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term, typename V::Lane* out, int64_t begin,
                int64_t end) {
-  for (int64_t item = begin; item < end; ++item) {
-    if (m.layout == Layout::kContiguous) {
-      const int64_t n = item / m.c, ch = item % m.c;
-      out[n * stride + ch] = sum_plane<V>(term, item * m.hw, ch, m.hw);
+  const bool planes = m.layout == Layout::kContiguous;
+  Split at(begin, planes ? m.c : chunks);
+  for (int64_t item = begin; item < end; ++item, ++at) {
+    const int64_t n = at.quotient;
+    if (planes) {
+      out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw);
     } else {
-      const int64_t n = item / chunks, first = item % chunks * kReduceChunk;
+      const int64_t first = at.remainder * kReduceChunk;
       sum_rows<V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride);
     }
   }
@@ -203,19 +218,21 @@ void map_range(const Images& m, int64_t samples, T* out, const F& f, int64_t beg
       store(out + i, value, lanes);
     }
   };
-  for (int64_t item = begin; item < end; ++item) {
-    if (m.layout == Layout::kContiguous) {
-      const int64_t first = item * m.hw, plane = samples == m.n ? item : item % m.c;
+  const bool planes = m.layout == Layout::kContiguous;
+  Split at(begin, planes ? m.c : m.hw);
+  for (int64_t item = begin; item < end; ++item, ++at) {
+    if (planes) {
+      const int64_t first = item * m.hw, plane = samples == m.n ? item : at.remainder;
       const auto repeated = [&](const auto* vector) { return vector ? V(vector[plane]) : V(0); };
       [&](auto... values) {
         for_each_vector<V, kStream>(
             m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
       }(repeated(vectors)...);
     } else {
-      const int64_t first = item * m.c, n_c = samples == m.n ? item / m.hw * m.c : 0;
+      const int64_t first = item * m.c, n_c = samples == m.n ? at.quotient * m.c : 0;
       for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
-        const auto at = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
-        write(first + ch, f(first + ch, lanes, at(vectors)...), lanes);
+        const auto of = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
+        write(first + ch, f(first + ch, lanes, of(vectors)...), lanes);
       });
     }
   }

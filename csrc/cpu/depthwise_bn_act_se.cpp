@@ -74,6 +74,7 @@ auto repeated() {
 // of a vector: f.add(sums, i, lanes, at).
 template <class V, class F>
 void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t begin, int64_t end) {
+  using Lane = typename V::Lane;
   constexpr int kSums = F::kSums;
   const auto add = [&](V* sums, int64_t i, auto lanes, const auto& at) {
     V terms[kSums];
@@ -81,25 +82,25 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
     f.add(terms, i, lanes, at);
     for (int k = 0; k < kSums; ++k) sums[k] += keep(terms[k], lanes);
   };
-  const auto plane = [&](int64_t item) {
-    constexpr int64_t kStretch = 64 * V::kLanes;  // at most 64 terms are added to one lane before a tree takes over
-    const int64_t ch = item % m.c, first = item * m.hw;
+  const auto plane = [&](int64_t item, int64_t n, int64_t ch) {
+    constexpr int64_t kStretch = 64 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
+    const int64_t first = item * m.hw;
     const auto at = f.at(item, ch, repeated<V>());
-    typename V::Lane total[kSums] = {};
+    double total[kSums] = {};
     for (int64_t start = 0; start < m.hw; start += kStretch) {
       V sums[kSums];
       std::fill_n(sums, kSums, V(0));
       for_each_vector<V>(std::min(kStretch, m.hw - start),
                          [&](int64_t j, auto lanes) { add(sums, first + start + j, lanes, at); });
-      for (int k = 0; k < kSums; ++k) total[k] += lane_sum(sums[k]);
+      for (int k = 0; k < kSums; ++k) total[k] += double(lane_sum(sums[k]));
     }
-    for (int k = 0; k < kSums; ++k) partial[(item / m.c * kSums + k) * m.c + ch] = total[k];
+    for (int k = 0; k < kSums; ++k) partial[(n * kSums + k) * m.c + ch] = Lane(total[k]);
   };
   const int64_t chunks = reduce_chunks(m);
-  const auto chunk = [&](int64_t item) {
-    const int64_t n = item / chunks, first = n * m.hw + item % chunks * kReduceChunk;
+  const auto chunk = [&](int64_t item, int64_t n, int64_t part) {
+    const int64_t first = n * m.hw + part * kReduceChunk;
     auto* out = partial + item * kSums * m.c;
-    std::fill_n(out, kSums * m.c, typename V::Lane(0));
+    std::fill_n(out, kSums * m.c, Lane(0));
     for_row_groups(first, std::min(first + kReduceChunk, (n + 1) * m.hw), [&](int64_t row, auto rows) {
       for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
         const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
@@ -113,7 +114,11 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
       });
     });
   };
-  for (int64_t item = begin; item < end; ++item) m.layout == Layout::kContiguous ? plane(item) : chunk(item);
+  const bool planes = m.layout == Layout::kContiguous;
+  Split at(begin, planes ? m.c : chunks);
+  for (int64_t item = begin; item < end; ++item, ++at) {
+    planes ? plane(item, at.quotient, at.remainder) : chunk(item, at.quotient, at.remainder);
+  }
 }
 
 // out = f(i, lanes, at) for items [begin, end), rows or planes.
@@ -127,8 +132,9 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
     }
   };
   if (m.layout == Layout::kContiguous) {
-    for (int64_t item = begin; item < end; ++item) {
-      const auto at = f.at(item, item % m.c, repeated<V>());
+    Split plane(begin, m.c);
+    for (int64_t item = begin; item < end; ++item, ++plane) {
+      const auto at = f.at(item, plane.remainder, repeated<V>());
       for_each_vector<V, kStream>(m.hw, [&](int64_t i, auto lanes) { write(item * m.hw + i, lanes, at); });
     }
   } else {

@@ -113,11 +113,13 @@ void run_tile(const Tile<T>& tile) {
   }
 }
 
-// Whether results are written past the caches: they are large and consist of whole lines.
+// Whether results are written past the caches: they are large, and every store is a whole line. Halves of lines wait
+// for each other in the few buffers of a core, and those that must leave early cost several times as much.
 constexpr int64_t kStreamBytes = 8 << 20;
 template <class T>
 bool streams(const DepthwiseSizes& s, const T* out, int64_t pixels) {
   constexpr int64_t kLine = 64;
+  if constexpr (Group<T>::kChannels * sizeof(T) % kLine != 0) return false;
   const int64_t pixel = s.c * int64_t(sizeof(T));
   return s.n * pixels * pixel >= kStreamBytes && pixel % kLine == 0 && reinterpret_cast<uintptr_t>(out) % kLine == 0;
 }

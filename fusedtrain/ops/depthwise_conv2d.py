@@ -5,6 +5,7 @@ r"""depthwise_conv2d: every channel convolved with its own kernels.
     x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
 
@@ -81,9 +83,9 @@ class _Where(NamedTuple):
         return None
 
 
-# CPUs with AVX-512: (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and
-# "eager" of benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the later table
-# of benchmarks/LOG.md. A contiguous row shorter than a vector wastes lanes; ragged channels cross lines and cannot be
+# (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and "eager" of
+# benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the later table of
+# benchmarks/LOG.md. A contiguous row shorter than a vector wastes lanes; ragged channels cross lines and cannot be
 # stored past the caches.
 # Kernels that are not square, and other sizes up to those listed, go to stock at any size of x from _SMALL on. Larger
 # kernels, multipliers and dilation never do: stock bfloat16 convolutions with 31x31 kernels may not return, and stock
@@ -91,33 +93,57 @@ class _Where(NamedTuple):
 _VECTOR_BYTES = 64
 _SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
 _ALWAYS, _NEVER = _Where(mib=float("inf")), _Where()
-_SHORT, _RAGGED = _Where(columns=14), _Where(ragged_mib=float("inf"))
+_NARROW, _SHORT, _RAGGED = _Where(columns=8), _Where(columns=14), _Where(ragged_mib=float("inf"))
 _STOCK_FASTER = {
     "forward": {
-        ("contiguous", torch.float32, 1): {3: _Where(columns=8), 5: _Where(columns=10), 7: _SHORT},
-        ("contiguous", torch.float32, 2): {3: _Where(columns=8), 5: _SHORT},
-        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=8), 5: _SHORT, 7: _SHORT},
-        ("contiguous", torch.bfloat16, 2): {3: _Where(columns=8), 5: _SHORT},
+        ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=10), 7: _SHORT},
+        ("contiguous", torch.float32, 2): {3: _NARROW, 5: _SHORT},
+        ("contiguous", torch.bfloat16, 1): {3: _NARROW, 5: _SHORT, 7: _SHORT},
+        ("contiguous", torch.bfloat16, 2): {3: _NARROW, 5: _SHORT},
         ("channels_last", torch.float32, 1): {3: _Where(ragged_mib=14), 5: _NEVER},
         ("channels_last", torch.float32, 2): {3: _Where(mib=50), 5: _ALWAYS},
         ("channels_last", torch.bfloat16, 1): {3: _RAGGED, 5: _RAGGED, 7: _RAGGED},
         ("channels_last", torch.bfloat16, 2): {3: _Where(mib=6), 5: _ALWAYS},
     },
     "backward": {
-        ("contiguous", torch.float32, 1): {3: _Where(columns=8)},
-        ("contiguous", torch.bfloat16, 1): {3: _Where(columns=8)},
+        ("contiguous", torch.float32, 1): {3: _NARROW},
+        ("contiguous", torch.bfloat16, 1): {3: _NARROW},
         ("channels_last", torch.float32, 1): {3: _NEVER},
         ("channels_last", torch.float32, 2): {3: _NEVER},
         ("channels_last", torch.bfloat16, 1): {3: _NEVER},
     },
 }
+# What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22). Without instructions
+# for bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
+_STOCK_FASTER_ON = {
+    "avx512": {
+        "forward": {
+            ("contiguous", torch.bfloat16, 1): {3: _NARROW, 5: _NARROW, 7: _SHORT},
+            ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
+        },
+    },
+    "avx2": {
+        "forward": {
+            ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=15), 7: _Where(columns=15)},
+            ("contiguous", torch.float32, 2): {3: _NARROW, 5: _Where(columns=15)},
+            ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
+            **{(layout, torch.bfloat16, stride): {} for layout in ("contiguous", "channels_last") for stride in (1, 2)},
+        },
+        "backward": {(layout, torch.bfloat16, 1): {} for layout in ("contiguous", "channels_last")},
+    },
+}
+
+
+@functools.cache
+def stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Where]]:
+    """The rows of both tables that hold for an instruction set."""
+    return _STOCK_FASTER[direction] | _STOCK_FASTER_ON.get(isa, {}).get(direction, {})
 
 
 def _slower(direction: str):
-    table = _STOCK_FASTER[direction]
-
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
+        table = stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
         rows = table.get((layout, x.dtype, max(stride)), {})
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.numel() <= _SMALL:
             return None
