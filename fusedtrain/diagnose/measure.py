@@ -357,7 +357,7 @@ def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     """Finds the user's lines that the time outside of the model goes to."""
     with Sampler(driver) as sampler:
         yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
-    facts.lines = sampler.lines()
+    facts.lines = agree(sampler.lines())
 
 
 def profile(driver: Driver, facts: Facts, arm: Arm):

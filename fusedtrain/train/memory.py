@@ -1,5 +1,6 @@
 """Peak memory of a training run."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
+        gc.collect()  # what nobody holds any more would count as held now and make room later
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
