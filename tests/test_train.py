@@ -1,5 +1,6 @@
 """The training loop and its parts; the whole run from the command line stands in test_cli.py."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -439,3 +440,16 @@ def test_peak_memory_counts_what_was_freed_again(device):
     # Linux counts resident pages per CPU and adds them up now and then: some hundred KiB are missing at times.
     assert size / 2 < memory.bytes() < 2 * size
     assert PeakMemory(torch.device(device)).bytes() < size / 2
+
+
+def test_peak_memory_counts_garbage_as_free(device):
+    size = 256 * 2**20
+    garbage = [torch.ones(size // 4, device=device)]
+    garbage.append(garbage)  # nobody holds it, but only the collector frees it
+    del garbage
+    memory = PeakMemory(torch.device(device))
+    if memory.bytes() is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    gc.collect()
+    torch.ones(size // 4, device=device)
+    assert memory.bytes() > size / 2

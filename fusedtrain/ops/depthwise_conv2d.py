@@ -124,8 +124,7 @@ _STOCK_FASTER_ON = {
     },
     "avx2": {
         "forward": {
-            ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=15), 7: _Where(columns=15)},
-            ("contiguous", torch.float32, 2): {3: _NARROW, 5: _Where(columns=15)},
+            ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=15), 7: _SHORT},
             ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
             **{(layout, torch.bfloat16, stride): {} for layout in ("contiguous", "channels_last") for stride in (1, 2)},
         },
@@ -135,7 +134,7 @@ _STOCK_FASTER_ON = {
 
 
 @functools.cache
-def stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Where]]:
+def _stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Where]]:
     """The rows of both tables that hold for an instruction set."""
     return _STOCK_FASTER[direction] | _STOCK_FASTER_ON.get(isa, {}).get(direction, {})
 
@@ -143,7 +142,7 @@ def stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Wher
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        table = stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
+        table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
         rows = table.get((layout, x.dtype, max(stride)), {})
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.numel() <= _SMALL:
             return None
