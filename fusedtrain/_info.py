@@ -36,6 +36,7 @@ def collect() -> dict:
         "versions": _versions(),
         "build": _build(),
         "cpu": {
+            "vendor": _extension.BUILD_INFO.get("cpu_vendor"),
             "isa": _extension.BUILD_INFO.get("isa_active"),
             "torch_isa": torch.backends.cpu.get_cpu_capability(),
             "cores": os.cpu_count(),
@@ -66,10 +67,13 @@ def _versions() -> dict:
     }
 
 
+_OF_THE_CPU = ("isa_active", "cpu_vendor")  # what the build information says of the machine
+
+
 def _build() -> dict:
     if not _extension.LOADED:
         return {"extension": f"not loaded: {_extension.WHY_NOT}"}
-    return {"extension": "loaded", **{k: v for k, v in _extension.BUILD_INFO.items() if k != "isa_active"}}
+    return {"extension": "loaded", **{k: v for k, v in _extension.BUILD_INFO.items() if k not in _OF_THE_CPU}}
 
 
 def _gpus() -> list[dict]:

@@ -12,11 +12,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
+import fusedtrain
+from fusedtrain import _extension
 from fusedtrain import backend as backends
 from fusedtrain.nn import PointwiseConv2d
-from fusedtrain.ops import pointwise_conv2d
+from fusedtrain.ops import _common, pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import IMPLS, reference
 
+MODULE = sys.modules["fusedtrain.ops.pointwise_conv2d"]
 SHAPES = {name: shape for name, shape in cases.SHAPES.items() if name not in ("no_pixels", "no_channels")}
 SHAPES |= {"many_pixels": (3, 24, 61, 67)}  # more than one block of pixels
 CASES = cases.pairwise(
@@ -212,7 +215,7 @@ def test_bad_arguments_are_named(changes, error, message):
 
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_automatic_choice_is_as_good_as_torch(device, dtype, monkeypatch):
-    monkeypatch.setattr(sys.modules["fusedtrain.ops.pointwise_conv2d"], "_SMALL", 0)
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
     for layout in harness.LAYOUTS:
         inputs = make(device, layout=layout, dtype=dtype)
         harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, layout)
@@ -227,6 +230,63 @@ def test_automatic_choice_leaves_contiguous_and_small_images_to_stock():
         ((1, 32, 7, 7), "channels_last", "reference"),
     ):
         assert backends.select("pointwise_conv2d", IMPLS, *make("cpu", shape, layout).values()) is IMPLS[name]
+
+
+@pytest.fixture
+def no_instructions(monkeypatch):
+    """The CPU as one that multiplies neither bfloat16 nor float16."""
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx2")
+    monkeypatch.setattr(_common, "_multiplies_float16", lambda: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("images", [1, 2, 8])
+@dense_layouts
+def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, images, layout, monkeypatch):
+    # A chunk of `images` images; 3 are chosen automatically, although they are few and may be contiguous.
+    monkeypatch.setattr(MODULE, "_CHUNK", images * (13 + 20) * 63 // torch.get_num_threads() + 20)
+    for stride in ((1, 1), (2, 1)):
+        inputs = make("cpu", (3, 13, 7, 9), layout, dtype)
+        assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS["cpu"]
+        harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
+
+
+def test_what_the_cpu_multiplies_is_left_to_it(no_instructions, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "amx_bf16")
+    monkeypatch.setattr(_common, "_multiplies_float16", lambda: True)
+    monkeypatch.setattr(MODULE, "_in_float32", None)
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = make("cpu", (16, 32, 28, 28), dtype=dtype)
+        harness.evaluate(function(), inputs)
+        assert backends.select("pointwise_conv2d", IMPLS, *make("cpu", dtype=dtype).values()) is IMPLS["reference"]
+
+
+@pytest.mark.parametrize(
+    ("isa", "images", "largest"), [("avx512", 8, 1 << 14), ("avx512", 16, 1 << 17), ("avx2", 8, 1 << 14)]
+)
+def test_large_weights_are_left_to_stock_on_intels_cpus(isa, images, largest, no_instructions, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    x = harness.images((images, 128, 15, 15), "channels_last", torch.float32)
+    for vendor, out, name in (
+        ("intel", largest // 128, "cpu"),
+        ("intel", largest // 128 + 1, "reference"),
+        ("amd", largest // 128 + 1, "cpu"),
+    ):
+        monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
+        inputs = x, harness.normal(out, 128, 1, 1)
+        assert backends.select("pointwise_conv2d", IMPLS, *inputs) is IMPLS[name], (vendor, out)
+
+
+@pytest.mark.parametrize(("isa", "images", "weights"), [("avx512", 2, 64), ("avx512", 16, 512), ("avx2", 2, 64)])
+def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weights, no_instructions, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    with fusedtrain.use_backend("cpu"):
+        for out in (weights, 20 * weights):  # within and beyond the limits
+            draws = [make("cpu", (images, 256, 5, 7), out=out, seed=seed) for seed in range(2)]
+            harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
 
 
 @pytest.mark.parametrize("options", [dict(), dict(stride=2, bias=False), dict(padding="same", padding_mode="reflect")])

@@ -18,11 +18,20 @@ std::vector<std::string> words(const char* text) {
   return result;
 }
 
+const char* cpu_vendor() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("intel")) return "intel";
+  if (__builtin_cpu_is("amd")) return "amd";
+#endif
+  return "other";
+}
+
 pybind11::dict build_info() {
   pybind11::dict info;
   info["compiler"] = FUSEDTRAIN_COMPILER;
   info["isa_variants"] = words(FUSEDTRAIN_ISA_VARIANTS);
   info["isa_active"] = fusedtrain::isa_name(fusedtrain::active_isa());
+  info["cpu_vendor"] = cpu_vendor();
   info["cuda_archs"] = words(FUSEDTRAIN_CUDA_ARCHS);
   info["cuda_version"] = std::string(FUSEDTRAIN_CUDA_VERSION).empty()
                              ? pybind11::object(pybind11::none())

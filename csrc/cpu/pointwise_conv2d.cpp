@@ -7,6 +7,8 @@
 // registers (AMX) a tile of sums is 16 narrow channels times kTileVecs vectors, 16 steps at once.
 #include "pointwise_conv2d.h"
 
+#include <numeric>
+
 #include "cpu/tiles.h"
 #include "cpu/vectors.h"
 
@@ -84,6 +86,11 @@ struct Side {
   template <class E>
   bool is_in_place() const {
     return std::is_same_v<T, E> && even && strides.channel == 1;
+  }
+  // Whether pixels lie so that kTileVecs vectors of a block of them do not fit L1 together: few of its sets hold them.
+  bool shares_sets() const {
+    const int64_t lines = strides.col * int64_t(sizeof(T)) / 64;
+    return strides.col * int64_t(sizeof(T)) % 64 == 0 && std::gcd(lines, int64_t(64)) >= 8;
   }
   template <class E>
   Steps<E> in_place(int64_t pixel, int64_t channel) const {
@@ -378,6 +385,8 @@ class NextBlock {
   int64_t at_ = 0;
 };
 
+constexpr int64_t kOften = 4;
+
 // The first channel of a chunk, and how many.
 std::pair<int64_t, int64_t> chunk(int64_t channels, int64_t chunks, int64_t i) {
   const auto bound = [&](int64_t j) { return std::min(channels, round_up(channels * j / chunks, kWideLanes)); };
@@ -397,8 +406,11 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
   const int64_t tiles = panels * ((narrow_count + kRows - 1) / kRows);
 
-  const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0);
-  const bool narrow_in_place = narrow.template is_in_place<E>();
+  // Read often, what shares few sets of L1 is worth a copy.
+  const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0) &&
+                             !(wide.shares_sets() && narrow_count >= kOften * kRows);
+  const bool narrow_in_place =
+      narrow.template is_in_place<E>() && !(narrow.shares_sets() && panels >= kOften);
   E* panel_room = scratch;
   E* narrow_room = scratch + kTileVecs * kWidth * kSteps;
   const int64_t pitch = partial_pitch(a);

@@ -1,7 +1,9 @@
 """What the ops share: argument checks, memory formats, and the reasons why a backend cannot run."""
 
+import functools
 import importlib.util
 import os
+import platform
 
 import torch
 from torch import Tensor
@@ -14,6 +16,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def acc_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums and of the small vectors: float32, float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether an x86 CPU has instructions that multiply a dtype. PyTorch's libraries take several times (AVX-512) to a
+    hundred times (AVX2) as long over matrices and convolutions of one that it has none for."""
+    isa = _extension.BUILD_INFO.get("isa_active", "")
+    if platform.machine() not in ("x86_64", "AMD64") or dtype in (torch.float32, torch.float64):
+        return True
+    return isa.endswith("_bf16") if dtype == torch.bfloat16 else _multiplies_float16()
+
+
+@functools.cache
+def _multiplies_float16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def check_images(op: str, x: Tensor) -> None:
@@ -114,14 +130,19 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 def why_not_cpu(x: Tensor, *_) -> str | None:
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return f"x is on {x.device}, not on the CPU"
     return None if _extension.LOADED else _extension.WHY_NOT
 
 
+# Formatting a device costs microseconds, and these two are asked for in every call on a CPU.
+_CPU_NOT_CUDA = "x is on cpu, not on a CUDA device"
+_CPU_NOT_TRITON = "x is on cpu; Triton kernels run on GPUs (or anywhere with TRITON_INTERPRET=1)"
+
+
 def why_not_cuda(x: Tensor, *_) -> str | None:
-    if x.device.type != "cuda":
-        return f"x is on {x.device}, not on a CUDA device"
+    if not x.is_cuda:
+        return _CPU_NOT_CUDA if x.is_cpu else f"x is on {x.device}, not on a CUDA device"
     if not _extension.LOADED:
         return _extension.WHY_NOT
     return None if _extension.HAS_CUDA_KERNELS else "this build has no CUDA kernels (no nvcc when it was built)"
@@ -133,11 +154,9 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def why_not_triton(x: Tensor, *_) -> str | None:
     if not _HAS_TRITON:
         return "triton is not installed"
-    if x.device.type == "cuda":
+    if x.is_cuda or (x.is_cpu and triton_interpreted()):
         return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
-    if x.device.type == "cpu" and triton_interpreted():
-        return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
-    return f"x is on {x.device}; Triton kernels run on GPUs (or anywhere with TRITON_INTERPRET=1)"
+    return _CPU_NOT_TRITON if x.is_cpu else _CPU_NOT_TRITON.replace("cpu", str(x.device))
 
 
 def why_not_triton_lists(*tensors: Tensor) -> str | None:
@@ -155,7 +174,7 @@ def triton_interpreted() -> bool:
 
 def triton_slower(x: Tensor, *_) -> str | None:
     """The interpreter is for tests: it runs where it is forced, and is never chosen."""
-    return "Triton's interpreter is slower than any other backend" if x.device.type == "cpu" else None
+    return "Triton's interpreter is slower than any other backend" if x.is_cpu else None
 
 
 def small_slower(elements: int):

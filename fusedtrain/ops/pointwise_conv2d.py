@@ -3,11 +3,14 @@ r"""pointwise_conv2d: a 1x1 convolution, a product of matrices over all pixels.
 .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _common, _schema
 
@@ -34,30 +37,83 @@ def _fake_dw(dy, x, stride):
 _FEW = 16  # images: of fewer ATen runs MKL's float32 product on one thread
 # Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).
 _MOST_CHANNELS = 384
+_CHUNK = 1 << 20  # elements in and out converted at a time: they stay in the caches
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     """``F.conv2d``, in float32 by oneDNN also where ATen would take MKL: one thread and few images, at half the speed
     on CPUs that are not Intel's."""
-    onednn = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
-    if x.dtype == torch.float32 and onednn and x.shape[1] <= _MOST_CHANNELS:
-        y = torch.ops.aten.mkldnn_convolution(x, weight, bias, [0, 0], stride, [1, 1], 1)
-    else:
-        y = F.conv2d(x, weight, bias, stride)
+    if torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():
+        return torch.ops.aten.mkldnn_convolution(x, weight, bias, [0, 0], stride, [1, 1], 1)
+    return F.conv2d(x, weight, bias, stride)
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    """The product of a dtype that the CPU does not multiply, a few images at a time."""
+    y = _fake(x, weight, bias, stride)
+    convolve = F.conv2d if _limits(few=True) else _onednn
+    weight, bias = weight.float(), None if bias is None else bias.float()
+    images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, x.numel() + y.numel()))
+    for part, out in zip(x.split(images), y.split(images)):
+        out.copy_(convolve(part.float(), weight, bias, stride))
+    return y
+
+
+def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    if not _common.cpu_multiplies(x.dtype):
+        return _in_float32(x, weight, bias, stride)
+    float32 = x.dtype == torch.float32 and x.shape[1] <= _MOST_CHANNELS
+    y = (_onednn if float32 else F.conv2d)(x, weight, bias, stride)
     return y.contiguous(memory_format=_layout(x))
 
 
-_schema.LIBRARY.impl("pointwise_conv2d", _onednn, "CPU")
+_schema.LIBRARY.impl("pointwise_conv2d", _cpu, "CPU")
+
+
+class _Limits(NamedTuple):
+    """Elements of a float32 weight up to which what runs here is faster than stock."""
+
+    forward: int
+    dx: int
+    dw: int
+
+
+# By the CPU's vendor, its instruction set, and whether ATen would take MKL; on others there is no limit
+# (benchmarks/LOG.md, 2026-11-22).
+_LIMITS = {
+    ("intel", "avx512", True): _Limits(forward=0, dx=1 << 14, dw=1 << 14),
+    ("intel", "avx512", False): _Limits(forward=0, dx=0, dw=1 << 17),
+    ("intel", "avx2", True): _Limits(forward=0, dx=1 << 14, dw=0),
+}
+
+
+def _limits(few: bool) -> _Limits | None:
+    cpu = _extension.BUILD_INFO
+    return _LIMITS.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), few))
+
+
+def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
+    """Whether "forward", "dx" or "dw" of float32 images is faster here than in stock PyTorch."""
+    few = x.shape[0] < _FEW
+    limits = _limits(few)
+    if limits is not None:
+        return weight.numel() <= getattr(limits, part)
+    return few or part == "dw"
 
 
 _SMALL = 200_000  # elements of x: up to here the calls cost more than what the kernels may gain
 
 
 def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
+    if not _common.cpu_multiplies(x.dtype):
+        return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
     if not _common.is_channels_last(x):
         return "stock PyTorch was measured faster: contiguous images"
     if x.numel() < _SMALL:
         return f"x has fewer than {_SMALL} elements: stock calls cost less"
+    limits = _limits(x.shape[0] < _FEW) if x.dtype == torch.float32 else None
+    if limits is not None and weight.numel() > max(limits):
+        return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
     return None
 
 
@@ -70,19 +126,34 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
-    few = x.dtype == torch.float32 and x.shape[0] < _FEW
-    return _OP(x, weight, bias, stride) if few else F.conv2d(x, weight, bias, stride)
+    float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
+    run = _OP if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
+    return run(x, weight, bias, stride)
+
+
+def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
+    """A 1x1 convolution itself; with a stride, among zeros."""
+    if _common.cpu_multiplies(x.dtype):
+        if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
+            return _OP(dy, weight.transpose(0, 1), None, stride)
+        return reference_backward(dy, x, weight, stride, [True, False, False])[0]
+    product = _OP(dy, weight.transpose(0, 1), None, [1, 1])
+    if stride == [1, 1]:
+        return product
+    dx = torch.zeros_like(x)
+    dx[:, :, :: stride[0], :: stride[1]] = product
+    return dx
 
 
 def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
     dx = dw = db = None
-    if need_dx and stride == [1, 1] and x.dtype == torch.float32 and x.shape[0] < _FEW:  # a 1x1 convolution itself
-        dx = _OP(dy, weight.transpose(0, 1), None, stride)
-    elif need_dx:
-        dx = reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    if need_dw:
+    if need_dx:
+        dx = _dx(dy, x, weight, stride)
+    if need_dw and (x.dtype != torch.float32 or _faster("dw", x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
+    elif need_dw:
+        dw = reference_backward(dy, x, weight, stride, [False, True, False])[1]
     if need_db:
         db = dy.sum((0, 2, 3))
     return dx, dw, db
