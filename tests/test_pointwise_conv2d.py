@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
 from fusedtrain import _extension
@@ -251,6 +252,23 @@ def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, 
         inputs = make("cpu", (3, 13, 7, 9), layout, dtype)
         assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS["cpu"]
         harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
+
+
+def test_what_runs_in_float32_does_so_under_autocast(no_instructions):
+    class Dtypes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "convolution" in func.name() or "conv2d" in func.name():
+                seen.add((func.name(), args[0].dtype))
+            return func(*args, **kwargs or {})
+
+    seen = set()
+    inputs = make("cpu", (2, 13, 7, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = MODULE._in_float32(inputs["x"].bfloat16(), inputs["w"].bfloat16(), None, [1, 1])
+        with Dtypes():
+            again = MODULE._in_float32(inputs["x"].bfloat16(), inputs["w"].bfloat16(), None, [1, 1])
+    assert y.dtype == torch.bfloat16 and torch.equal(y, again)
+    assert seen and {dtype for _, dtype in seen} == {torch.float32}
 
 
 def test_what_the_cpu_multiplies_is_left_to_it(no_instructions, monkeypatch):

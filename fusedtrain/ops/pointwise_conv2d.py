@@ -54,8 +54,9 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     convolve = F.conv2d if _limits(few=True) else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, x.numel() + y.numel()))
-    for part, out in zip(x.split(images), y.split(images)):
-        out.copy_(convolve(part.float(), weight, bias, stride))
+    with torch.autocast("cpu", enabled=False):  # it would cast back
+        for part, out in zip(x.split(images), y.split(images)):
+            out.copy_(convolve(part.float(), weight, bias, stride))
     return y
 
 
