@@ -409,8 +409,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   // Read often, what shares few sets of L1 is worth a copy.
   const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0) &&
                              !(wide.shares_sets() && narrow_count >= kOften * kRows);
-  const bool narrow_in_place =
-      narrow.template is_in_place<E>() && !(narrow.shares_sets() && panels >= kOften);
+  const bool narrow_in_place = narrow.template is_in_place<E>() && !(narrow.shares_sets() && panels >= kOften);
   E* panel_room = scratch;
   E* narrow_room = scratch + kTileVecs * kWidth * kSteps;
   const int64_t pitch = partial_pitch(a);
