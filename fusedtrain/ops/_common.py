@@ -1,6 +1,5 @@
 """What the ops share: argument checks, memory formats, and the reasons why a backend cannot run."""
 
-import functools
 import importlib.util
 import os
 import platform
@@ -18,18 +17,19 @@ def acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+_ON_X86 = platform.machine() in ("x86_64", "AMD64")
+# A constant, since torch.compile cannot trace the question.
+_CPU_MULTIPLIES_FLOAT16 = not _ON_X86 or (
+    hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported") and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+)
+
+
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether an x86 CPU has instructions that multiply a dtype. PyTorch's libraries take several times (AVX-512) to a
     hundred times (AVX2) as long over matrices and convolutions of one that it has none for."""
-    isa = _extension.BUILD_INFO.get("isa_active", "")
-    if platform.machine() not in ("x86_64", "AMD64") or dtype in (torch.float32, torch.float64):
-        return True
-    return isa.endswith("_bf16") if dtype == torch.bfloat16 else _multiplies_float16()
-
-
-@functools.cache
-def _multiplies_float16() -> bool:
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    if dtype == torch.float16:
+        return _CPU_MULTIPLIES_FLOAT16
+    return dtype != torch.bfloat16 or not _ON_X86 or _extension.BUILD_INFO.get("isa_active", "").endswith("_bf16")
 
 
 def check_images(op: str, x: Tensor) -> None:
