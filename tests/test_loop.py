@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import time
+import warnings
 
 import harness
 import pytest
@@ -27,6 +28,7 @@ from fusedtrain.train import (
     TrainConfig,
     Trainer,
 )
+from fusedtrain.train import precision as train_precision
 from fusedtrain.train.progress import Progress
 
 
@@ -143,6 +145,19 @@ def test_weights_of_another_kind_normalise_too():
 
 
 # --- precision and what is not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_half_precision_on_a_cpu_without_instructions_for_it_is_warned_of(precision, multiplied, monkeypatch):
+    monkeypatch.setattr(train_precision, "cpu_multiplies", lambda dtype: multiplied)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(net(), precision=precision)
+    name = {"bf16": "bfloat16", "fp16": "float16"}.get(precision)
+    expected = [] if multiplied or name is None else [f"no instructions that multiply {name}"]
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == len(expected) and all(text in message for text, message in zip(expected, told))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])

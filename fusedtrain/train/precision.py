@@ -1,12 +1,14 @@
 """The arithmetic of a step: full precision, or autocast, with a scaled loss where the numbers are small."""
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fusedtrain.ops._common import cpu_multiplies
 from fusedtrain.train.errors import require
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -42,6 +44,14 @@ class Precision:
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
+
+    def warn_where_slow(self, device: torch.device) -> None:
+        """Warns of autocast on a CPU without instructions for its dtype: float32 is faster there."""
+        dtype = _HALF.get(self.precision)
+        if device.type == "cpu" and dtype is not None and not cpu_multiplies(dtype):
+            name = str(dtype).removeprefix("torch.")
+            faster = f"precision='fp32' is likely faster than {self.precision!r}"
+            warnings.warn(f"this CPU has no instructions that multiply {name}: {faster}", stacklevel=3)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -81,6 +81,8 @@ class Trainer:
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         config.precision.set_tf32(self.device)
         self.world = World(config.distributed, self.device)
+        if self.world.rank == 0:
+            config.precision.warn_where_slow(self.device)
         self.model = sync_batchnorm(
             model.to(self.device, config.precision.dtype, memory_format=self.memory_format), self.world
         )
