@@ -1,9 +1,11 @@
 #pragma once
 // pointwise_conv2d: every pixel's channels mixed; kernels of 1x1, stride (sh, sw), no padding.
 //
+//   y[n, o, y, x] = b[o] + sum_c w[o, c] * x[n, c, y * sh, x * sw]
 //   dw[o, c] = sum_{n, y, x} dy[n, o, y, x] * x[n, c, y * sh, x * sw]
 //
-// A product of two matrices whose rows are pixels: long sums, and for most layers less arithmetic than memory traffic.
+// Products of matrices whose rows are pixels; for most layers the second has long sums, and less arithmetic than memory
+// traffic. The gradient of x is a product of the first kind, without a stride.
 // acc is the accumulation type: float, double for kFloat64; dw is rounded once.
 #include <algorithm>
 
@@ -12,9 +14,21 @@
 
 namespace fusedtrain {
 
-// Where a tensor has the pixels of dy, in elements; any strides.
+// Where a tensor has the pixels of y or dy, in elements; any strides.
 struct PixelStrides {
   int64_t image, row, col, channel;
+};
+
+struct PointwiseConv2d {
+  int64_t n, c, o, h, w;  // h and w of y
+  DType dtype;            // of x, weight, bias and y: kFloat32, or kBFloat16 where rounds_to_bf16_by_instruction
+  PixelStrides x_strides;
+  const void* x;       // [n, c, h, w] under its strides: the pixels that y is made of
+  const void* weight;  // [o, c], weight_strides apart
+  int64_t weight_strides[2];
+  const float* bias;  // [o], or null
+  void* packed;       // the weight as the kernel reads it
+  void* y;            // [n, h, w, o]
 };
 
 struct PointwiseConv2dDw {
@@ -28,21 +42,48 @@ struct PointwiseConv2dDw {
 };
 
 namespace cpu {
-// The channels of one operand, the wide one, lie along vectors; those of the other, the narrow one, are broadcast. All
-// of it depends on the shapes alone, so results do not depend on the number of threads.
-constexpr int64_t kWideLanes = 16;   // vectors of any instruction set divide this
+constexpr int64_t kWideLanes = 16;  // vectors of any instruction set divide this
+
+constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+constexpr int64_t chunks(int64_t count, int64_t most) { return (count + most - 1) / most; }
+
+// ---- y: pixels are taken in blocks small enough for L2, of whole tiles of any height ----
+
+constexpr int64_t kBlockBytes = 256 << 10, kTilePixels = 24, kMostPixels = 96;
+
+constexpr int64_t bytes_per_pixel(const PointwiseConv2d& a) { return a.c * (a.dtype == DType::kFloat32 ? 4 : 2); }
+constexpr int64_t block_pixels(const PointwiseConv2d& a) {
+  const int64_t fit = kBlockBytes / std::max<int64_t>(1, bytes_per_pixel(a));
+  return std::clamp(fit / kTilePixels * kTilePixels, kTilePixels, kMostPixels);
+}
+constexpr int64_t pixel_blocks(const PointwiseConv2d& a) { return chunks(a.n * a.h * a.w, block_pixels(a)); }
+// Bytes of `packed`: [vector][step][lane]; a step is one channel in float32, or two in bfloat16.
+constexpr int64_t packed_size(const PointwiseConv2d& a) {
+  return round_up(a.o, kWideLanes) * (a.dtype == DType::kFloat32 ? a.c : chunks(a.c, 2)) * 4;
+}
+// Bytes of working memory per thread: a block of pixels.
+constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2d& a) { return block_pixels(a) * bytes_per_pixel(a); }
+
+// Items: output channels, by kWideLanes. Writes packed.
+template <Isa I>
+void pointwise_conv2d_pack(const PointwiseConv2d& a, int64_t begin, int64_t end);
+// Items: blocks of pixels. Writes y, whose bits do not depend on how the items are shared out.
+template <Isa I>
+void pointwise_conv2d(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end);
+
+// ---- dw: the channels of one operand, the wide one, lie along vectors; those of the other, the narrow one, are
+// broadcast. All of it depends on the shapes alone, so results do not depend on the number of threads ----
+
 constexpr int64_t kMostChunk = 576;  // channels of an operand per unit of work
 constexpr int64_t kSteps = 128;      // at most of a block, each of a pixel, or of two as a pair
 constexpr int64_t kGroupPixels = 1024, kMostGroups = 32;
 
-constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 constexpr bool wide_is_dy(const PointwiseConv2dDw& a) {
   const int64_t dy_waste = round_up(a.o, kWideLanes) * a.c, x_waste = round_up(a.c, kWideLanes) * a.o;
   return dy_waste < x_waste || (dy_waste == x_waste && a.o > a.c);
 }
 constexpr int64_t wide_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.o : a.c; }
 constexpr int64_t narrow_channels(const PointwiseConv2dDw& a) { return wide_is_dy(a) ? a.c : a.o; }
-constexpr int64_t chunks(int64_t channels, int64_t most) { return (channels + most - 1) / most; }
 
 // The pixels are shared out over this many groups, each with its own sums.
 constexpr int64_t groups(const PointwiseConv2dDw& a) {
@@ -61,7 +102,7 @@ constexpr int64_t units(const PointwiseConv2dDw& a) {
 constexpr int64_t partial_pitch(const PointwiseConv2dDw& a) { return round_up(wide_channels(a), kWideLanes); }
 constexpr int64_t partial_size(const PointwiseConv2dDw& a) { return groups(a) * narrow_channels(a) * partial_pitch(a); }
 // Bytes of working memory per thread: the steps of a block as vectors, of three of the wide and all of the narrow side.
-constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2dDw& a) {
+constexpr int64_t pointwise_conv2d_dw_scratch(const PointwiseConv2dDw& a) {
   const int64_t narrow = std::min(narrow_channels(a), kMostChunk);
   return kSteps * (3 * 64 + round_up(narrow, kWideLanes) * (a.dtype == DType::kFloat64 ? 8 : 4));
 }

@@ -100,6 +100,94 @@ def test_layers_of_real_networks(device, backend, shape, out, dtype, monkeypatch
         harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), draws, "pointwise_conv2d")
 
 
+# --- the kernel, which the automatic choice takes on some CPUs only ---
+
+
+KERNEL = torch.ops.fusedtrain.pointwise_conv2d
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def kernel_dtype(request):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    if request.param == torch.bfloat16 and not _extension.BUILD_INFO["isa_active"].endswith("_bf16"):
+        pytest.skip("the kernel multiplies bfloat16 by instructions only")
+    return request.param
+
+
+def assert_kernel_is_as_good_as_torch(inputs: dict, stride=(1, 1)):
+    stock = reference(*inputs.values(), list(stride))
+    truth = reference(*(None if t is None else t.double() for t in inputs.values()), list(stride))
+    ours = KERNEL(*inputs.values(), list(stride))
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    harness.assert_as_good_as_torch(ours, stock, truth, "y")
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+@pytest.mark.parametrize("out", [1, 16, 24, 40, 72, 130])  # vectors in panels of every width, whole and in part
+@pytest.mark.parametrize("shape", [(2, 13, 7, 9), (1, 1, 1, 1), (3, 16, 1, 5), (2, 33, 11, 10), (0, 4, 3, 3)])
+def test_kernel_is_as_good_as_torch(kernel_dtype, shape, out, layout):
+    for stride in ((1, 1), (2, 2), (3, 1)):
+        for bias in (True, False):
+            assert_kernel_is_as_good_as_torch(make("cpu", shape, layout, kernel_dtype, out, bias), stride)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "out"),
+    [
+        *(((2, 480, 14, 14), 112), ((4, 672, 7, 7), 192), ((1, 1152, 7, 7), 320), ((1, 2048, 5, 5), 40)),  # chains
+        *(((2, 16, 105, 105), 96), ((3, 161, 9, 9), 50)),  # past the caches; chains of two lengths
+    ],
+)
+def test_kernel_adds_long_sums_as_well_as_torch(kernel_dtype, shape, out, transposed):
+    for seed in range(2):
+        inputs = make("cpu", shape, "channels_last", kernel_dtype, out, seed=seed)
+        if transposed:  # as for the gradient of x
+            inputs["w"] = inputs["w"].transpose(0, 1).contiguous().transpose(0, 1)
+        assert_kernel_is_as_good_as_torch(inputs)
+
+
+def test_kernel_does_not_depend_on_threads(kernel_dtype):
+    inputs = (*make("cpu", (3, 40, 23, 21), dtype=kernel_dtype, out=70).values(), [1, 1])
+    few, before = KERNEL(*inputs), torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        many = KERNEL(*inputs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(few, many)
+
+
+def test_kernel_refuses_what_it_does_not_multiply(monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    with pytest.raises(RuntimeError, match="float32 expected, or bfloat16 on a CPU that multiplies it"):
+        KERNEL(*make("cpu", dtype=torch.float64).values(), [1, 1])
+    with pytest.raises(RuntimeError, match=r"weight must have the shape \[D, C, 1, 1\]"):
+        KERNEL(torch.ones(1, 3, 2, 2), torch.ones(4, 2, 1, 1), None, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("vendor", "isa", "dtype", "forward", "dx"),
+    [
+        ("amd", "avx2", torch.float32, True, True),
+        ("amd", "avx512_bf16", torch.float32, True, True),
+        ("amd", "avx512_bf16", torch.bfloat16, False, True),  # 16 channels to 40, and back
+        ("amd", "avx512", torch.bfloat16, False, False),
+        ("amd", "portable", torch.float32, False, False),
+        ("intel", "avx512", torch.float32, False, False),
+    ],
+)
+def test_kernel_runs_where_it_was_measured_faster(vendor, isa, dtype, forward, dx, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    x = harness.images((2, 16, 5, 5), "channels_last", dtype)
+    dy = harness.images((2, 40, 5, 5), "channels_last", dtype)
+    assert (MODULE._by_kernel(x, 40), MODULE._by_kernel(dy, 16)) == (forward, dx)
+    assert not MODULE._by_kernel(x.contiguous(), 16)
+
+
 @dense_layouts
 def test_gradients_are_derivatives(device, backend, layout):
     properties.assert_gradients_are_derivatives(function(2), make(device, (2, 3, 4, 5), layout, torch.float64, 4))
@@ -112,9 +200,12 @@ def test_operators_agree_with_schema_and_fake(dtype):
     x = harness.images((2, 13, 7, 9), "channels_last", dtype)
     dy = harness.images((2, 20, 4, 9), "channels_last", dtype, seed=1)
     properties.assert_opcheck(torch.ops.fusedtrain.pointwise_conv2d_dw.default, dy, x, [2, 1])
+    weight = harness.normal(20, 13, 1, 1, dtype=dtype)
     for image in (x, x.contiguous()):
-        weight = harness.normal(20, 13, 1, 1, dtype=dtype)
-        properties.assert_opcheck(torch.ops.fusedtrain.pointwise_conv2d.default, image, weight, None, [2, 1])
+        operator = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
+        properties.assert_opcheck(operator, image, weight, None, [2, 1])
+        if dtype == torch.float32:
+            properties.assert_opcheck(KERNEL.default, image, weight, None, [2, 1])
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES[:3])

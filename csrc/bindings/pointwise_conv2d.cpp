@@ -1,4 +1,4 @@
-// Tensors -> PointwiseConv2dDw -> kernels.
+// Tensors -> PointwiseConv2d, PointwiseConv2dDw -> kernels.
 #include "pointwise_conv2d.h"
 
 #include <vector>
@@ -11,6 +11,46 @@ namespace {
 
 PixelStrides strides_of(const Tensor& t, int64_t row, int64_t col) {
   return {.image = t.stride(0), .row = t.stride(2) * row, .col = t.stride(3) * col, .channel = t.stride(1)};
+}
+
+Tensor pointwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                        const std::vector<int64_t>& stride) {
+  STD_TORCH_CHECK(stride.size() == 2 && stride[0] > 0 && stride[1] > 0, "fusedtrain: two strides expected");
+  STD_TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && weight.size(1) == x.size(1) && weight.size(2) == 1 &&
+                      weight.size(3) == 1 && weight.scalar_type() == x.scalar_type() &&
+                      weight.get_device() == x.get_device(),
+                  "fusedtrain: weight must have the shape [D, C, 1, 1], and the dtype and device of x");
+  PointwiseConv2d a{.n = x.size(0),
+                    .c = x.size(1),
+                    .o = weight.size(0),
+                    .h = (x.size(2) + stride[0] - 1) / stride[0],
+                    .w = (x.size(3) + stride[1] - 1) / stride[1],
+                    .dtype = dtype_of(x),
+                    .x_strides = strides_of(x, stride[0], stride[1]),
+                    .x = x.const_data_ptr(),
+                    .weight = weight.const_data_ptr(),
+                    .weight_strides = {weight.stride(0), weight.stride(1)},
+                    .bias = nullptr,
+                    .packed = nullptr,
+                    .y = nullptr};
+  STD_TORCH_CHECK(a.dtype == DType::kFloat32 || (a.dtype == DType::kBFloat16 && active_isa() >= Isa::kAvx512Bf16),
+                  "fusedtrain: float32 expected, or bfloat16 on a CPU that multiplies it");
+  // The stable ABI has no empty() with strides for every torch: y is channels_last as a permuted tensor.
+  const Tensor rows = torch::stable::new_empty(x, {a.n, a.h, a.w, a.o});
+  const Tensor y = torch::stable::transpose(torch::stable::transpose(rows, 2, 3), 1, 2);
+  if (y.numel() == 0) return y;
+  const std::optional<Tensor> sums = bias ? std::optional(small_input("bias", *bias, x, a.o)) : std::nullopt;
+  const Tensor packed = torch::stable::new_empty(x, {cpu::packed_size(a) / 4}, ScalarType::Float);
+  a.bias = sums ? static_cast<const float*>(sums->const_data_ptr()) : nullptr;
+  a.packed = packed.mutable_data_ptr();
+  a.y = y.mutable_data_ptr();
+  parallel_items(0, cpu::chunks(a.o, cpu::kWideLanes), a.c * cpu::kWideLanes,
+                 [&]<Isa I>(int64_t begin, int64_t end) { cpu::pointwise_conv2d_pack<I>(a, begin, end); });
+  parallel_items(0, cpu::pixel_blocks(a), cpu::block_pixels(a) * (a.c + a.o), [&]<Isa I>(int64_t begin, int64_t end) {
+    const Scratch scratch(cpu::pointwise_conv2d_scratch(a));
+    cpu::pointwise_conv2d<I>(a, scratch.data(), begin, end);
+  });
+  return y;
 }
 
 Tensor pointwise_conv2d_dw(const Tensor& dy, const Tensor& x, const std::vector<int64_t>& stride) {
@@ -38,7 +78,7 @@ Tensor pointwise_conv2d_dw(const Tensor& dy, const Tensor& x, const std::vector<
   a.dw = dw.mutable_data_ptr();
   a.partial = data_or_null(partial);
   parallel_items(0, cpu::units(a), kGrain, [&]<Isa I>(int64_t begin, int64_t end) {
-    const Scratch scratch(cpu::pointwise_conv2d_scratch(a));
+    const Scratch scratch(cpu::pointwise_conv2d_dw_scratch(a));
     cpu::pointwise_conv2d_dw<I>(a, scratch.data(), begin, end);
   });
   const int64_t rows = cpu::round_up(cpu::narrow_channels(a), cpu::kWideLanes) / cpu::kWideLanes;
@@ -49,6 +89,9 @@ Tensor pointwise_conv2d_dw(const Tensor& dy, const Tensor& x, const std::vector<
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { m.impl("pointwise_conv2d_dw", TORCH_BOX(&pointwise_conv2d_dw)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  m.impl("pointwise_conv2d", TORCH_BOX(&pointwise_conv2d));
+  m.impl("pointwise_conv2d_dw", TORCH_BOX(&pointwise_conv2d_dw));
+}
 
 }  // namespace fusedtrain::bindings

@@ -1,525 +1,294 @@
-// pointwise_conv2d on the CPU: the gradient of the weight.
-//   dw[o, c] = sum_p dy[p, o] * x[p, c]
-// A tile of sums stays in registers: kTileRows channels of the narrow side times up to kTileVecs vectors of the wide
-// one, over a block of pixels. A panel of kTileVecs vectors is swept over all narrow channels, so it stays in L1, and
-// the block of the narrow side in L2. Operands are read in place where they can be; else they are staged: copied to
-// [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those. Where there are tile
-// registers (AMX) a tile of sums is 16 narrow channels times kTileVecs vectors, 16 steps at once.
+// pointwise_conv2d on the CPU: the product itself, of channels_last images.
+//   y[p, o] = b[o] + sum_c x[p, c] * w[o, c]
+// A tile of sums stays in registers: kRows pixels, whose channels are broadcast, times up to kTileVecs vectors of
+// output channels, whose weights were packed in the order of reading. Both lie in L2 or closer; while a tile is
+// computed the pixels of the next are asked for. bfloat16 is multiplied two channels at a time, by the instruction for
+// that.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-split-wide-types")  // else g++ 12 keeps a third of the sums of 16 registers in memory
+#endif
 #include "pointwise_conv2d.h"
 
-#include <numeric>
-
-#include "cpu/tiles.h"
+#include "cpu/pixels.h"
 #include "cpu/vectors.h"
 
 namespace fusedtrain::cpu {
 namespace {
 
-constexpr int kTileVecs = 3;
-constexpr bool kHasMasks = kVecBytes == 64;  // loads of a part of a vector cost as much as whole ones
+constexpr int kTileVecs = kVecBytes == 64 ? 4 : 3;
+constexpr int kMostSums = kVecBytes == 64 ? 24 : 12;  // vectors: with the weights and a pixel the registers are full
+constexpr int kLanes = Vec<float>::kLanes;
+// Pixels of a tile. With one vector of each they would wait for memory in turns: no more than a dozen.
+template <int kVecs>
+constexpr int kRows = std::min(12, kMostSums / kVecs);
+constexpr int64_t kLine = 16;    // steps in a cache line of x
+constexpr int64_t kChain = 160;  // summands, at most: the error of a sum grows with them
+constexpr int64_t kStreamBytes = 8 << 20;
 
-// What a step holds of one channel: float, double, or two bfloat16 of consecutive pixels.
-struct Pair {
-  uint32_t bits;
-};
-template <class E>
-using Sum = std::conditional_t<std::is_same_v<E, double>, double, float>;
-template <class E>
-constexpr int kLanes = kVecBytes / int(sizeof(E));
-template <class E>  // with kTileVecs the registers are full; staged, the rows of a tile lie in one vector
-constexpr int kTileRows = kVecBytes == 64 ? 8 : std::min(kLanes<E>, 4);
-template <class E>
-constexpr int kPixels = std::is_same_v<E, Pair> ? 2 : 1;  // of a step
-// Pixels of a block. float32 is added up in shorter chains: over 128 its errors may exceed twice those of MKL, over 64
-// where products are rounded too (no FMA).
-template <class T, class E>
-constexpr int64_t kBlock = std::is_same_v<T, float> ? kSteps / (kVecBytes == 16 ? 4 : 2) : kSteps * kPixels<E>;
-
-template <class E>
-[[gnu::always_inline]] inline auto load_vector(const E* p, int lanes) {
-  if constexpr (std::is_same_v<E, Pair>) {
-    RawVec<uint32_t> pairs;
-    std::memcpy(&pairs, p, sizeof pairs);
-    return Pairs{pairs};
-  } else if constexpr (kHasMasks) {
-    return load<Vec<E>>(p, FirstLanes{lanes});
-  } else {
-    return load<Vec<E>>(p);
-  }
-}
-template <class E>
-[[gnu::always_inline]] inline auto broadcast(E x) {
-  if constexpr (std::is_same_v<E, Pair>) {
-    return Pairs{RawVec<uint32_t>{} + x.bits};
-  } else {
-    return Vec<E>(x);
-  }
-}
-
-// ---- operands ----
-
-// What a tile reads of an operand.
-template <class E>
-struct Steps {
-  const E* p;
-  int64_t step;  // from a step to the next
-  int64_t vec;   // from a vector of channels to the next
-};
-
-// One of the matrices [pixel][channel].
 template <class T>
-struct Side {
-  const T* data;
-  int64_t channels, h, w;
-  PixelStrides strides;
-  bool even;  // all pixels lie strides.col apart: then they count as one long row
+constexpr int kChannels = std::is_same_v<T, float> ? 1 : 2;  // of a step
 
-  Side(const void* p, int64_t channels_, const PixelStrides& s, const PointwiseConv2dDw& a)
-      : data(static_cast<const T*>(p)), channels(channels_), h(a.h), w(a.w), strides(s) {
-    if (w == 1) strides.col = h == 1 ? s.image : s.row;
-    if (h == 1) strides.row = w * strides.col;
-    if (a.n == 1) strides.image = h * strides.row;
-    if (channels == 1) strides.channel = 1;
-    even = strides.row == w * strides.col && strides.image == h * strides.row;
-    if (even) w = a.n * h * w, h = 1;
-  }
-  template <class E>
-  bool is_in_place() const {
-    return std::is_same_v<T, E> && even && strides.channel == 1;
-  }
-  // Whether pixels lie so that kTileVecs vectors of a block of them do not fit L1 together: few of its sets hold them.
-  bool shares_sets() const {
-    const int64_t lines = strides.col * int64_t(sizeof(T)) / 64;
-    return strides.col * int64_t(sizeof(T)) % 64 == 0 && std::gcd(lines, int64_t(64)) >= 8;
-  }
-  template <class E>
-  Steps<E> in_place(int64_t pixel, int64_t channel) const {
-    if constexpr (std::is_same_v<T, E>) return {.p = at(pixel) + channel, .step = strides.col, .vec = kLanes<E>};
-    return {};
-  }
-  const T* at(int64_t pixel) const {
-    const int64_t row = pixel / w;
-    return data + row / h * strides.image + row % h * strides.row + pixel % w * strides.col;
-  }
-};
-
-// Channels of a block of pixels, one after the other.
-template <class T>
-class Pixels {
+// Vectors of output channels are shared out evenly over panels.
+class Panels {
  public:
-  Pixels(const Side<T>& side, int64_t pixel, int64_t channel)
-      : side_(side),
-        p_(side.at(pixel) + channel * side.strides.channel),
-        x_(pixel % side.w),
-        y_(pixel / side.w % side.h) {}
-  const T* next() {
-    const PixelStrides& s = side_.strides;
-    const T* p = p_;
-    p_ += s.col;
-    if (++x_ == side_.w) {
-      x_ = 0;
-      p_ += s.row - side_.w * s.col;
-      if (++y_ == side_.h) {
-        y_ = 0;
-        p_ += s.image - side_.h * s.row;
-      }
-    }
-    return p;
-  }
+  explicit Panels(int64_t channels) : vecs_(chunks(channels, kLanes)), count_(chunks(vecs_, kTileVecs)) {}
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t panel) const { return vecs_ * panel / count_; }
+  int64_t of(int64_t vec) const { return ((vec + 1) * count_ - 1) / vecs_; }
 
  private:
-  const Side<T>& side_;
-  const T* p_;
-  int64_t x_, y_;
+  int64_t vecs_, count_;
 };
 
-// One step of kVecs vectors, `last` lanes of the last and zeros behind; out as in Steps. q is the second pixel of a
-// pair.
-template <int kVecs, class T, class E>
-[[gnu::always_inline]] inline void stage_step(const T* p, [[maybe_unused]] const T* q, int last, E* out) {
-  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-    E* to = out + v * kSteps * kLanes<E>;
-    if (!kHasMasks && (v < kVecs - 1 || last == kLanes<E>)) {
-      store(to, load<Vec<E>>(p + v * kLanes<E>));
-    } else {
-      store(to, load<Vec<E>>(p + v * kLanes<E>, FirstLanes{v < kVecs - 1 ? kLanes<E> : last}));
-    }
-  });
+template <class T>
+struct Tile {
+  const T* x;  // of the first pixel
+  int64_t pitch;
+  const float* weight;      // packed, of the first vector
+  int64_t channels, chain;  // steps of a chain of sums, at most
+  float* before;            // the sums of earlier chains
+  T* y;
+  int64_t y_pitch;
+  const float* bias;  // or null
+  int last;           // lanes of the last vector
+  bool streams;       // y is written past the caches
+};
+
+// Past the caches go large results, in stores of whole lines.
+template <class T>
+bool streams(const PointwiseConv2d& a) {
+  const int64_t row = a.o * int64_t(sizeof(T));
+  return kLanes * sizeof(T) == 64 && a.n * a.h * a.w * row >= kStreamBytes && row % 64 == 0 &&
+         reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
+}
+
+template <class T>
+[[gnu::always_inline]] inline auto broadcast(const T* x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Vec<float>(*x);
+  } else {
+    uint32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return Pairs{RawVec<uint32_t>{} + pair};
+  }
+}
+template <class T>
+[[gnu::always_inline]] inline auto load_weights(const float* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    return load<Vec<float>>(p);
+  } else {
+    Pairs pairs;
+    std::memcpy(&pairs.v, p, sizeof pairs.v);
+    return pairs;
+  }
+}
+
+[[gnu::always_inline]] inline void put(float* y, Vec<float> sums, int lanes, bool streams) {
+  if (streams) {
+    stream(y, sums);
+  } else if (lanes == kLanes) {
+    store(y, sums);
+  } else {
+    store(y, sums, FirstLanes{lanes});
+  }
 }
 #if defined(__AVX512F__)
-template <int kVecs>
-[[gnu::always_inline]] inline void stage_step(const BFloat16* p, const BFloat16* q, int last, Pair* out) {
-  const auto widened = [](const BFloat16* from, uint32_t mask) __attribute__((always_inline)) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16(mask), from));
-  };
-  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-    const uint32_t mask = v < kVecs - 1 ? 0xffff : (1u << last) - 1;
-    const __m512i first = widened(p + v * kLanes<Pair>, mask), second = widened(q + v * kLanes<Pair>, mask);
-    _mm512_storeu_si512(out + v * kSteps * kLanes<Pair>, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-  });
+[[gnu::always_inline]] inline void put(BFloat16* y, Vec<float> sums, int lanes, bool /*streams*/) {
+  store_raw(reinterpret_cast<uint16_t*>(y), narrow_sums(sums), lanes);
 }
 #endif
 
-// Channels that are `stride` apart, side by side and with zeros behind.
-template <int kMost, class T>
-void gather(const T* p, int64_t stride, int channels, T* out) {
-  for (int i = 0; i < kMost; ++i) out[i] = i < channels ? p[i * stride] : T{};
-}
-
-template <class E, int kVecs, class T>
-void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
-  constexpr int kMost = kVecs * kLanes<E>;
-  const int last = int(channels) - kMost + kLanes<E>;
-  const int64_t steps = (end - begin) / kPixels<E>, stride = side.strides.channel;
-  int64_t step = 0;
-  if (side.even && stride == 1) {
-    const int64_t col = side.strides.col;
-    const T* p = side.at(begin) + first;
-    for (; step < steps; ++step, p += kPixels<E> * col, out += kLanes<E>) stage_step<kVecs>(p, p + col, last, out);
-  }
-  Pixels<T> pixels(side, begin + step * kPixels<E>, first);
-  T copies[2][kMost] = {};
-  const auto next = [&](T* copy) {
-    const T* p = pixels.next();
-    if (stride != 1) gather<kMost>(p, stride, int(channels), copy);
-    return stride == 1 ? p : copy;
-  };
-  for (; step < steps; ++step, out += kLanes<E>) {
-    const T* p = next(copies[0]);
-    stage_step<kVecs>(p, kPixels<E> == 2 ? next(copies[1]) : p, last, out);
-  }
-  if (steps * kPixels<E> == end - begin) return;
-  std::fill_n(copies[1], kMost, T{});  // in a pair of one
-  stage_step<kVecs>(next(copies[0]), copies[1], last, out);
-}
-
-// Writes channels of pixels [begin, end) to out.
-template <class E, class T>
-Steps<E> stage(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
-  for (int64_t c = 0; c < channels; c += kTileVecs * kLanes<E>) {
-    const int64_t rest = channels - c, vecs = std::min<int64_t>(kTileVecs, (rest + kLanes<E> - 1) / kLanes<E>);
-    visit<1, 2, 3>(vecs, [&]<int kVecs>() {
-      stage_vectors<E, kVecs>(side, first + c, std::min<int64_t>(rest, kVecs * kLanes<E>), begin, end,
-                              out + c * kSteps);
-    });
-  }
-  return {.p = out, .step = kLanes<E>, .vec = kSteps * kLanes<E>};
-}
-
-// ---- tiles ----
-
-// Memory to ask for: two cache lines per step.
-struct Ahead {
-  const char* p;
-  int64_t second, step;  // bytes from the first line to the second, and to the next step
-};
-
-template <class E>
-struct Tile {
-  Steps<E> wide;
-  int last;         // lanes of the last vector
-  Steps<E> narrow;  // at the first channel
-  int64_t steps;
-  Ahead ahead;
-  Sum<E>* sums;  // [narrow][wide]
-  int64_t pitch;
-  bool begins;  // the sums
-};
-
-template <class E, int kVecs, int kRows>
-void add_tile(const Tile<E>& t) {
-  using V = Vec<Sum<E>>;
-  V sums[kRows][kVecs];
+template <class T, int kVecs, int kHeight>
+[[gnu::noinline]] void multiply_tile(const Tile<T>& t) {
+  using V = Vec<float>;
+  const int64_t steps = (t.channels + kChannels<T> - 1) / kChannels<T>, whole = t.channels / kChannels<T>;
+  V sums[kHeight][kVecs];
   const auto each_sum = [&](auto f) __attribute__((always_inline)) {
-    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
+    unroll<kHeight>([&](auto row) __attribute__((always_inline)) {
       unroll<kVecs>([&](auto v) __attribute__((always_inline)) { f(row, v); });
     });
   };
-  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
-    sums[row][v] = V(0);
-    __builtin_prefetch(t.sums + row * t.pitch + v * V::kLanes, 1);
-  });
-  const E *wide = t.wide.p, *narrow = t.narrow.p;
-  const int64_t wide_step = t.wide.step, wide_vec = t.wide.vec, narrow_step = t.narrow.step;
-  const int last = t.last;
-  const char* ahead = t.ahead.p;
-  for (int64_t step = 0; step < t.steps; ++step) {
-    decltype(load_vector(wide, last)) x[kVecs];
-    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-      x[v] = load_vector(wide + v * wide_vec, v == kVecs - 1 ? last : kLanes<E>);
+  const T* x = t.x;
+  const float* weight = t.weight;
+  const int64_t pitch = t.pitch, ahead = kHeight * t.pitch;
+  const auto step = [&](auto pixel) __attribute__((always_inline)) {
+    decltype(load_weights<T>(weight)) w[kVecs];
+    unroll<kVecs>([&](auto v) __attribute__((always_inline)) { w[v] = load_weights<T>(weight + v * kLanes); });
+    unroll<kHeight>([&](auto row) __attribute__((always_inline)) {
+      const auto p = pixel(x + row * pitch);
+      unroll<kVecs>([&](auto v) __attribute__((always_inline)) { sums[row][v] = multiply_add(sums[row][v], w[v], p); });
     });
-    __builtin_prefetch(ahead, 0, 2);
-    __builtin_prefetch(ahead + t.ahead.second, 0, 2);
-    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-      const auto y = broadcast(narrow[row]);
-      unroll<kVecs>([&](auto v) __attribute__((always_inline)) { sums[row][v] = multiply_add(sums[row][v], x[v], y); });
-    });
-    wide += wide_step;
-    narrow += narrow_step;
-    ahead += t.ahead.step;
+    x += kChannels<T>;
+    weight += kVecs * kLanes;
+  };
+  const auto clear = [&] { each_sum([&](auto row, auto v) __attribute__((always_inline)) { sums[row][v] = V(0); }); };
+  clear();
+  if (!t.streams) {
+    each_sum([&](auto row, auto v)
+                 __attribute__((always_inline)) { __builtin_prefetch(t.y + row * t.y_pitch + v * kLanes, 1); });
   }
-  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
-    Sum<E>* sum = t.sums + row * t.pitch + v * V::kLanes;
-    store(sum, t.begins ? sums[row][v] : load<V>(sum) + sums[row][v]);
-  });
-}
-
-#if defined(__AVX512F__)
-// ---- tiles of AMX ----
-
-// Zeros behind the steps, up to whole tiles.
-void fill_tiles(Pair* out, int64_t channels, int64_t steps) {
-  for (int64_t vec = 0; vec * kTileSteps < channels; ++vec) {
-    std::fill(out + (vec * kSteps + steps) * kTileSteps,
-              out + (vec * kSteps + round_up(steps, kTileSteps)) * kTileSteps, Pair{});
-  }
-}
-
-// Makes [vector][step][lane] a [vector][tile][lane][step], the order in which a product takes its first operand.
-void transpose_tiles(Pair* out, int64_t channels, int64_t steps) {
-  fill_tiles(out, channels, steps);
-  for (int64_t vec = 0; vec * kTileSteps < channels; ++vec) {
-    for (int64_t step = 0; step < steps; step += kTileSteps) {
-      Pair* tile = out + (vec * kSteps + step) * kTileSteps;
-      Vec<float> rows[kTileSteps];
-      std::memcpy(rows, tile, sizeof rows);
-      transpose(rows);
-      std::memcpy(tile, rows, sizeof rows);
-    }
-  }
-}
-
-// The sums of `rows` narrow channels, up to 16.
-template <int kVecs>
-void add_amx_tile(const Tile<Pair>& t, int64_t rows, Ahead more) {
-  const bool in_place = rows == kTileSteps;
-  alignas(64) float buffer[kVecs * kTileSteps * kTileSteps];
-  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-    if (in_place && !t.begins) {
-      load_tile<v>(t.sums + v * kTileSteps, t.pitch * 4);
-    } else {
-      clear_tile<v>();
-    }
-  });
-  Ahead ahead[] = {t.ahead, more};
-  for (int64_t step = 0; step < t.steps; step += kTileSteps) {
-    load_tile<3>(t.narrow.p + step * kTileSteps, 64);
-    unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-      load_tile<4 + v>(t.wide.p + v * t.wide.vec + step * kTileSteps, 64);
-      multiply_tiles<v, 3, 4 + v>();
-    });
-    for (Ahead& a : ahead) {
-      for (int64_t i = 0; a.step != 0 && i < kTileSteps; ++i, a.p += a.step) {
-        __builtin_prefetch(a.p, 0, 2);
-        __builtin_prefetch(a.p + a.second, 0, 2);
+  int64_t done = 0;
+  for (int64_t end = t.chain;; end += t.chain) {
+    while (done < std::min(end, whole)) {
+      unroll<kHeight>([&](auto row) __attribute__((always_inline)) { __builtin_prefetch(x + row * pitch + ahead); });
+      for (const int64_t stop = std::min(std::min(end, whole), done + kLine); done < stop; ++done) {
+        step([](const T* p) __attribute__((always_inline)) { return broadcast(p); });
       }
     }
+    if (end >= steps) break;
+    each_sum([&](auto row, auto v) __attribute__((always_inline)) {
+      float* before = t.before + (row * kVecs + v) * kLanes;
+      store(before, end == t.chain ? sums[row][v] : load<V>(before) + sums[row][v]);
+    });
+    clear();
   }
-  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-    if (in_place) {
-      store_tile<v>(t.sums + v * kTileSteps, t.pitch * 4);
-    } else {
-      store_tile<v>(buffer + v * kTileSteps, kVecs * 64);
-    }
-  });
-  for (int64_t row = 0; row < rows && !in_place; ++row) {
+  if (whole < steps) {
+    step([](const T* p) __attribute__((always_inline)) {
+      const T pair[2] = {*p, T{}};
+      return broadcast(pair);
+    });
+  }
+  if (t.chain < steps) {
+    each_sum([&](auto row, auto v)
+                 __attribute__((always_inline)) { sums[row][v] += load<V>(t.before + (row * kVecs + v) * kLanes); });
+  }
+  const bool whole_vectors = t.last == kLanes;
+  if (t.bias != nullptr) {
     unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
-      using V = Vec<float>;
-      float* sum = t.sums + row * t.pitch + v * V::kLanes;
-      const V part = load<V>(buffer + (row * kVecs + v) * V::kLanes);
-      store(sum, t.begins ? part : load<V>(sum) + part);
+      const bool part = v == kVecs - 1 && !whole_vectors;
+      const V bias = part ? load<V>(t.bias + v * kLanes, FirstLanes{t.last}) : load<V>(t.bias + v * kLanes);
+      unroll<kHeight>([&](auto row) __attribute__((always_inline)) { sums[row][v] += bias; });
+    });
+  }
+  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
+    put(t.y + row * t.y_pitch + v * kLanes, sums[row][v], v < kVecs - 1 ? kLanes : t.last, t.streams);
+  });
+}
+
+// All output channels of pixels [begin, end), whose channels lie at x.
+template <class T>
+void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t begin, int64_t end) {
+  alignas(64) float before[kMostSums * kLanes];
+  const Panels panels(a.o);
+  const int64_t steps = (a.c + kChannels<T> - 1) / kChannels<T>, count = end - begin;
+  const int64_t chains = std::max<int64_t>(1, (steps + kChain - 1) / kChain), chain = (steps + chains - 1) / chains;
+  for (int64_t panel = 0; panel < panels.count(); ++panel) {
+    const int64_t from = panels.begin(panel), to = panels.begin(panel + 1);
+    Tile<T> tile{.x = x,
+                 .pitch = pitch,
+                 .weight = static_cast<const float*>(a.packed) + from * kLanes * steps,
+                 .channels = a.c,
+                 .chain = chain,
+                 .before = before,
+                 .y = static_cast<T*>(a.y) + begin * a.o + from * kLanes,
+                 .y_pitch = a.o,
+                 .bias = a.bias == nullptr ? nullptr : a.bias + from * kLanes,
+                 .last = int(std::min<int64_t>(kLanes, a.o - (to - 1) * kLanes)),
+                 .streams = streams<T>(a)};
+    const auto multiply_tiles = [&]<int kVecs, int kHeight>() {
+      T* const y = tile.y;
+      for (int64_t i = 0; i < count; i += kHeight) {
+        const int64_t first = std::min(i, count - kHeight);  // the last tile may begin within the one before
+        tile.x = x + first * pitch;
+        tile.y = y + first * a.o;
+        multiply_tile<T, kVecs, kHeight>(tile);
+      }
+    };
+    visit<1, 2, 3, 4>(to - from, [&]<int kVecs>() {
+      if constexpr (kVecs <= kTileVecs) {
+        if (count >= kRows<kVecs>) return multiply_tiles.template operator()<kVecs, kRows<kVecs>>();
+        multiply_tiles.template operator()<kVecs, 1>();
+      }
     });
   }
 }
-#endif
 
-// f<T, E, kAmx>()
+template <class T>
+void multiply(const PointwiseConv2d& a, T* scratch, int64_t block_begin, int64_t block_end) {
+  const Side<T> x(a.x, a.c, a.x_strides, a.n, a.h, a.w);
+  const int64_t all = a.n * a.h * a.w, most = block_pixels(a);
+  for (int64_t block = block_begin; block < block_end; ++block) {
+    const int64_t begin = block * most, end = std::min(all, begin + most);
+    if (x.is_matrix()) {
+      multiply_block(a, x.at(begin), x.strides.col, begin, end);
+      continue;
+    }
+    Pixels<T> pixels(x, begin, 0);
+    for (T* to = scratch; to < scratch + (end - begin) * a.c; to += a.c) {
+      const T* from = pixels.next();
+      if (x.strides.channel == 1) {
+        std::copy_n(from, a.c, to);
+      } else {
+        for (int64_t c = 0; c < a.c; ++c) to[c] = from[c * x.strides.channel];
+      }
+    }
+    multiply_block<T>(a, scratch, a.c, begin, end);
+  }
+  if (streams<T>(a)) stream_fence();
+}
+
+// The weights of a vector of output channels, from the first step on.
+template <class T>
+void pack_vector(const PointwiseConv2d& a, int64_t first, T* to, int64_t pitch) {
+  constexpr int64_t kWide = kLanes * kChannels<T>;
+  const int64_t o_stride = a.weight_strides[0], c_stride = a.weight_strides[1];
+  const auto* from = static_cast<const T*>(a.weight) + first * o_stride;
+  const int64_t lanes = std::min<int64_t>(kLanes, a.o - first), whole = a.c / kChannels<T>;
+  int64_t step = 0;
+  if (lanes == kLanes && c_stride == 1) {
+    for (; step + kLanes <= whole; step += kLanes) {
+      Vec<float> rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) std::memcpy(&rows[i], from + i * o_stride + step * kChannels<T>, sizeof rows[i]);
+      transpose(rows);
+      for (int i = 0; i < kLanes; ++i) std::memcpy(to + (step + i) * pitch, &rows[i], sizeof rows[i]);
+    }
+  } else if (lanes == kLanes && o_stride == 1) {
+    for (; step < whole; ++step) {
+      T copies[kChannels<T>][kLanes];
+      for (int i = 0; i < kChannels<T>; ++i) {
+        std::memcpy(copies[i], from + (step * kChannels<T> + i) * c_stride, sizeof copies[i]);
+      }
+      for (int64_t i = 0; i < kWide; ++i) to[step * pitch + i] = copies[i % kChannels<T>][i / kChannels<T>];
+    }
+  }
+  for (; step * kChannels<T> < a.c; ++step) {
+    for (int64_t i = 0; i < kWide; ++i) {
+      const int64_t lane = i / kChannels<T>, c = step * kChannels<T> + i % kChannels<T>;
+      to[step * pitch + i] = lane < lanes && c < a.c ? from[lane * o_stride + c * c_stride] : T{};
+    }
+  }
+}
+
+template <class T>
+void pack(const PointwiseConv2d& a, int64_t begin, int64_t end) {
+  const Panels panels(a.o);
+  const int64_t steps = chunks(a.c, kChannels<T>);
+  for (int64_t o = begin * kWideLanes; o < std::min(end * kWideLanes, round_up(a.o, kLanes)); o += kLanes) {
+    const int64_t vec = o / kLanes, panel = panels.of(vec), from = panels.begin(panel);
+    auto* to = static_cast<T*>(a.packed) + (from * steps + vec - from) * kLanes * kChannels<T>;
+    pack_vector(a, o, to, (panels.begin(panel + 1) - from) * kLanes * kChannels<T>);
+  }
+}
+
+// f<T>()
 template <class F>
 void visit_elements(DType dtype, F&& f) {
-  visit_dtype(dtype, [&]<class T>() {
+  if (dtype == DType::kFloat32) return f.template operator()<float>();
 #if defined(__AVX512F__)
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (multiplies_by_tiles) return f.template operator()<T, Pair, true>();
-      if (rounds_to_bf16_by_instruction) return f.template operator()<T, Pair, false>();
-    }
+  f.template operator()<BFloat16>();
 #endif
-    f.template operator()<T, Acc<T>, false>();
-  });
-}
-
-// What the tiles of a block ask for: both operands of the next block, 128 bytes per step of those in the rows of the
-// step. Where rows are long and whole the bytes lie behind each other, and are asked for in the first three quarters.
-template <class T, class E>
-class NextBlock {
- public:
-  explicit NextBlock(int64_t bytes_per_step) {
-    while (pace_ > 16 && bytes_per_step * 4 < pace_ / 2 * 3) pace_ /= 2;
-  }
-  void add(const Side<T>& side, int64_t begin, int64_t end, int64_t channel, int64_t channels) {
-    if (!side.even || side.strides.channel != 1) return;
-    const auto* p = reinterpret_cast<const char*>(side.at(begin) + channel);
-    const int64_t bytes = channels * int64_t(sizeof(T)), pitch = side.strides.col * int64_t(sizeof(T));
-    if (kPixels<E> == 1 && bytes == pitch && bytes > 128) {
-      parts_[count_++] = {p, (end - begin) * bytes, (end - begin) * pace_, pace_ / 2, pace_};
-    } else {
-      parts_[count_++] = {p, bytes, 128 / kPixels<E>, kPixels<E> == 2 ? pitch : 64, pitch * kPixels<E>};
-    }
-  }
-  Ahead next(const void* otherwise) {
-    while (part_ < count_ && at_ >= parts_[part_].bytes) ++part_, at_ = 0;
-    if (part_ == count_) return {static_cast<const char*>(otherwise), 0, 0};
-    const Part& part = parts_[part_];
-    const char* p = part.p + at_;
-    at_ += part.of_tile;
-    return {p, part.second, part.step};
-  }
-
- private:
-  struct Part {
-    const char* p;
-    int64_t bytes, of_tile, second, step;
-  };
-  int64_t pace_ = 128;
-  Part parts_[2];
-  int count_ = 0, part_ = 0;
-  int64_t at_ = 0;
-};
-
-constexpr int64_t kOften = 4;
-
-// The first channel of a chunk, and how many.
-std::pair<int64_t, int64_t> chunk(int64_t channels, int64_t chunks, int64_t i) {
-  const auto bound = [&](int64_t j) { return std::min(channels, round_up(channels * j / chunks, kWideLanes)); };
-  return {bound(i), bound(i + 1) - bound(i)};
-}
-
-// A chunk of either side over the pixels of a group.
-template <class T, class E, bool kAmx>
-void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
-  constexpr int64_t kWidth = kLanes<E>, kRows = kAmx ? kTileSteps : kTileRows<E>;
-  const Side<T> dy(a.dy, a.o, a.dy_strides, a), x(a.x, a.c, a.x_strides, a);
-  const Side<T>&wide = wide_is_dy(a) ? dy : x, &narrow = wide_is_dy(a) ? x : dy;
-  const int64_t wide_chunks = chunks(wide.channels, wide_chunk(a)), narrow_chunks = chunks(narrow.channels, kMostChunk);
-  const int64_t group = unit / (wide_chunks * narrow_chunks);
-  const auto [wide_begin, wide_count] = chunk(wide.channels, wide_chunks, unit / narrow_chunks % wide_chunks);
-  const auto [narrow_begin, narrow_count] = chunk(narrow.channels, narrow_chunks, unit % narrow_chunks);
-  const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
-  const int64_t tiles = panels * ((narrow_count + kRows - 1) / kRows);
-
-  // Read often, what shares few sets of L1 is worth a copy.
-  const bool wide_in_place = wide.template is_in_place<E>() && (kHasMasks || wide_count % kWidth == 0) &&
-                             !(wide.shares_sets() && narrow_count >= kOften * kRows);
-  const bool narrow_in_place = narrow.template is_in_place<E>() && !(narrow.shares_sets() && panels >= kOften);
-  E* panel_room = scratch;
-  E* narrow_room = scratch + kTileVecs * kWidth * kSteps;
-  const int64_t pitch = partial_pitch(a);
-  auto* sums = static_cast<Sum<E>*>(a.partial) + (group * narrow.channels + narrow_begin) * pitch + wide_begin;
-
-  // The blocks of the group, of nearly the same size.
-  const int64_t all = a.n * a.h * a.w, first = all * group / groups(a), pixels = all * (group + 1) / groups(a) - first;
-  const int64_t last_asked = wide_chunks * narrow_chunks == 1 ? all : first + pixels;  // else a chunk comes next
-  const int64_t blocks = (pixels + kBlock<T, E> - 1) / kBlock<T, E>;
-  const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
-    NextBlock<T, E> ahead((wide_count + narrow_count) * int64_t(sizeof(T)) / tiles);
-    if (end < last_asked) {
-      const int64_t next_end = std::min(2 * end - begin, last_asked);
-      ahead.add(wide, end, next_end, wide_begin, wide_count);
-      ahead.add(narrow, end, next_end, narrow_begin, narrow_count);
-    }
-    const Steps<E> narrow_steps = narrow_in_place ? narrow.template in_place<E>(begin, narrow_begin)
-                                                  : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
-    if constexpr (kAmx) transpose_tiles(narrow_room, narrow_count, steps);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      const int64_t from = vecs * panel / panels * kWidth, to = vecs * (panel + 1) / panels * kWidth;
-      const int64_t count = std::min(to, wide_count) - from;
-      const Steps<E> wide_steps = wide_in_place ? wide.template in_place<E>(begin, wide_begin + from)
-                                                : stage(wide, wide_begin + from, count, begin, end, panel_room);
-      if constexpr (kAmx) fill_tiles(panel_room, count, steps);
-      Tile<E> tile{.wide = wide_steps,
-                   .last = wide_in_place ? int((count - 1) % kWidth + 1) : int(kWidth),
-                   .narrow = narrow_steps,
-                   .steps = steps,
-                   .ahead = {},
-                   .sums = sums + from,
-                   .pitch = pitch,
-                   .begins = block == 0};
-      visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
-#if defined(__AVX512F__)
-        if constexpr (kAmx) {
-          for (int64_t row = 0; row < narrow_count; row += kRows, tile.sums += kRows * pitch) {
-            tile.narrow.p = narrow_steps.p + row / kWidth * narrow_steps.vec;
-            tile.ahead = ahead.next(tile.sums);
-            add_amx_tile<kVecs>(tile, std::min(kRows, narrow_count - row), ahead.next(tile.sums));
-          }
-          return;
-        }
-#endif
-        const auto add_tiles = [&]<int kTall>(int64_t row) {
-          for (; row + kTall <= narrow_count; row += kTall) {
-            const int64_t vec = narrow_in_place ? 0 : row / kWidth;
-            tile.narrow.p = narrow_steps.p + vec * narrow_steps.vec + (row - vec * kWidth);
-            tile.ahead = ahead.next(tile.sums);
-            add_tile<E, kVecs, kTall>(tile);
-            tile.sums += kTall * pitch;
-          }
-          return row;
-        };
-        int64_t row = add_tiles.template operator()<kTileRows<E>>(0);
-        if constexpr (kTileRows<E> > 4) row = add_tiles.template operator()<4>(row);
-        row = add_tiles.template operator()<2>(row);
-        add_tiles.template operator()<1>(row);
-      });
-    }
-  }
 }
 
 }  // namespace
 
 template <>
-void pointwise_conv2d_dw<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end) {
-  visit_elements(a.dtype, [&]<class T, class E, bool kAmx>() {
-    [[maybe_unused]] const std::conditional_t<kAmx, TileRegisters, int> registers{};
-    for (int64_t unit = begin; unit < end; ++unit) add_unit<T, E, kAmx>(a, unit, static_cast<E*>(scratch));
-  });
+void pointwise_conv2d_pack<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, int64_t begin, int64_t end) {
+  visit_elements(a.dtype, [&]<class T>() { pack<T>(a, begin, end); });
 }
 
 template <>
-void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, int64_t begin, int64_t end) {
-  visit_dtype(a.dtype, [&]<class T>() {
-    using V = Vec<Acc<T>>;
-    const int64_t narrow = narrow_channels(a), wide = wide_channels(a), pitch = partial_pitch(a);
-    const auto* partial = static_cast<const Acc<T>*>(a.partial);
-    auto* dw = static_cast<T*>(a.dw);
-    for (int64_t row = begin * kWideLanes; row < std::min(end * kWideLanes, narrow); row += V::kLanes) {
-      const int64_t rows = std::min<int64_t>(V::kLanes, narrow - row);
-      for (int64_t col = 0; col < wide; col += V::kLanes) {
-        const int64_t cols = std::min<int64_t>(V::kLanes, wide - col);
-        V sums[V::kLanes];
-        for (int i = 0; i < V::kLanes; ++i) sums[i] = V(0);
-        for (int64_t group = 0; group < groups(a); ++group) {
-          const Acc<T>* p = partial + (group * narrow + row) * pitch + col;
-          for (int64_t i = 0; i < rows; ++i) sums[i] += load<V>(p + i * pitch);
-        }
-        const auto put = [&](T* to, int64_t stride, int64_t vectors, int64_t lanes) {
-          for (int64_t i = 0; i < vectors; ++i) {
-            if (lanes == V::kLanes) {
-              store(to + i * stride, sums[i]);
-            } else {
-              store(to + i * stride, sums[i], FirstLanes{int(lanes)});
-            }
-          }
-        };
-        if (wide_is_dy(a)) {
-          transpose(sums);
-          put(dw + col * a.c + row, a.c, cols, rows);
-        } else {
-          put(dw + row * a.c + col, a.c, rows, cols);
-        }
-      }
-    }
-  });
+void pointwise_conv2d<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end) {
+  visit_elements(a.dtype, [&]<class T>() { multiply(a, static_cast<T*>(scratch), begin, end); });
 }
 
 }  // namespace fusedtrain::cpu

@@ -23,10 +23,19 @@ def _layout(x: Tensor) -> torch.memory_format:
     return torch.channels_last if _common.is_channels_last(x) else torch.contiguous_format
 
 
+def _empty(x: Tensor, weight: Tensor, stride: list[int], layout: torch.memory_format) -> Tensor:
+    ho, wo = (-(-size // step) for size, step in zip(x.shape[2:], stride))
+    return torch.empty((x.shape[0], weight.shape[0], ho, wo), dtype=x.dtype, device=x.device, memory_format=layout)
+
+
 @_schema.register_fake("pointwise_conv2d")
 def _fake(x, weight, bias, stride):
-    ho, wo = (-(-size // step) for size, step in zip(x.shape[2:], stride))
-    return torch.empty((x.shape[0], weight.shape[0], ho, wo), dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    return _empty(x, weight, stride, torch.channels_last)
+
+
+@_schema.register_fake("pointwise_conv2d_by_library")
+def _fake_by_library(x, weight, bias, stride):
+    return _empty(x, weight, stride, _layout(x))
 
 
 @_schema.register_fake("pointwise_conv2d_dw")
@@ -50,7 +59,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     """The product of a dtype that the CPU does not multiply, a few images at a time."""
-    y = _fake(x, weight, bias, stride)
+    y = _empty(x, weight, stride, _layout(x))
     convolve = F.conv2d if _limits(few=True) else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, x.numel() + y.numel()))
@@ -60,7 +69,7 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     return y
 
 
-def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     if not _common.cpu_multiplies(x.dtype):
         return _in_float32(x, weight, bias, stride)
     float32 = x.dtype == torch.float32 and x.shape[1] <= _MOST_CHANNELS
@@ -68,7 +77,24 @@ def _cpu(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> T
     return y.contiguous(memory_format=_layout(x))
 
 
-_schema.LIBRARY.impl("pointwise_conv2d", _cpu, "CPU")
+_schema.LIBRARY.impl("pointwise_conv2d_by_library", _by_library, "CPU")
+
+
+# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries; in bfloat16 where few
+# channels come of many (benchmarks/LOG.md, 2026-11-23).
+_KERNEL_IS_FASTER = {
+    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
+    torch.bfloat16: {("amd", "avx512_bf16")},
+}
+_FEW_CHANNELS = 64
+
+
+def _by_kernel(x: Tensor, channels: int) -> bool:
+    """Whether the product of x with a weight of so many output channels runs in the kernel."""
+    cpu = _extension.BUILD_INFO
+    if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
+        return False
+    return _common.is_channels_last(x) and (x.dtype == torch.float32 or channels <= min(_FEW_CHANNELS, x.shape[1]))
 
 
 class _Limits(NamedTuple):
@@ -119,6 +145,7 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
 
 
 _OP, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
+_BY_LIBRARY = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
 
 
 def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,18 +154,22 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    if _by_kernel(x, weight.shape[0]):
+        return _OP(x, weight, bias, stride)
     float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
-    run = _OP if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
+    run = _BY_LIBRARY if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
     return run(x, weight, bias, stride)
 
 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
+    if stride == [1, 1] and _by_kernel(dy, x.shape[1]):
+        return _OP(dy, weight.transpose(0, 1), None, stride)
     if _common.cpu_multiplies(x.dtype):
         if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
-            return _OP(dy, weight.transpose(0, 1), None, stride)
+            return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    product = _OP(dy, weight.transpose(0, 1), None, [1, 1])
+    product = _BY_LIBRARY(dy, weight.transpose(0, 1), None, [1, 1])
     if stride == [1, 1]:
         return product
     dx = torch.zeros_like(x)
