@@ -252,9 +252,10 @@ def pointwise_conv2d(
         TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
-    Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. On CPUs without instructions for
-        bfloat16 or float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per
-        thread, or as much as one image needs. On GPUs, and where
+    Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. y and the gradient of x come
+        from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs, else from
+        them. On CPUs without instructions for bfloat16 or float16 a few images at a time are converted and multiplied
+        in float32, in 4 MiB more memory per thread, or as much as one image needs. On GPUs, and where
         ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads.
