@@ -328,6 +328,18 @@ def test_automatic_choice_leaves_contiguous_and_small_images_to_stock():
         assert backends.select("pointwise_conv2d", IMPLS, *make("cpu", shape, layout).values()) is IMPLS[name]
 
 
+@pytest.mark.parametrize(
+    ("isa", "out", "name"), [("avx2", 300, "cpu"), ("avx2", 20, "reference"), ("portable", 300, "reference")]
+)
+def test_small_images_of_which_the_kernel_makes_many_channels_are_not_left_to_stock(isa, out, name, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    inputs = make("cpu", (16, 32, 7, 7), "channels_last", out=out)
+    assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS[name]
+
+
 @pytest.fixture
 def no_instructions(monkeypatch):
     """The CPU as one that multiplies neither bfloat16 nor float16."""

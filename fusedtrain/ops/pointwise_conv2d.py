@@ -128,7 +128,7 @@ def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
     return few or part == "dw"
 
 
-_SMALL = 200_000  # elements of x: up to here the calls cost more than what the kernels may gain
+_SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
 
 def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
@@ -136,8 +136,11 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
         return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
     if not _common.is_channels_last(x):
         return "stock PyTorch was measured faster: contiguous images"
-    if x.numel() < _SMALL:
-        return f"x has fewer than {_SMALL} elements: stock calls cost less"
+    small = x.numel() < _SMALL
+    if small and _by_kernel(x, weight.shape[0]):  # which gains in y, too
+        small = x.shape[0] * x.shape[2] * x.shape[3] * (x.shape[1] + weight.shape[0]) < _SMALL
+    if small:
+        return f"fewer than {_SMALL} elements: stock calls cost less"
     limits = _limits(x.shape[0] < _FEW) if x.dtype == torch.float32 else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
