@@ -137,7 +137,8 @@ def test_kernel_is_as_good_as_torch(kernel_dtype, shape, out, layout):
     ("shape", "out"),
     [
         *(((2, 480, 14, 14), 112), ((4, 672, 7, 7), 192), ((1, 1152, 7, 7), 320), ((1, 2048, 5, 5), 40)),  # chains
-        *(((2, 16, 105, 105), 96), ((3, 161, 9, 9), 50)),  # past the caches; chains of two lengths
+        *(((2, 16, 105, 105), 96), ((2, 8, 150, 150), 56)),  # past the caches; as large, but rows of incomplete lines
+        ((3, 161, 9, 9), 50),  # chains of two lengths
     ],
 )
 def test_kernel_adds_long_sums_as_well_as_torch(kernel_dtype, shape, out, transposed):
@@ -146,6 +147,13 @@ def test_kernel_adds_long_sums_as_well_as_torch(kernel_dtype, shape, out, transp
         if transposed:  # as for the gradient of x
             inputs["w"] = inputs["w"].transpose(0, 1).contiguous().transpose(0, 1)
         assert_kernel_is_as_good_as_torch(inputs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_kernel_spreads_nan_and_infinity_as_torch(kernel_dtype, value):
+    inputs = make("cpu", (2, 13, 7, 9), dtype=kernel_dtype)
+    inputs["x"][1, 12, 4, 4] = value  # of the last channel, which has no second one
+    assert_kernel_is_as_good_as_torch(inputs)
 
 
 def test_kernel_does_not_depend_on_threads(kernel_dtype):
