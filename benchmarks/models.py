@@ -329,7 +329,9 @@ def _operator(event) -> tuple[str, str]:
         shapes = [shape for shape in event.input_shapes or [] if len(shape) == 4]
         # Forward takes (x, weight), backward (dy, x, weight).
         weight = shapes[2 if "backward" in name else 1] if len(shapes) > ("backward" in name) + 1 else None
-        if weight is None:
+        if name.startswith("pointwise"):
+            kind = "1x1 convolution"
+        elif weight is None:
             kind = "other convolution"
         elif weight[1] == 1 and shapes[1 if "backward" in name else 0][1] > 1:
             kind = "depthwise convolution"

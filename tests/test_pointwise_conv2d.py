@@ -167,7 +167,7 @@ def test_kernel_does_not_depend_on_threads(kernel_dtype):
     assert torch.equal(few, many)
 
 
-def test_kernel_refuses_what_it_does_not_multiply(monkeypatch):
+def test_kernel_refuses_what_it_does_not_multiply():
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
         pytest.skip(reason)
     with pytest.raises(RuntimeError, match="float32 expected, or bfloat16 on a CPU that multiplies it"):

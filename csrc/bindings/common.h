@@ -85,6 +85,15 @@ inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, in
   return dense.scalar_type() == acc_type(x) ? dense : torch::stable::to(dense, acc_type(x));
 }
 
+// Images as x, but for the sizes behind the first. The stable ABI has no empty() with strides for every torch, so a
+// channels_last one is a permuted contiguous one.
+inline Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
+  const int64_t n = x.size(0);
+  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
+  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
+  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
+}
+
 inline Tensor empty_acc(const Tensor& x, std::initializer_list<int64_t> shape) {
   return torch::stable::new_empty(x, shape, acc_type(x));
 }

@@ -80,14 +80,6 @@ DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std:
   return s;
 }
 
-// The stable ABI has no empty() with strides for every torch, so a channels_last one is a permuted contiguous one.
-Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
-  const int64_t n = x.size(0);
-  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
-  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
-  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
-}
-
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
                         const Ints& padding, const Ints& dilation, int64_t act) {
   const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);

@@ -35,9 +35,7 @@ Tensor pointwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
                     .y = nullptr};
   STD_TORCH_CHECK(a.dtype == DType::kFloat32 || (a.dtype == DType::kBFloat16 && active_isa() >= Isa::kAvx512Bf16),
                   "fusedtrain: float32 expected, or bfloat16 on a CPU that multiplies it");
-  // The stable ABI has no empty() with strides for every torch: y is channels_last as a permuted tensor.
-  const Tensor rows = torch::stable::new_empty(x, {a.n, a.h, a.w, a.o});
-  const Tensor y = torch::stable::transpose(torch::stable::transpose(rows, 2, 3), 1, 2);
+  const Tensor y = empty_images(x, Layout::kChannelsLast, a.o, a.h, a.w);
   if (y.numel() == 0) return y;
   const std::optional<Tensor> sums = bias ? std::optional(small_input("bias", *bias, x, a.o)) : std::nullopt;
   const Tensor packed = torch::stable::new_empty(x, {cpu::packed_size(a) / 4}, ScalarType::Float);

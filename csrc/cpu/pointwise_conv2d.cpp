@@ -101,7 +101,7 @@ template <class T>
 template <class T, int kVecs, int kHeight>
 [[gnu::noinline]] void multiply_tile(const Tile<T>& t) {
   using V = Vec<float>;
-  const int64_t steps = (t.channels + kChannels<T> - 1) / kChannels<T>, whole = t.channels / kChannels<T>;
+  const int64_t steps = chunks(t.channels, kChannels<T>), whole = t.channels / kChannels<T>;
   V sums[kHeight][kVecs];
   const auto each_sum = [&](auto f) __attribute__((always_inline)) {
     unroll<kHeight>([&](auto row) __attribute__((always_inline)) {
@@ -170,8 +170,8 @@ template <class T>
 void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t begin, int64_t end) {
   alignas(64) float before[kMostSums * kLanes];
   const Panels panels(a.o);
-  const int64_t steps = (a.c + kChannels<T> - 1) / kChannels<T>, count = end - begin;
-  const int64_t chains = std::max<int64_t>(1, (steps + kChain - 1) / kChain), chain = (steps + chains - 1) / chains;
+  const int64_t steps = chunks(a.c, kChannels<T>), count = end - begin;
+  const int64_t chains = std::max<int64_t>(1, chunks(steps, kChain)), chain = chunks(steps, chains);
   for (int64_t panel = 0; panel < panels.count(); ++panel) {
     const int64_t from = panels.begin(panel), to = panels.begin(panel + 1);
     Tile<T> tile{.x = x,

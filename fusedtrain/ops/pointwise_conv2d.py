@@ -147,7 +147,7 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
     return None
 
 
-_OP, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
+_KERNEL, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
 _BY_LIBRARY = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
 
 
@@ -158,7 +158,7 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     if _by_kernel(x, weight.shape[0]):
-        return _OP(x, weight, bias, stride)
+        return _KERNEL(x, weight, bias, stride)
     float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
     run = _BY_LIBRARY if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
     return run(x, weight, bias, stride)
@@ -167,7 +167,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
     if stride == [1, 1] and _by_kernel(dy, x.shape[1]):
-        return _OP(dy, weight.transpose(0, 1), None, stride)
+        return _KERNEL(dy, weight.transpose(0, 1), None, stride)
     if _common.cpu_multiplies(x.dtype):
         if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
