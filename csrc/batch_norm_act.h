@@ -32,6 +32,15 @@ struct BatchNormStats {
   void* m2;       // acc [c]
 };
 
+// The sums of a kernel that gathered them while it made x, in parts of its own.
+struct BatchNormMoments {
+  int64_t c, parts;
+  const float* partial;  // [parts, 3, c], as that of BatchNormStats
+  const int64_t* sizes;  // [parts]: positions
+  float* mean;           // [c]
+  float* m2;             // [c]
+};
+
 struct BatchNormUpdate {
   int64_t c;
   DType dtype;          // of mean, m2 and rstd: kFloat32 or kFloat64
@@ -88,6 +97,9 @@ void batch_norm_act_stats_partial(const BatchNormStats& a, int64_t begin, int64_
 // Items: c.
 template <Isa I>
 void batch_norm_act_stats_finish(const BatchNormStats& a, int64_t begin, int64_t end);
+// Items: c.
+template <Isa I>
+void batch_norm_act_moments_finish(const BatchNormMoments& a, int64_t begin, int64_t end);
 // Items: c.
 template <Isa I>
 void batch_norm_act_update(const BatchNormUpdate& a, int64_t begin, int64_t end);

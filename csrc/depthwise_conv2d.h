@@ -34,6 +34,9 @@ struct DepthwiseConv2d {
   const void* weight;  // [c * m, kh, kw]
   const void* bias;    // [c * m] or null
   void* y;             // [n, c * m, ho, wo] or [n, ho, wo, c * m]
+  // [n * bands, 3, c], or null: shift, sum (y - shift), sum (y - shift)^2 of each band of rows. On the CPU only, where
+  // depthwise_conv2d_gathers_moments.
+  float* moments;
 };
 
 struct DepthwiseConv2dBackward {
@@ -68,6 +71,7 @@ constexpr int64_t bands(const DepthwiseSizes& s) {
   const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * chunk_channels(s);
   return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));
 }
+constexpr int64_t first_row(const DepthwiseSizes& s, int64_t band) { return s.ho * band / bands(s); }
 
 // The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
 constexpr int64_t groups(const DepthwiseSizes& s) {
@@ -105,6 +109,9 @@ int64_t depthwise_conv2d_blocks(const DepthwiseSizes& s);
 // Items: blocks.
 template <Isa I>
 void depthwise_conv2d_taps(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin, int64_t end);
+// Whether depthwise_conv2d writes `moments`.
+template <Isa I>
+bool depthwise_conv2d_gathers_moments(const DepthwiseSizes& s);
 // Items: n * chunks * bands.
 template <Isa I>
 void depthwise_conv2d(const DepthwiseConv2d& a, const void* taps, void* scratch, int64_t begin, int64_t end);

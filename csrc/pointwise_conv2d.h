@@ -4,6 +4,7 @@
 //   y[n, o, y, x] = b[o] + sum_c w[o, c] * x[n, c, y * sh, x * sw]
 //   dw[o, c] = sum_{n, y, x} dy[n, o, y, x] * x[n, c, y * sh, x * sw]
 //
+// While y is at hand its sums per channel can be gathered, for the batch normalisation behind it.
 // Products of matrices whose rows are pixels; for most layers the second has long sums, and less arithmetic than memory
 // traffic. The gradient of x is a product of the first kind, without a stride.
 // acc is the accumulation type: float, double for kFloat64; dw is rounded once.
@@ -29,6 +30,7 @@ struct PointwiseConv2d {
   const float* bias;  // [o], or null
   void* packed;       // the weight as the kernel reads it
   void* y;            // [n, h, w, o]
+  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2; of kFloat32 only
 };
 
 struct PointwiseConv2dDw {
@@ -61,13 +63,16 @@ constexpr int64_t pixel_blocks(const PointwiseConv2d& a) { return chunks(a.n * a
 constexpr int64_t packed_size(const PointwiseConv2d& a) {
   return round_up(a.o, kWideLanes) * (a.dtype == DType::kFloat32 ? a.c : chunks(a.c, 2)) * 4;
 }
-// Bytes of working memory per thread: a block of pixels.
-constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2d& a) { return block_pixels(a) * bytes_per_pixel(a); }
+// Bytes of working memory per thread: the moments of a block of pixels, and the block itself.
+constexpr int64_t moments_pitch(const PointwiseConv2d& a) { return a.moments ? round_up(a.o, kWideLanes) : 0; }
+constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2d& a) {
+  return 3 * 4 * moments_pitch(a) + block_pixels(a) * bytes_per_pixel(a);
+}
 
 // Items: output channels, by kWideLanes. Writes packed.
 template <Isa I>
 void pointwise_conv2d_pack(const PointwiseConv2d& a, int64_t begin, int64_t end);
-// Items: blocks of pixels. Writes y, whose bits do not depend on how the items are shared out.
+// Items: blocks of pixels. Writes y and moments, whose bits do not depend on how the items are shared out.
 template <Isa I>
 void pointwise_conv2d(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end);
 

@@ -244,6 +244,23 @@ def cast(inputs: dict, dtype: torch.dtype) -> dict:
     return {name: convert(value) for name, value in inputs.items()}
 
 
+def assert_moments_as_good_as_torch(runs: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """The rule for (y, its mean per channel, its sum of squares), all runs together: the mean counts beside the spread
+    that divides it, the sum of squares beside the true one."""
+    parts = []
+    for y, mean, m2 in runs:
+        var, exact = torch.var_mean(y.double(), (0, 2, 3), correction=0)
+        std, count = var.sqrt(), y.numel() / y.shape[1]
+        stock, unbiased = torch.zeros(2, y.shape[1], device=y.device)
+        torch.nn.functional.batch_norm(y, stock, unbiased, training=True, momentum=1.0)
+        means = (t / std.to(t.dtype) + 1 for t in (mean, stock, exact))
+        squares = (t / (var * count).to(t.dtype) for t in (m2, unbiased * (count - 1), var * count))
+        parts.append((*means, *squares))
+    results = [torch.cat(vectors) for vectors in zip(*parts)]
+    assert_as_good_as_torch(*results[:3], "mean / std + 1")
+    assert_as_good_as_torch(*results[3:], "m2 / true m2")
+
+
 def assert_op_as_good_as_torch(
     function: Callable,
     reference: Callable,

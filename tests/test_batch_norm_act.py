@@ -135,6 +135,22 @@ def test_statistics_of_more_than_2_to_the_31_elements(device, kernels, layout):
 
 @dense_layouts
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+def test_moments_that_are_known_are_not_taken_again(device, kernels, layout, dtype):
+    x = make(device, (2, 5, 7, 9), layout, dtype)["x"]
+
+    def normalised(moments):
+        running = torch.zeros(5, device=device), torch.ones(5, device=device)
+        return batch_norm_act(x, *running, training=True, moments=moments), *running
+
+    mean, m2 = IMPLS[kernels].stats(x)
+    for known, taken in zip(normalised((mean, m2)), normalised(None)):
+        assert torch.equal(known, taken)
+    for other, taken in zip(normalised((mean + 1, 4 * m2)), normalised(None)):
+        assert not torch.equal(other, taken)
+
+
+@dense_layouts
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 def test_a_large_mean_hides_no_variance(device, backend, layout, dtype):
     draws = [make(device, (4, 5, 17, 31), layout, dtype, seed=seed) for seed in range(2)]
     for draw in draws:
@@ -270,6 +286,14 @@ X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
         ({"weight": torch.ones(3, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
         ({"act": "mish"}, ValueError, "act must be one of identity, relu, .* got 'mish'"),
         ({"x": torch.ones(1, 3, 1, 1), "training": True}, ValueError, "Expected more than 1 value per channel"),
+        ({"moments": (ONES, ONES)}, ValueError, "moments are those of a training batch, got training=False"),
+        ({"moments": (ONES,), "training": True}, ValueError, "must be mean and sum of squares, got 1 tensors"),
+        ({"moments": (ONES[:2], ONES), "training": True}, ValueError, r"the mean in moments must have shape \[3\]"),
+        (
+            {"moments": (ONES, ONES.half()), "training": True},
+            TypeError,
+            "the sum of squares in moments must be torch.float32, got torch.float16",
+        ),
     ],
 )
 def test_bad_arguments_are_named_and_change_nothing(changes, error, message):

@@ -128,6 +128,21 @@ def test_a_large_mean_hides_no_variance(device, kernels, layout, dtype):
 
 
 @dense_layouts
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("k", [3, 5, 7])
+@pytest.mark.parametrize("channels", [8, 37, 130, 264])  # groups and chunks of channels, whole and overlapping
+def test_statistics_of_the_convolution_are_as_good_as_torch(device, kernels, layout, stride, k, channels):
+    skip_unless_runs(kernels, device, interpreted=(channels, stride, k) == (37, 1, 3))
+    geometry, runs = ([stride, stride], [k // 2, k // 2, k // 2 + 1, k // 2], [1, 1]), []
+    for seed in range(2):
+        x = harness.images((2, channels, 23, 11), layout, device=device, seed=seed)
+        weight = harness.normal(channels, 1, k, k, device=device, seed=10 + seed)
+        bias = harness.normal(channels, device=device, seed=20 + seed) + 100
+        runs.append(IMPLS[kernels].convolve(x, weight, bias, *geometry))
+    harness.assert_moments_as_good_as_torch(runs)
+
+
+@dense_layouts
 def test_large_images_are_summed_as_well(device, kernels, layout):
     calls = (of(make(device), training=False) for of in (function, reference_of))
     properties.assert_large_images_are_summed_as_well(*calls, make, kernels, device, layout)

@@ -156,7 +156,8 @@ def candidates_of(model):
 
 
 def is_middle(conv, norm):
-    return isinstance(conv, nn.Conv2d) and is_candidate(conv) and "BatchNorm" in type(norm).__name__
+    is_convolution = isinstance(conv, nn.Conv2d) and (is_candidate(conv) or is_pointwise(conv))
+    return is_convolution and "BatchNorm" in type(norm).__name__
 
 
 def check_sweep(model):
@@ -292,6 +293,55 @@ def test_blocks_are_one_op_on_every_backend_that_is_forced(zoo, device, backend,
     (block,) = timm_model(zoo, "mobilenetv3_small_050").blocks[0]
     fusedtrain.fuse(block)
     assert block(harness.images((2, block.conv_dw.in_channels, 5, 6))).isfinite().all() and calls == [1]
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """A list that grows with every 1x1 convolution which gathers statistics, on any CPU."""
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    module, calls = sys.modules["fusedtrain.ops.pointwise_conv2d"], []
+    real = module._STATS
+    monkeypatch.setattr(module, "_by_kernel", lambda x, channels: x.dtype == torch.float32)
+    monkeypatch.setattr(module, "_STATS", lambda *inputs: calls.append(1) or real(*inputs))
+    return calls
+
+
+def blocks_with_1x1_convolutions(zoo):
+    expanded = timm_model(zoo, "mobilenetv3_small_050").blocks[1][0]
+    norm_act = zoo.timm.layers.ConvNormAct(24, 40, 1, act_layer=nn.SiLU)
+    of_torchvision = zoo.torchvision.ops.Conv2dNormActivation(24, 40, 1, activation_layer=nn.Hardswish)
+    plain = nn.Sequential(nn.Conv2d(24, 40, 1, bias=False), nn.BatchNorm2d(40), nn.GELU())
+    return {"expanded": expanded, "norm_act": norm_act, "torchvision": of_torchvision, "plain": plain}
+
+
+@pytest.mark.parametrize("name", ["expanded", "norm_act", "torchvision", "plain"])
+def test_1x1_convolutions_gather_the_statistics_of_the_norm_behind_them(zoo, gathered, name):
+    torch.manual_seed(0)
+    stock = blocks_with_1x1_convolutions(zoo)[name].train()
+    channels = next(stock.parameters()).shape[1]
+    fused = copy.deepcopy(stock)
+    fusedtrain.fuse(fused)
+    x = harness.images((8, channels, 16, 16), "channels_last")
+    models = copy.deepcopy(stock).double(), stock, fused
+    with fusedtrain.use_backend("cpu"):
+        truth, theirs, ours = (step(model, batch) for model, batch in zip(models, (x.double(), x, x)))
+    assert gathered == [1]
+    harness.assert_as_good_as_torch(ours[0], theirs[0], truth[0], f"{name} y")
+    for what, parts in zip(("gradients", "statistics"), zip(ours[1:], theirs[1:], truth[1:])):
+        for index, tensors in enumerate(zip(*parts[0:3])):
+            harness.assert_as_good_as_torch(*tensors, f"{name} {what} {index}")
+    with fusedtrain.use_backend("cpu"), torch.no_grad():
+        assert torch.equal(fused.eval()(x), fused(x)) and gathered == [1]  # the running ones count in evaluation
+
+
+def test_hooks_between_a_1x1_convolution_and_its_norm_are_called(zoo, gathered):
+    block, calls = blocks_with_1x1_convolutions(zoo)["plain"].train(), []
+    fusedtrain.fuse(block)
+    block[0].register_forward_hook(lambda *_: calls.append(1))
+    with fusedtrain.use_backend("cpu"):
+        block(harness.images((2, 24, 8, 8), "channels_last"))
+    assert calls == [1] and not gathered
 
 
 def check_training(model, what):

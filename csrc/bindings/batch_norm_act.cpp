@@ -107,6 +107,20 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
   return {mean, m2};
 }
 
+std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const std::vector<int64_t>& sizes) {
+  const int64_t c = partial.size(2);
+  const Tensor mean = torch::stable::new_empty(partial, {c}), m2 = torch::stable::new_empty(partial, {c});
+  const BatchNormMoments a{.c = c,
+                           .parts = partial.size(0),
+                           .partial = static_cast<const float*>(partial.const_data_ptr()),
+                           .sizes = sizes.data(),
+                           .mean = static_cast<float*>(mean.mutable_data_ptr()),
+                           .m2 = static_cast<float*>(m2.mutable_data_ptr())};
+  parallel_items(0, c, 3 * a.parts,
+                 [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_moments_finish<I>(a, b, e); });
+  return {mean, m2};
+}
+
 namespace {
 
 Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,

@@ -60,9 +60,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv(const Tensor& x, con
       return {z, mean, m2};
     }
   }
-  const Tensor z = depthwise_conv2d(x, weight, bias, stride, padding, dilation, 0);
-  const auto [mean, m2] = batch_norm_act_stats(z);
-  return {z, mean, m2};
+  return depthwise_conv2d_stats(x, weight, bias, stride, padding, dilation);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, const Tensor& mean, const Tensor& rstd,

@@ -80,16 +80,58 @@ DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std:
   return s;
 }
 
+namespace {
+
+DepthwiseConv2d forward_of(const DepthwiseSizes& s, const Tensor& x, const Tensor& weight,
+                           const std::optional<Tensor>& bias, const Tensor& y, int64_t act) {
+  return {.sizes = s,
+          .act = input_activation_of("act", act),
+          .x = x.const_data_ptr(),
+          .weight = weight.const_data_ptr(),
+          .bias = bias ? bias->const_data_ptr() : nullptr,
+          .y = y.mutable_data_ptr(),
+          .moments = nullptr};
+}
+
+void forward_on_cpu(const DepthwiseConv2d& a, const Tensor& weight) {
+  const DepthwiseSizes& s = a.sizes;
+  const Tensor taps = taps_of(s, weight);
+  const int64_t items = s.n * cpu::chunks(s) * cpu::bands(s);
+  parallel_units(s, items, 0, items, [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
+    cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_stats(const Tensor& x, const Tensor& weight,
+                                                          const std::optional<Tensor>& bias, const Ints& stride,
+                                                          const Ints& padding, const Ints& dilation) {
+  const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
+  bool gathers = false;
+  visit_isa([&]<Isa I>() { gathers = cpu::depthwise_conv2d_gathers_moments<I>(s); });
+  if (!gathers) {
+    const Tensor y = depthwise_conv2d(x, weight, bias, stride, padding, dilation, 0);
+    return std::tuple_cat(std::tuple(y), batch_norm_act_stats(y));
+  }
+  const Tensor y = empty_images(x, s.layout, s.c, s.ho, s.wo);
+  const int64_t bands = cpu::bands(s);
+  const Tensor partial = empty_acc(x, {s.n * bands, 3, s.c});
+  DepthwiseConv2d a = forward_of(s, x, weight, bias, y, 0);
+  a.moments = static_cast<float*>(data_or_null(partial));
+  forward_on_cpu(a, weight);
+  Ints sizes(s.n * bands);
+  for (int64_t i = 0; i < s.n * bands; ++i) {
+    sizes[i] = (cpu::first_row(s, i % bands + 1) - cpu::first_row(s, i % bands)) * s.wo;
+  }
+  return std::tuple_cat(std::tuple(y), batch_norm_act_stats_of(partial, sizes));
+}
+
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
                         const Ints& padding, const Ints& dilation, int64_t act) {
   const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
   const Tensor y = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
-  const DepthwiseConv2d a{.sizes = s,
-                          .act = input_activation_of("act", act),
-                          .x = x.const_data_ptr(),
-                          .weight = weight.const_data_ptr(),
-                          .bias = bias ? bias->const_data_ptr() : nullptr,
-                          .y = y.mutable_data_ptr()};
+  const DepthwiseConv2d a = forward_of(s, x, weight, bias, y, act);
   if constexpr (kWithCuda) {
     if (x.is_cuda()) {
       const CudaLaunch launch("depthwise_conv2d", x);
@@ -97,11 +139,7 @@ Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::option
       return y;
     }
   }
-  const Tensor taps = taps_of(s, weight);
-  const int64_t items = s.n * cpu::chunks(s) * cpu::bands(s);
-  parallel_units(s, items, 0, items, [&]<Isa I>(void* scratch, int64_t begin, int64_t end) {
-    cpu::depthwise_conv2d<I>(a, taps.const_data_ptr(), scratch, begin, end);
-  });
+  forward_on_cpu(a, weight);
   return y;
 }
 

@@ -17,11 +17,19 @@ Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h,
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                         const std::vector<int64_t>& dilation, int64_t act);
+// The same with its mean and m2, as batch_norm_act_stats gives them; on the CPU.
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_stats(const Tensor& x, const Tensor& weight,
+                                                          const std::optional<Tensor>& bias,
+                                                          const std::vector<int64_t>& stride,
+                                                          const std::vector<int64_t>& padding,
+                                                          const std::vector<int64_t>& dilation);
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                                              const std::vector<int64_t>& stride,
                                                              const std::vector<int64_t>& padding,
                                                              const std::vector<int64_t>& dilation, bool need_dx,
                                                              bool need_dw, bool need_db);
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x);
+// The same from the sums of a CPU kernel that gathered them, float32 [parts, 3, C], over `sizes` positions each.
+std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const std::vector<int64_t>& sizes);
 
 }  // namespace fusedtrain::bindings

@@ -7,6 +7,8 @@
 // the batch (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
 #include "batch_norm_act.h"
 
+#include <numeric>
+
 #include "cpu/batch_sums.h"
 
 namespace fusedtrain::cpu {
@@ -110,6 +112,32 @@ struct Forward {
   }
 };
 
+// Mean and m2 of channels [begin, end) from sums of parts; each_part(f) calls f(offset, positions) for every part.
+template <class Lane, class Parts>
+void finish_moments(const Lane* partial, int64_t c, int64_t count, const Parts& each_part, Lane* mean, Lane* m2,
+                    int64_t begin, int64_t end) {
+  for (int64_t first = begin; first < end; first += kFinishBlock) {
+    const int width = int(std::min<int64_t>(kFinishBlock, end - first));
+    double base[kFinishBlock] = {}, sum[kFinishBlock] = {}, squares[kFinishBlock] = {};
+    each_part([&](int64_t offset, int64_t positions) {
+      const Lane* shift = partial + offset + first;
+      const Lane *s = shift + c, *q = s + c;
+      const double size = double(positions);
+      for (int k = 0; k < width; ++k) {
+        if (offset == 0) base[k] = double(shift[k]);
+        const double step = double(shift[k]) - base[k];
+        sum[k] += double(s[k]) + size * step;
+        squares[k] += double(q[k]) + step * (2 * double(s[k]) + size * step);
+      }
+    });
+    for (int k = 0; k < width; ++k) {
+      const double centre = count == 0 ? 0 : sum[k] / double(count);
+      mean[first + k] = Lane(base[k] + centre);
+      m2[first + k] = Lane(at_least(squares[k] - sum[k] * centre, 0.0));
+    }
+  }
+}
+
 }  // namespace
 
 template <>
@@ -123,29 +151,21 @@ void batch_norm_act_stats_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormStats& a, 
 template <>
 void batch_norm_act_stats_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormStats& a, int64_t begin, int64_t end) {
   const int64_t c = a.images.c, count = a.images.n * a.images.hw * a.fold;
+  const auto each_part = [&](auto f) { for_each_part(a.images, a.fold, 3, f); };
   const auto finish = [&]<class Lane>() {
-    for (int64_t first = begin; first < end; first += kFinishBlock) {
-      const int width = int(std::min<int64_t>(kFinishBlock, end - first));
-      double base[kFinishBlock] = {}, sum[kFinishBlock] = {}, squares[kFinishBlock] = {};
-      for_each_part(a.images, a.fold, 3, [&](int64_t offset, int64_t positions) {
-        const Lane* shift = static_cast<const Lane*>(a.partial) + offset + first;
-        const Lane *s = shift + c, *q = s + c;
-        const double size = double(positions);
-        for (int k = 0; k < width; ++k) {
-          if (offset == 0) base[k] = double(shift[k]);
-          const double step = double(shift[k]) - base[k];
-          sum[k] += double(s[k]) + size * step;
-          squares[k] += double(q[k]) + step * (2 * double(s[k]) + size * step);
-        }
-      });
-      for (int k = 0; k < width; ++k) {
-        const double mean = count == 0 ? 0 : sum[k] / double(count);
-        static_cast<Lane*>(a.mean)[first + k] = Lane(base[k] + mean);
-        static_cast<Lane*>(a.m2)[first + k] = Lane(at_least(squares[k] - sum[k] * mean, 0.0));
-      }
-    }
+    finish_moments(static_cast<const Lane*>(a.partial), c, count, each_part, static_cast<Lane*>(a.mean),
+                   static_cast<Lane*>(a.m2), begin, end);
   };
   a.images.dtype == DType::kFloat64 ? finish.template operator()<double>() : finish.template operator()<float>();
+}
+
+template <>
+void batch_norm_act_moments_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormMoments& a, int64_t begin, int64_t end) {
+  const int64_t count = std::accumulate(a.sizes, a.sizes + a.parts, int64_t(0));
+  const auto each_part = [&](auto f) {
+    for (int64_t i = 0; i < a.parts; ++i) f(i * 3 * a.c, a.sizes[i]);
+  };
+  finish_moments(a.partial, a.c, count, each_part, a.mean, a.m2, begin, end);
 }
 
 template <>

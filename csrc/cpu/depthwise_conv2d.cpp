@@ -313,6 +313,12 @@ void depthwise_conv2d_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const v
 }
 
 template <>
+bool depthwise_conv2d_gathers_moments<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
+  return s.layout == Layout::kChannelsLast && s.dtype == DType::kFloat32 &&
+         depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).blocks > 0;
+}
+
+template <>
 void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, void* scratch, int64_t begin,
                                            int64_t end) {
   constexpr Isa I = Isa::FUSEDTRAIN_ISA;

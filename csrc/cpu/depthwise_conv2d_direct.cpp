@@ -51,6 +51,57 @@ struct Tile {
   T* out;              // of output 0
   int64_t out_step;    // to the next row of output
   int64_t begin, end;  // the outputs to be stored
+  float* moments;      // [Moments::kSums][lane] of the group, or null
+  bool opens;          // the moments begin here
+};
+
+// Sums about a shift near the mean, of the outputs of a band: those of a row are added up first.
+// [group][kSums][lane]: shift, sum and squares of the row, sum and squares of the band.
+class Moments {
+ public:
+  using V = Vec<float>;
+  static constexpr int64_t kSums = 5;
+
+  // Adds the outputs of a tile. The shift is the mean of the first.
+  template <int kWide, int kVecs>
+  [[gnu::always_inline]] static void add(float* of, bool opens, const V (&out)[kWide][kVecs]) {
+    const auto each = [&](auto f) __attribute__((always_inline)) { return sum_in_pairs<kWide>(f); };
+    V shift(0), sum(0), squares(0);
+    if (opens) {
+      shift = each([&](auto t) __attribute__((always_inline)) { return out[t][0]; }) * V(1.f / kWide);
+      store(of, shift);
+    } else {
+      shift = load<V>(of);
+      sum = load<V>(of + V::kLanes);
+      squares = load<V>(of + 2 * V::kLanes);
+    }
+    const auto distance = [&](auto t) __attribute__((always_inline)) { return out[t][0] - shift; };
+    const auto square = [&](auto t) __attribute__((always_inline)) { return distance(t) * distance(t); };
+    store(of + V::kLanes, sum + each(distance));
+    store(of + 2 * V::kLanes, squares + each(square));
+  }
+  float* data() { return sums_; }
+  // Adds a row to the band.
+  void end_row(int64_t groups, bool first) {
+    for (float* row = sums_ + V::kLanes; row < sums_ + groups * kSums * V::kLanes; row += kSums * V::kLanes) {
+      for (int k = 0; k < 2; ++k) {
+        float *from = row + k * V::kLanes, *to = from + 2 * V::kLanes;
+        store(to, first ? load<V>(from) : load<V>(to) + load<V>(from));
+        store(from, V(0));
+      }
+    }
+  }
+  // Writes shift, sum and squares of a group to rows c apart.
+  void put(int64_t group, float* to, int64_t c) const {
+    const float* from = sums_ + group * kSums * V::kLanes;
+    for (int64_t k : {0, 3, 4}) {
+      store(to, load<V>(from + k * V::kLanes));
+      to += c;
+    }
+  }
+
+ private:
+  alignas(64) float sums_[kSums * (kChunkChannels + kMostLanes)];
 };
 
 // kWide outputs of a row.
@@ -105,6 +156,9 @@ void run_tile(const Tile<T>& tile) {
       for (int v = 0; v < G::kVecs; ++v) acc[t][v] = activated(tile.act, acc[t][v]);
     }
   }
+  if constexpr (std::is_same_v<T, float>) {
+    if (tile.moments != nullptr) Moments::add(tile.moments, tile.opens, acc);
+  }
   T* out = tile.out;
 #pragma GCC unroll 32
   for (int t = 0; t < kWide; ++t) {
@@ -155,6 +209,10 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
           tile.ahead = row.tile.ahead + channel;
           tile.rows.taps = row.tile.rows.taps + group * row.tap_group;
           tile.out = row.tile.out + (from - skip) * tile.pitch + channel;
+          tile.opens = row.tile.opens && i == 0;
+          if (row.tile.moments != nullptr) {
+            tile.moments = row.tile.moments + (group - row.begin) * Moments::kSums * Moments::V::kLanes;
+          }
           Acc<T> init[Group<T>::kChannels];
           if (row.tile.bias) load_group(row.tile.bias + channel, init);
           tile.init = row.tile.bias ? init : nullptr;
@@ -222,7 +280,10 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.bias = static_cast<const T*>(a.bias);
       tile.act = a.act;
       tile.streams = streams(s, y, s.ho * s.wo);
-      for (int64_t oy = s.ho * part.band / bands(s); oy < s.ho * (part.band + 1) / bands(s); ++oy) {
+      Moments moments;
+      tile.moments = a.moments == nullptr ? nullptr : moments.data();
+      const int64_t first = first_row(s, part.band), groups = part.end - part.begin;
+      for (int64_t oy = first; oy < first_row(s, part.band + 1); ++oy) {
         const int64_t top = oy * kStride - s.top;
         const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.h - top, from, kTaps);
         tile.rows = {x + (top + from) * s.w * s.c, s.w * s.c, static_cast<const Acc<T>*>(taps) + from * kTapRow,
@@ -230,7 +291,13 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
         tile.out_step = s.wo * s.c;
+        tile.opens = oy == first;
         run_row<T, Gathered<kTaps, kStride>>(row, s.wo, 0, -s.left);
+        if (tile.moments != nullptr) moments.end_row(groups, tile.opens);
+      }
+      for (int64_t group = 0; a.moments != nullptr && group < groups; ++group) {
+        float* to = a.moments + (part.image * bands(s) + part.band) * 3 * s.c;
+        moments.put(group, to + first_channel<T>(s, part.begin + group), s.c);
       }
       stream_fence();
     });

@@ -52,7 +52,35 @@ struct Tile {
   const float* bias;  // or null
   int last;           // lanes of the last vector
   bool streams;       // y is written past the caches
+  float* moments;     // three rows of sums of the block's pixels, moments_pitch apart; or null
+  int64_t moments_pitch;
+  bool opens;        // it is the first of the block
+  int64_t repeated;  // pixels that it shares with the tile before
 };
+
+// Adds a tile's results to the moments of its channels. The shift is the mean of the first tile.
+template <class T, int kVecs, int kHeight, class V>
+[[gnu::always_inline]] inline void add_moments(const Tile<T>& t, const V (&sums)[kHeight][kVecs]) {
+  unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+    float* const p = t.moments + v * kLanes;
+    const auto each = [&](auto f) __attribute__((always_inline)) { return sum_in_pairs<kHeight>(f); };
+    V shift(0), sum(0), squares(0);
+    if (t.opens) {
+      shift = each([&](auto row) __attribute__((always_inline)) { return sums[row][v]; }) * V(1.f / kHeight);
+      store(p, shift);
+    } else {
+      shift = load<V>(p);
+      sum = load<V>(p + t.moments_pitch);
+      squares = load<V>(p + 2 * t.moments_pitch);
+    }
+    V d[kHeight];
+    unroll<kHeight>([&](auto row)
+                        __attribute__((always_inline)) { d[row] = row < t.repeated ? V(0) : sums[row][v] - shift; });
+    store(p + t.moments_pitch, sum + each([&](auto row) __attribute__((always_inline)) { return d[row]; }));
+    store(p + 2 * t.moments_pitch,
+          squares + each([&](auto row) __attribute__((always_inline)) { return d[row] * d[row]; }));
+  });
+}
 
 // Past the caches go large results, in stores of whole lines.
 template <class T>
@@ -163,11 +191,14 @@ template <class T, int kVecs, int kHeight>
   each_sum([&](auto row, auto v) __attribute__((always_inline)) {
     put(t.y + row * t.y_pitch + v * kLanes, sums[row][v], v < kVecs - 1 ? kLanes : t.last, t.streams);
   });
+  if constexpr (std::is_same_v<T, float>) {
+    if (t.moments != nullptr) add_moments(t, sums);
+  }
 }
 
-// All output channels of pixels [begin, end), whose channels lie at x.
+// All output channels of pixels [begin, end), whose channels lie at x. Writes y and, [3, moments_pitch], `moments`.
 template <class T>
-void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t begin, int64_t end) {
+void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t begin, int64_t end, float* moments) {
   alignas(64) float before[kMostSums * kLanes];
   const Panels panels(a.o);
   const int64_t steps = chunks(a.c, kChannels<T>), count = end - begin;
@@ -184,13 +215,19 @@ void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t
                  .y_pitch = a.o,
                  .bias = a.bias == nullptr ? nullptr : a.bias + from * kLanes,
                  .last = int(std::min<int64_t>(kLanes, a.o - (to - 1) * kLanes)),
-                 .streams = streams<T>(a)};
+                 .streams = streams<T>(a),
+                 .moments = a.moments == nullptr ? nullptr : moments + from * kLanes,
+                 .moments_pitch = moments_pitch(a),
+                 .opens = false,
+                 .repeated = 0};
     const auto multiply_tiles = [&]<int kVecs, int kHeight>() {
       T* const y = tile.y;
       for (int64_t i = 0; i < count; i += kHeight) {
         const int64_t first = std::min(i, count - kHeight);  // the last tile may begin within the one before
         tile.x = x + first * pitch;
         tile.y = y + first * a.o;
+        tile.opens = i == 0;
+        tile.repeated = i - first;
         multiply_tile<T, kVecs, kHeight>(tile);
       }
     };
@@ -204,25 +241,31 @@ void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t
 }
 
 template <class T>
-void multiply(const PointwiseConv2d& a, T* scratch, int64_t block_begin, int64_t block_end) {
+void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int64_t block_end) {
   const Side<T> x(a.x, a.c, a.x_strides, a.n, a.h, a.w);
   const int64_t all = a.n * a.h * a.w, most = block_pixels(a);
+  const int64_t row = moments_pitch(a);
+  auto* const moments = static_cast<float*>(scratch);
+  auto* const copies = reinterpret_cast<T*>(moments + 3 * row);
   for (int64_t block = block_begin; block < block_end; ++block) {
     const int64_t begin = block * most, end = std::min(all, begin + most);
     if (x.is_matrix()) {
-      multiply_block(a, x.at(begin), x.strides.col, begin, end);
-      continue;
-    }
-    Pixels<T> pixels(x, begin, 0);
-    for (T* to = scratch; to < scratch + (end - begin) * a.c; to += a.c) {
-      const T* from = pixels.next();
-      if (x.strides.channel == 1) {
-        std::copy_n(from, a.c, to);
-      } else {
-        for (int64_t c = 0; c < a.c; ++c) to[c] = from[c * x.strides.channel];
+      multiply_block(a, x.at(begin), x.strides.col, begin, end, moments);
+    } else {
+      Pixels<T> pixels(x, begin, 0);
+      for (T* to = copies; to < copies + (end - begin) * a.c; to += a.c) {
+        const T* from = pixels.next();
+        if (x.strides.channel == 1) {
+          std::copy_n(from, a.c, to);
+        } else {
+          for (int64_t c = 0; c < a.c; ++c) to[c] = from[c * x.strides.channel];
+        }
       }
+      multiply_block<T>(a, copies, a.c, begin, end, moments);
     }
-    multiply_block<T>(a, scratch, a.c, begin, end);
+    for (int k = 0; a.moments != nullptr && k < 3; ++k) {
+      std::copy_n(moments + k * row, a.o, a.moments + (3 * block + k) * a.o);
+    }
   }
   if (streams<T>(a)) stream_fence();
 }
@@ -288,7 +331,7 @@ void pointwise_conv2d_pack<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, int64_
 
 template <>
 void pointwise_conv2d<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end) {
-  visit_elements(a.dtype, [&]<class T>() { multiply(a, static_cast<T*>(scratch), begin, end); });
+  visit_elements(a.dtype, [&]<class T>() { multiply<T>(a, scratch, begin, end); });
 }
 
 }  // namespace fusedtrain::cpu

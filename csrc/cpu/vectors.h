@@ -43,6 +43,16 @@ template <class V>
   return sum + a * b;
 }
 
+// The sum of f(integral_constant<int, i>) for i in [begin, begin + N), in pairs, pairs of pairs, ...
+template <int N, int begin = 0, class F>
+[[gnu::always_inline]] inline auto sum_in_pairs(const F& f) {
+  if constexpr (N == 1) {
+    return f(std::integral_constant<int, begin>{});
+  } else {
+    return sum_in_pairs<N / 2, begin>(f) + sum_in_pairs<N - N / 2, begin + N / 2>(f);
+  }
+}
+
 // Two bfloat16 per lane, the first in the lower half.
 struct Pairs {
   RawVec<uint32_t> v;

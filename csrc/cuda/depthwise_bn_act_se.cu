@@ -350,7 +350,7 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
 int bn_act_conv(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
   if (!gathers_moments(s)) {
-    const DepthwiseConv2d conv{s, Activation::kIdentity, a.x, a.weight, a.bias, a.z};
+    const DepthwiseConv2d conv{s, Activation::kIdentity, a.x, a.weight, a.bias, a.z, nullptr};
     const BatchNormStats stats{batch_of(s), 1, a.z, a.partial, a.mean, a.m2};
     const int code = depthwise_conv2d(conv, stream);
     return code != cudaSuccess ? code : batch_norm_act_stats(stats, stream);

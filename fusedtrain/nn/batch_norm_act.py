@@ -16,10 +16,14 @@ def arguments(layer: nn.Module) -> tuple:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the plain average of all batches
             momentum = 1.0 / float(layer.num_batches_tracked)
-    by_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
     keeps = layer.track_running_stats or not layer.training
     running = (layer.running_mean, layer.running_var) if keeps else (None, None)
-    return *running, layer.weight, layer.bias, by_batch, momentum, layer.eps
+    return *running, layer.weight, layer.bias, takes_batch(layer), momentum, layer.eps
+
+
+def takes_batch(layer: nn.Module) -> bool:
+    """Whether ``layer`` normalises by the statistics of the batch."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 def group_of(layer: nn.Module):
@@ -47,6 +51,7 @@ def normalise(
     residual: Tensor | None = None,
     residual_after: bool = False,
     process_group=None,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``."""
     return batch_norm_act(
@@ -55,6 +60,7 @@ def normalise(
         residual=residual,
         residual_after=residual_after,
         process_group=process_group,
+        moments=moments,
     )
 
 

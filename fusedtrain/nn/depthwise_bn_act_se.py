@@ -15,13 +15,16 @@ from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
-from fusedtrain.ops import depthwise_bn_act_se
+from fusedtrain.ops import depthwise_bn_act_se, pointwise_conv2d
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+from fusedtrain.ops.pointwise_conv2d import with_moments
 
 torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
 
 CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
+BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
 NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
 GATES = (SqueezeExcite, SEModule, SqueezeExcitation)
 
@@ -58,8 +61,8 @@ def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:
     return None
 
 
-def _behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, tuple | None, list[nn.Module]]:
-    """Returns the op's name of the activation behind the normalisation, the gate or None, and the layers left."""
+def _activation_behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, list[nn.Module]]:
+    """Returns the op's name of the activation behind the normalisation, and the layers left."""
     inside = (getattr(norm, name, None) for name in ("drop", "act"))
     layers, act = [*(layer for layer in inside if layer is not None), *layers], "identity"
     while layers and type(layers[0]) is not Gate:
@@ -68,8 +71,7 @@ def _behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, tuple | None
             break
         layers.pop(0)
         act = act if name == "identity" else name
-    gate = _gate(layers[0]) if layers else None
-    return act, gate, layers if gate is None else layers[1:]
+    return act, layers
 
 
 def _gate(se: nn.Module | Gate) -> tuple | None:
@@ -97,8 +99,13 @@ def middle(
     if not _is_known(conv, norm):
         x = norm(conv(x))
     else:
-        act, gate, left = _behind(norm, left)
-        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
+        act, left = _activation_behind(norm, left)
+        if type(conv) is PointwiseConv2d:
+            x = _pointwise(x, conv, norm, act)
+        else:
+            gate = _gate(left[0]) if left else None
+            left = left if gate is None else left[1:]
+            x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
     for layer in left:
         x = layer(x)
     return x
@@ -109,9 +116,16 @@ def is_projection(layer: nn.Module) -> bool:
 
 
 def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
-    if type(conv) not in CONVOLUTIONS or type(norm) not in NORMS or observed(conv) or observed(norm):
+    if type(conv) not in BEFORE_NORM or type(norm) not in NORMS or observed(conv) or observed(norm):
         return False
-    return conv.padding_mode == "zeros"
+    return conv.padding_mode == "zeros" or type(conv) is PointwiseConv2d
+
+
+def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
+    """The convolution's kernel gathers the statistics of the batch, where it can."""
+    arguments = x, conv.weight, conv.bias, conv.stride
+    x, moments = with_moments(*arguments) if norms.takes_batch(norm) else (pointwise_conv2d(*arguments), None)
+    return norms.normalise(norm, x, act, process_group=norms.group_of(norm), moments=moments)
 
 
 def _as_one(
@@ -219,13 +233,13 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
-        x = self.bn1(self.conv_pw(_space_to_depth(self, x)))
+        x = middle(_space_to_depth(self, x), self.conv_pw, self.bn1)
         x = self.bn3(middle(x, self.conv_dw, self.bn2, (self.aa,), self.se, self.conv_pwl))
         return self.drop_path(x) + shortcut if self.has_skip else x
 
 
 class ConvNormAct(nn.Module):
-    """timm's ``ConvNormAct`` with a depthwise convolution as one op: ``dw_start`` and ``dw_mid`` of MobileNetV4."""
+    """timm's ``ConvNormAct`` with a depthwise convolution as one op (``dw_mid`` of MobileNetV4), or with a 1x1 one."""
 
     def forward(self, x: Tensor) -> Tensor:
         aa = getattr(self, "aa", None)
@@ -257,7 +271,7 @@ class Sequential(nn.Sequential):
 
 
 class Conv2dNormActivation(Sequential):
-    """torchvision's ``Conv2dNormActivation`` with a depthwise convolution as one op."""
+    """torchvision's ``Conv2dNormActivation`` with a depthwise convolution as one op, or with a 1x1 one."""
 
 
 def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tuple | None:
@@ -272,13 +286,14 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
     """
     nested = isinstance(layers[0], nn.Sequential) and type(layers[0]).forward in _PLAIN and not observed(layers[0])
     steps = list(layers[0]) if nested else layers
-    if len(steps) < 2 or kind(steps[0]) not in CONVOLUTIONS or kind(steps[1]) not in NORMS:
+    if len(steps) < 2 or kind(steps[0]) not in BEFORE_NORM or kind(steps[1]) not in NORMS:
         return None
     end = 2
     while end < len(steps) and op_name(steps[end]) in INPUT_ACTIVATIONS:
         end += 1
     next_one = layers[1:2] if nested else layers[end : end + 1]
-    gate = next_one[0] if next_one and kind(next_one[0]) in GATES else None
+    gated = next_one and kind(steps[0]) in CONVOLUTIONS and kind(next_one[0]) in GATES
+    gate = next_one[0] if gated else None
     if nested and (gate is None or end < len(steps)):
         return None  # it is a block by itself, or more than one
     return steps[0], steps[1], steps[2:end], gate, (1 if nested else end) + (gate is not None)

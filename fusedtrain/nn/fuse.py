@@ -49,11 +49,11 @@ def _becomes(module: nn.Module) -> type:
 
 
 def _has_middle(conv: str, norm: str) -> Callable[[nn.Module], bool]:
-    """Whether the inner modules of these names are a depthwise convolution and a normalisation."""
+    """Whether the inner modules of these names are a depthwise or 1x1 convolution and a normalisation."""
 
     def applies(module: nn.Module) -> bool:
         layers = getattr(module, conv, None), getattr(module, norm, None)
-        kinds = depthwise_bn_act_se.CONVOLUTIONS, depthwise_bn_act_se.NORMS
+        kinds = depthwise_bn_act_se.BEFORE_NORM, depthwise_bn_act_se.NORMS
         return None not in layers and all(_becomes(layer) in kind for layer, kind in zip(layers, kinds))
 
     return applies

@@ -59,6 +59,8 @@ SCHEMAS = {
     "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_by_library": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_dw": "(Tensor dy, Tensor x, int[] stride) -> Tensor dw",
+    "pointwise_conv2d_stats": "(Tensor x, Tensor weight, Tensor? bias, int[] stride)"
+    " -> (Tensor y, Tensor mean, Tensor m2)",
     "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
     " int act, int gate, int pool, int in_act)"
     " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits, Tensor peak, Tensor ties)",

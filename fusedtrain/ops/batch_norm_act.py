@@ -260,6 +260,23 @@ def _check_statistics(x: Tensor, running_mean, running_var, training: bool, sync
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
+def _check_moments(x: Tensor, moments: tuple[Tensor, Tensor] | None, training: bool) -> None:
+    if moments is None:
+        return
+    if not training:
+        raise ValueError("batch_norm_act: moments are those of a training batch, got training=False")
+    if len(moments) != 2:
+        raise ValueError(f"batch_norm_act: moments must be mean and sum of squares, got {len(moments)} tensors")
+    for name, vector in zip(("mean", "sum of squares"), moments):
+        if vector.shape != (x.shape[1],):
+            raise ValueError(
+                f"batch_norm_act: the {name} in moments must have shape [{x.shape[1]}], got {list(vector.shape)}"
+            )
+        if vector.dtype != _common.acc_dtype(x):
+            raise TypeError(f"batch_norm_act: the {name} in moments must be {_common.acc_dtype(x)}, got {vector.dtype}")
+        _common.check_same_device("batch_norm_act", x, moments=vector)
+
+
 def batch_norm_act(
     x: Tensor,
     running_mean: Tensor | None,
@@ -274,6 +291,7 @@ def batch_norm_act(
     residual: Tensor | None = None,
     residual_after: bool = False,
     process_group=None,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     r"""Normalises every channel over the batch, then activates, with a residual added before or after the activation.
 
@@ -296,6 +314,9 @@ def batch_norm_act(
         residual_after: add it after the activation (MobileNet) instead of before (ResNet).
         process_group: a ``torch.distributed`` group over which the statistics of a training batch are taken, as by
             ``nn.SyncBatchNorm``, on any device; the batches may differ in size. None: this process alone.
+        moments: mean of ``x`` over this process's batch and its sum of squares about the mean, each ``[C]`` in float32
+            (float64 for float64), where the op that made ``x`` gathered them; for training. They are not checked
+            against ``x``, and stock PyTorch takes its own.
 
     Returns:
         ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside
@@ -316,6 +337,7 @@ def batch_norm_act(
     _common.check_images("batch_norm_act", x)
     _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(x, running_mean, running_var, training, process_group is not None)
+    _check_moments(x, moments, training)
     code = _codes.code("act", act, _codes.ACTIVATIONS)
     group = process_group if training else None
     impl = select("batch_norm_act", IMPLS, x, group is not None, residual is not None and not residual_after)
@@ -326,14 +348,14 @@ def batch_norm_act(
         impl = _REFERENCE_PARTS
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
-    mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl)
+    mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if _common.needs_autograd(x, weight, bias, residual):
         return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, count, code, residual_after, group, impl)
     return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)
 
 
 @torch.no_grad()
-def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=()):
+def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):
     """Returns mean, rstd and how many values per channel they come from, None for fixed statistics.
 
     ``moments`` are mean and m2 of x where they are known.

@@ -377,10 +377,11 @@ def depthwise_bn_act_se(
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
     norm, moments = impl.norm, ()
     with torch.no_grad():
-        if training and impl is not IMPLS["cpu"]:  # where stock convolutions may be faster
+        convolve = _convolve(impl, x, weight, bias, *geometry)
+        if training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward):
             z, *moments = impl.convolve(x, weight, bias, *geometry)
-        else:
-            z = _common.dense_like(_convolve(impl, x, weight, bias, *geometry)(x, weight, bias, *geometry, 0), x)
+        else:  # stock convolutions may be faster on CPUs
+            z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     if se is None:
         again, kept = functools.partial(_without_gate, norm, names[0]), (z, mean, rstd, *affine)

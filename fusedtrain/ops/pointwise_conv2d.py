@@ -33,6 +33,12 @@ def _fake(x, weight, bias, stride):
     return _empty(x, weight, stride, torch.channels_last)
 
 
+@_schema.register_fake("pointwise_conv2d_stats")
+def _fake_stats(x, weight, bias, stride):
+    mean = x.new_empty(weight.shape[0], dtype=_common.acc_dtype(x))
+    return _fake(x, weight, bias, stride), mean, torch.empty_like(mean)
+
+
 @_schema.register_fake("pointwise_conv2d_by_library")
 def _fake_by_library(x, weight, bias, stride):
     return _empty(x, weight, stride, _layout(x))
@@ -149,6 +155,7 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
 
 _KERNEL, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
 _BY_LIBRARY = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
+_STATS = torch.ops.fusedtrain.pointwise_conv2d_stats.default
 
 
 def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,9 +222,19 @@ class _PointwiseConv2d(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_):
         x, weight = ctx.saved_tensors
         return *_backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.needs_input_grad[:3]), None
+
+
+class _PointwiseConv2dStats(_PointwiseConv2d):
+    @staticmethod
+    def forward(ctx, x, weight, bias, stride):
+        ctx.save_for_backward(x, weight)
+        ctx.stride = stride
+        y, mean, m2 = _STATS(x, weight, bias, stride)
+        ctx.mark_non_differentiable(mean, m2)
+        return y, mean, m2
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -266,14 +283,35 @@ def pointwise_conv2d(
     """
     if isinstance(x, Tensor) and x.dim() == 3:
         return pointwise_conv2d(x[None], weight, bias, stride)[0]
+    return _convolve(x, weight, bias, stride, with_moments=False)[0]
+
+
+def with_moments(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | tuple[int, int] = 1
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """``pointwise_conv2d``, with what the batch normalisation behind it needs.
+
+    Returns:
+        y, and what ``batch_norm_act`` takes as ``moments`` of y: where the kernel computes it in float32 they cost
+        nothing. None elsewhere.
+    """
+    return _convolve(x, weight, bias, stride, with_moments=True)
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride, with_moments: bool
+) -> tuple[Tensor, tuple | None]:
     _common.check_images("pointwise_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
     stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
     impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
     if impl.backward is None or x.numel() == 0:
-        return reference(x, weight, bias, stride)
+        return reference(x, weight, bias, stride), None
     x = _common.dense(x)
     recording = _common.needs_autograd(x, weight, bias)
+    if with_moments and x.dtype == torch.float32 and _by_kernel(x, weight.shape[0]):
+        y, *moments = (_PointwiseConv2dStats.apply if recording else _STATS)(x, weight, bias, stride)
+        return _common.in_format_of(y, x), tuple(moments)
     run = _PointwiseConv2d.apply if recording else _forward
-    return _common.in_format_of(run(x, weight, bias, stride), x)
+    return _common.in_format_of(run(x, weight, bias, stride), x), None
