@@ -309,8 +309,9 @@ def assert_op_as_good_as_torch(
 def draws(make: Callable, device: str, backend: str) -> list[dict]:
     """``make(seed)`` for as many seeds as show torch's typical error; one where the interpreter would take minutes."""
     first = make(0)
-    long = backend == "triton" and device == "cpu" and first["x"].numel() > 1000
-    return [first] if long else [first, *(make(seed) for seed in range(1, 4))]
+    size, interpreter = first["x"].numel(), backend == "triton" and device == "cpu"
+    count = 1 if interpreter and size > 1000 else 16 if not interpreter and size == 1 else 4
+    return [first, *(make(seed) for seed in range(1, count))]
 
 
 def _float32_errors(reference: Callable, stock: Callable, inputs: dict, options: dict) -> dict:

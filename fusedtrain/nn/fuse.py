@@ -59,9 +59,11 @@ def _has_middle(conv: str, norm: str) -> Callable[[nn.Module], bool]:
     return applies
 
 
-def _holds_middle(sequential: nn.Sequential) -> bool:
+def _holds_middle(sequential: nn.Sequential, convolutions: tuple[type, ...]) -> bool:
+    """Whether layers that run as one op begin with one of ``convolutions``."""
     layers = list(sequential)
-    return any(depthwise_bn_act_se.find(layers[i:], _becomes) for i in range(len(layers)))
+    found = (depthwise_bn_act_se.find(layers[i:], _becomes) for i in range(len(layers)))
+    return any(parts is not None and _becomes(parts[0]) in convolutions for parts in found)
 
 
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
@@ -121,11 +123,18 @@ RULES = (
         ("conv", "bn"),
         applies=_has_middle("conv", "bn"),
     ),
-    Rule("torchvision.ops.misc.Conv2dNormActivation", depthwise_bn_act_se.Conv2dNormActivation, applies=_holds_middle),
+    Rule(
+        "torchvision.ops.misc.Conv2dNormActivation",
+        depthwise_bn_act_se.Conv2dNormActivation,
+        applies=lambda module: _holds_middle(module, depthwise_bn_act_se.BEFORE_NORM),
+    ),
     Rule(
         "torch.nn.modules.container.Sequential",
         depthwise_bn_act_se.Sequential,
-        applies=lambda module: type(module) is nn.Sequential and _holds_middle(module),
+        # Without a depthwise convolution it is left to hand_written, which may find more in it.
+        applies=lambda module: (
+            type(module) is nn.Sequential and _holds_middle(module, depthwise_bn_act_se.CONVOLUTIONS)
+        ),
     ),
     Rule("timm.layers.cbam.CbamModule"),
     Rule("timm.layers.cbam.LightCbamModule"),
