@@ -401,7 +401,7 @@ inline Vec<float> one_plus_exp(Vec<float> x) {
 }
 #elif defined(__AVX2__)
 // Without AVX-512 a shorter e^x, for what is added to 1: 2^n times a polynomial of degree 6 in f = t - n, where
-// t = x log2(e); infinite from t = 127.5 on, 2^-126 below that. For 16-bit elements of degree 3 (error 7.5e-5).
+// t = x log2(e). For 16-bit elements of degree 3 (error 7.5e-5).
 template <class T>
 inline Vec<float> one_plus_exp(Vec<float> x) {
   using V = Vec<float>;
@@ -421,8 +421,9 @@ inline Vec<float> one_plus_exp(Vec<float> x) {
     const V c56 = V(0.000153533605f) * f + V(0.0013398875f);
     p = ((c56 * f2 + c34) * f2 + c12) * f + V(1);
   }
-  const Int scale = (reinterpret_cast<Int>(k.v) << 23) + (127 << 23);  // 2^n
-  return V(1) + p * V(reinterpret_cast<RawVec<float>>(scale));
+  const Int half_scale = (reinterpret_cast<Int>(k.v) << 23) + (126 << 23);  // 2^(n-1), as 2^128 is no float
+  const V half = V(0.5f) + p * V(reinterpret_cast<RawVec<float>>(half_scale));
+  return half + half;
 }
 #endif
 

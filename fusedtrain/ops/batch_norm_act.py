@@ -328,8 +328,8 @@ def batch_norm_act(
         TypeError: a dtype is not supported.
         RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
 
-    Cost: in training forward reads x twice and writes y, backward reads x and dy twice and writes dx; the activation is
-    computed again. Stock BatchNorm and activation take 5 and 8 such passes.
+    Cost: in training forward reads x twice (once with ``moments``) and writes y, backward reads x and dy twice and
+        writes dx; the activation is computed again. Stock BatchNorm and activation take 5 and 8 such passes.
     Numerics: sums of squares are taken about the mean, in float32 chunks added up in float64; one rounding at the end;
     deterministic, independent of threads.
     Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``

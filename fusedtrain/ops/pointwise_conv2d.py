@@ -292,8 +292,8 @@ def with_moments(
     """``pointwise_conv2d``, with what the batch normalisation behind it needs.
 
     Returns:
-        y, and what ``batch_norm_act`` takes as ``moments`` of y: where the kernel computes it in float32 they cost
-        nothing. None elsewhere.
+        y, and what ``batch_norm_act`` takes as ``moments`` of y where the kernel computes it in float32, which gathers
+        them on the way. None elsewhere.
     """
     return _convolve(x, weight, bias, stride, with_moments=True)
 
