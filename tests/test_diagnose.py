@@ -543,6 +543,32 @@ def test_what_a_cause_takes_because_of_another_one_does_not_put_it_first():
     assert [f.rule for f in ranked([loading, other])] == ["loader", "optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "pace", "left"),
+    [
+        (0, None, 7.0),  # taken from a step of 10, as the two take turns
+        (4, 1.0, 5.0),  # computing took 8 of 10, as workers took cores away
+        (4, 6.5, 6.5),  # the workers do not deliver faster
+        (4, 12.0, 10.0),  # measured in a bad moment: no gain, and no loss
+        (4, None, 7.0),  # unknown, but little waits for the workers now
+    ],
+)
+def test_what_computing_may_gain_ends_where_the_workers_cannot_follow(workers, pace, left):
+    facts = measure.Facts([], measure.Interval(10.0, 9, 11), {}, types.SimpleNamespace(num_workers=workers), {})
+    facts.cached, facts.cpu_cached = (8.0 if pace else 9.5), 8.0
+    facts.rates = {} if pace is None else {0: measure.LoaderRate(0, 4.0, 0.1), 4: measure.LoaderRate(4, pace, None)}
+    gain = rules.gain_of_computing(facts, 3.0)
+    assert gain == pytest.approx(min(0.3, (10 - left) / 10))
+
+
+def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):
+    monkeypatch.setattr(rules, "cores", lambda: 2)
+    facts = measure.Facts([], measure.Interval(10.0, 9, 11), {}, types.SimpleNamespace(num_workers=4), {})
+    facts.cached, facts.cpu_cached = 5.0, 5.0
+    facts.rates = {0: measure.LoaderRate(0, 15.0, 15.0), 4: measure.LoaderRate(4, 7.5, None)}
+    assert rules.gain_of_computing(facts, 3.0) == pytest.approx(0.15)  # 17 seconds of work are left for two cores
+
+
 # --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------
 
 

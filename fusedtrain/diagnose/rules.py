@@ -94,24 +94,31 @@ def serial(facts: Facts) -> bool:
     return getattr(facts.loader, "num_workers", 0) == 0
 
 
+def overlapped(facts: Facts, workers: int, saved: float = 0.0) -> float:
+    """Returns the seconds of a step whose loading so many workers do, when computing takes ``saved`` seconds less.
+
+    It is the slowest of computing, loading, and all CPU work over all cores.
+    """
+    work = facts.rates[0].cpu + facts.cpu_cached - saved
+    return max(facts.cached - saved, facts.rates[workers].seconds, work / cores())
+
+
 def gain_of_computing(facts: Facts, saved: float) -> float:
     """Returns the share of the step that goes away when computing takes ``saved`` seconds less."""
     step = facts.step.value
     if serial(facts) or facts.cached is None:
         return saved / step
     # Workers deliver at their own pace: what is saved beyond it is spent waiting for them.
+    workers = facts.loader.num_workers
+    if workers in facts.rates:
+        return min(saved, max(step - overlapped(facts, workers, saved), 0.0)) / step
     pace = step if facts.cached < 0.9 * step else 0.0
     return (step - max(step - saved, pace)) / step
 
 
 def gain_of_loading(facts: Facts, workers: int) -> float:
-    """Returns the share of the step that so many workers save.
-
-    They overlap with computing; the step is then the slowest of computing, loading, and all CPU work over all cores.
-    """
-    step, rate = facts.step.value, facts.rates[workers]
-    work = facts.rates[0].cpu + facts.cpu_cached
-    return 1 - max(facts.cached, rate.seconds, work / cores()) / step
+    """Returns the share of the step that so many workers save."""
+    return 1 - overlapped(facts, workers) / facts.step.value
 
 
 def best_probe(facts: Facts, remedies: list[Remedy]) -> tuple[Remedy, float] | None:
