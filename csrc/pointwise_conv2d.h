@@ -31,6 +31,7 @@ struct PointwiseConv2d {
   void* packed;       // the weight as the kernel reads it
   void* y;            // [n, h, w, o]
   float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2; of kFloat32 only
+  bool large;         // y, with what else is made of the same images, leaves the caches before anyone reads it
 };
 
 struct PointwiseConv2dDw {
@@ -41,6 +42,7 @@ struct PointwiseConv2dDw {
   const void* x;   // [n, c, h, w] under its strides: the pixels that meet one of dy
   void* dw;        // [o, c]
   void* partial;   // sums over parts of the pixels, added in order
+  bool adds;       // to what partial holds of earlier pixels; of at most kGroupPixels, which count as one group
 };
 
 namespace cpu {
@@ -51,7 +53,7 @@ constexpr int64_t chunks(int64_t count, int64_t most) { return (count + most - 1
 
 // ---- y: pixels are taken in blocks small enough for L2, of whole tiles of any height ----
 
-constexpr int64_t kBlockBytes = 256 << 10, kTilePixels = 24, kMostPixels = 96;
+constexpr int64_t kBlockBytes = 256 << 10, kTilePixels = 24, kMostPixels = 96, kLargeBytes = 8 << 20;
 
 constexpr int64_t bytes_per_pixel(const PointwiseConv2d& a) { return a.c * (a.dtype == DType::kFloat32 ? 4 : 2); }
 constexpr int64_t block_pixels(const PointwiseConv2d& a) {
@@ -118,6 +120,15 @@ void pointwise_conv2d_dw(const PointwiseConv2dDw& a, void* scratch, int64_t begi
 // Items: narrow channels, by kWideLanes. Writes dw.
 template <Isa I>
 void pointwise_conv2d_dw_finish(const PointwiseConv2dDw& a, int64_t begin, int64_t end);
+
+// ---- dx and dw of a dy that is made on the way: so many pixels of it at a time, of whole blocks of both products ----
+
+constexpr int64_t kMadeBytes = 384 << 10;
+
+constexpr int64_t made_pixels(const PointwiseConv2d& dx) {
+  const int64_t fit = kMadeBytes / std::max<int64_t>(1, bytes_per_pixel(dx));
+  return std::clamp(fit / kMostPixels * kMostPixels, kMostPixels, kGroupPixels / kMostPixels * kMostPixels);
+}
 }  // namespace cpu
 
 }  // namespace fusedtrain

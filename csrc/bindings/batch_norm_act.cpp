@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "bindings/norm_vectors.h"
 #include "bindings/operators.h"
 
 namespace fusedtrain::bindings {
@@ -43,35 +44,13 @@ Tensor channel_vector(const char* name, const std::optional<Tensor>& t, const Te
   return torch::stable::fill_(repeated, value);
 }
 
-// The values of a dense [C], `fold` times.
-Tensor repeated(const Tensor& t, int64_t fold) {
-  if (fold == 1) return t;
-  const Tensor out = torch::stable::new_empty(t, {fold * t.numel()});
-  const size_t bytes = t.numel() * t.element_size();
-  for (int64_t k = 0; k < fold; ++k)
-    std::memcpy(static_cast<char*>(out.mutable_data_ptr()) + k * bytes, t.const_data_ptr(), bytes);
-  return out;
-}
-
-// Dense copies of the small tensors, which live as long as the kernels run.
-struct Vectors {
-  Tensor mean, rstd, weight, bias;
-};
-
-Vectors vectors_of(const Tensor& x, int64_t fold, const Tensor& mean, const Tensor& rstd,
-                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
-  return {repeated(small_input("mean", mean, x, x.size(1)), fold),
-          repeated(small_input("rstd", rstd, x, x.size(1)), fold),
-          repeated(channel_vector("weight", weight, x, 1), fold), repeated(channel_vector("bias", bias, x, 0), fold)};
-}
-
 const void* images_or_null(const char* name, const std::optional<Tensor>& t, const Tensor& x) {
   if (t) check_same(name, *t, x);
   return t ? t->const_data_ptr() : nullptr;
 }
 
 BatchNormInputs inputs_of(const Tensor& x, const Images& images, const std::optional<Tensor>& residual,
-                          const Vectors& v, int64_t act, bool residual_after) {
+                          const NormVectors& v, int64_t act, bool residual_after) {
   const void* added = images_or_null("residual", residual, x);
   return {.images = images,
           .act = activation_of("act", act),
@@ -84,6 +63,22 @@ BatchNormInputs inputs_of(const Tensor& x, const Images& images, const std::opti
 }
 
 }  // namespace
+
+Tensor repeated(const Tensor& t, int64_t fold) {
+  if (fold == 1) return t;
+  const Tensor out = torch::stable::new_empty(t, {fold * t.numel()});
+  const size_t bytes = t.numel() * t.element_size();
+  for (int64_t k = 0; k < fold; ++k)
+    std::memcpy(static_cast<char*>(out.mutable_data_ptr()) + k * bytes, t.const_data_ptr(), bytes);
+  return out;
+}
+
+NormVectors norm_vectors(const Tensor& x, int64_t fold, const Tensor& mean, const Tensor& rstd,
+                         const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+  return {repeated(small_input("mean", mean, x, x.size(1)), fold),
+          repeated(small_input("rstd", rstd, x, x.size(1)), fold),
+          repeated(channel_vector("weight", weight, x, 1), fold), repeated(channel_vector("bias", bias, x, 0), fold)};
+}
 
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
   const auto [m, fold] = batch_of(x);
@@ -166,7 +161,7 @@ Tensor batch_norm_act(const Tensor& x, const Tensor& mean, const Tensor& rstd, c
                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act,
                       bool residual_after) {
   const auto [m, fold] = batch_of(x);
-  const Vectors v = vectors_of(x, fold, mean, rstd, weight, bias);
+  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
   const Tensor y = torch::stable::empty_like(x);
   const BatchNormAct a{.in = inputs_of(x, m, residual, v, act, residual_after),
                        .after = residual_after ? images_or_null("residual", residual, x) : nullptr,
@@ -187,7 +182,7 @@ std::tuple<Tensor, Tensor> batch_norm_act_reduce(const Tensor& dy, const Tensor&
                                                  bool residual_after) {
   check_same("dy", dy, x);
   const auto [m, fold] = batch_of(x);
-  const Vectors v = vectors_of(x, fold, mean, rstd, weight, bias);
+  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
   const Tensor sum_dz = empty_acc(x, {x.size(1)}), sum_dz_xhat = empty_acc(x, {x.size(1)});
   const Tensor partial = empty_acc(x, {m.n * reduce_chunks(m), 2, m.c});
   const BatchNormReduce a{.in = inputs_of(x, m, residual, v, act, residual_after),
@@ -218,7 +213,7 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
   check_same("dy", dy, x);
   STD_TORCH_CHECK(sum_dz.has_value() == sum_dz_xhat.has_value(), "fusedtrain: both sums or none expected");
   const auto [m, fold] = batch_of(x);
-  const Vectors v = vectors_of(x, fold, mean, rstd, weight, bias);
+  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
   const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
     return t ? std::optional(repeated(small_input(name, *t, x, x.size(1)), fold)) : std::nullopt;
   };

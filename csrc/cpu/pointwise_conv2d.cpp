@@ -23,7 +23,6 @@ template <int kVecs>
 constexpr int kRows = std::min(12, kMostSums / kVecs);
 constexpr int64_t kLine = 16;    // steps in a cache line of x
 constexpr int64_t kChain = 160;  // summands, at most: the error of a sum grows with them
-constexpr int64_t kStreamBytes = 8 << 20;
 
 template <class T>
 constexpr int kChannels = std::is_same_v<T, float> ? 1 : 2;  // of a step
@@ -85,9 +84,7 @@ template <class T, int kVecs, int kHeight, class V>
 // Past the caches go large results, in stores of whole lines.
 template <class T>
 bool streams(const PointwiseConv2d& a) {
-  const int64_t row = a.o * int64_t(sizeof(T));
-  return kLanes * sizeof(T) == 64 && a.n * a.h * a.w * row >= kStreamBytes && row % 64 == 0 &&
-         reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
+  return a.large && kLanes * sizeof(T) == 64 && a.o * sizeof(T) % 64 == 0 && reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
 }
 
 template <class T>

@@ -395,7 +395,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
                    .ahead = {},
                    .sums = sums + from,
                    .pitch = pitch,
-                   .begins = block == 0};
+                   .begins = block == 0 && !a.adds};
       visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
 #if defined(__AVX512F__)
         if constexpr (kAmx) {

@@ -17,11 +17,12 @@ from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
-from fusedtrain.ops import depthwise_bn_act_se, pointwise_conv2d
+from fusedtrain.ops import depthwise_bn_act_se
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
-from fusedtrain.ops.pointwise_conv2d import with_moments
+from fusedtrain.ops.pointwise_conv2d_norm import pointwise_conv2d_norm
 
 torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
+torch.fx.wrap("pointwise_conv2d_norm")
 
 CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
@@ -122,10 +123,9 @@ def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
-    """The convolution's kernel gathers the statistics of the batch, where it can."""
-    arguments = x, conv.weight, conv.bias, conv.stride
-    x, moments = with_moments(*arguments) if norms.takes_batch(norm) else (pointwise_conv2d(*arguments), None)
-    return norms.normalise(norm, x, act, process_group=norms.group_of(norm), moments=moments)
+    group = norms.group_of(norm)
+    layers = (conv.weight, conv.bias, *norms.arguments(norm))
+    return pointwise_conv2d_norm(x, *layers, stride=conv.stride, act=act, process_group=group)
 
 
 def _as_one(

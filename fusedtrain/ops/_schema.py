@@ -59,6 +59,9 @@ SCHEMAS = {
     "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_by_library": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_dw": "(Tensor dy, Tensor x, int[] stride) -> Tensor dw",
+    "pointwise_conv2d_norm_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? norm_weight,"
+    " Tensor? norm_bias, Tensor? sum_dz, Tensor? sum_dz_xhat, float count, int act, Tensor x, Tensor weight,"
+    " bool need_dx) -> (Tensor dx, Tensor dw)",
     "pointwise_conv2d_stats": "(Tensor x, Tensor weight, Tensor? bias, int[] stride)"
     " -> (Tensor y, Tensor mean, Tensor m2)",
     "squeeze_excite": "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"

@@ -1,0 +1,106 @@
+"""A 1x1 convolution, batch normalisation and an activation: the two ops, and what they gain where they meet.
+
+On a CPU the convolution's kernel gathers the statistics of the batch while it writes, and in backward the gradient
+between the two is made a few pixels at a time, which both products take from cache.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain.backend import select
+from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
+from fusedtrain.ops.batch_norm_act import _all_reduced, _check, _check_statistics, _statistics, batch_norm_act
+from fusedtrain.ops.pointwise_conv2d import IMPLS, _by_kernel, pointwise_conv2d, with_moments
+
+
+@_schema.register_fake("pointwise_conv2d_norm_backward")
+def _fake(
+    dy, z, mean, rstd, norm_weight, norm_bias, sum_dz, sum_dz_xhat, count, act, x, weight, need_dx
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x) if need_dx else x.new_empty(0), x.new_empty(z.shape[1], x.shape[1], 1, 1)
+
+
+_BACKWARD = torch.ops.fusedtrain.pointwise_conv2d_norm_backward.default
+
+
+class _PointwiseNorm(torch.autograd.Function):
+    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, norm_weight, norm_bias, z, mean, rstd, count, act, group, norm):
+        ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
+        ctx.count, ctx.act, ctx.group, ctx.norm = count, act, group, norm
+        return norm.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, *norm = ctx.saved_tensors
+        need_dx, need_dw, need_dgamma, need_dbeta = ctx.needs_input_grad[:4]
+        inputs = (_common.dense_like(dy, norm[0]), *norm)
+        sums = dbeta, dgamma = ctx.norm.reduce(*inputs, None, ctx.act, False)
+        if ctx.count is None:
+            sums = (None, None)
+        elif ctx.group is not None:
+            sums = _all_reduced(*sums, ctx.group)
+        dx, dw = _BACKWARD(*inputs, *sums, ctx.count or 1.0, ctx.act, x, weight, need_dx)
+        return (
+            dx if need_dx else None,
+            _common.strided_like(dw, weight) if need_dw else None,
+            dgamma.to(norm[3].dtype) if need_dgamma else None,
+            dbeta.to(norm[4].dtype) if need_dbeta else None,
+            *(None,) * 7,
+        )
+
+
+# Bytes of the gradient between the two, and output channels per input channel, from which on both as one were measured
+# faster (benchmarks/LOG.md, 2026-11-23).
+_LARGE, _EXPANDS = 2 << 20, 2
+
+
+def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | tuple[int, int], z: Tensor, *select_) -> bool:
+    """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
+    if bias is not None or stride not in (1, (1, 1)) or not weight.requires_grad or not torch.is_grad_enabled():
+        return False
+    if z.numel() * z.element_size() < max(_LARGE, 1) or z.shape[1] < _EXPANDS * x.shape[1]:
+        return False
+    if not _by_kernel(z, x.shape[1]):
+        return False
+    ops = ("pointwise_conv2d", IMPLS, x, weight, bias, [1, 1]), ("batch_norm_act", NORM_IMPLS, z, *select_)
+    return all(select(*op) is op[1]["cpu"] for op in ops)
+
+
+def pointwise_conv2d_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    stride: int | tuple[int, int] = 1,
+    act: str = "identity",
+    process_group=None,
+) -> Tensor:
+    """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
+    x, weight, bias = _common.autocast(x, weight, bias)
+    if training:
+        z, moments = with_moments(x, weight, bias, stride)
+    else:
+        z, moments = pointwise_conv2d(x, weight, bias, stride), None
+    running, affine, group = (running_mean, running_var), (norm_weight, norm_bias), process_group if training else None
+    if not _meet(x, weight, bias, stride, z, group is not None):
+        norm = (*running, *affine, training, momentum, eps)
+        return batch_norm_act(z, *norm, act=act, process_group=process_group, moments=moments)
+    _check(z, None, weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
+    _check_statistics(z, *running, training, group is not None)
+    code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
+    z = z.detach()
+    mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+    return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, count, code, group, norm)
