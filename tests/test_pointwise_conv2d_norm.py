@@ -178,9 +178,7 @@ def test_the_operator_agrees_with_schema_and_fake(need_dx):
     vectors = [harness.normal(20, seed=seed).sigmoid() for seed in range(6)]
     inputs = make()
     properties.assert_opcheck(OPERATOR, dy, z, *vectors, 126.0, 2, inputs["x"], inputs["w"], need_dx)
-    properties.assert_opcheck(
-        OPERATOR, dy, z, *vectors[:2], *(None,) * 4, 1.0, 0, inputs["x"], inputs["w"], need_dx
-    )
+    properties.assert_opcheck(OPERATOR, dy, z, *vectors[:2], *(None,) * 4, 1.0, 0, inputs["x"], inputs["w"], need_dx)
 
 
 @pytest.mark.parametrize(

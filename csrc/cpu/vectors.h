@@ -37,7 +37,8 @@ template <class V, int kDistance = V::kLanes / 2>
   }
 }
 
-// sum + a * b, rounded once where there is an instruction for it. Left to the compiler, g++ 12 takes two in large tiles.
+// sum + a * b, rounded once where there is an instruction for it. Left to the compiler, g++ 12 takes two in large
+// tiles.
 template <class V>
 [[gnu::always_inline]] inline V multiply_add(V sum, V a, V b) {
 #if defined(__AVX512F__)
