@@ -78,28 +78,29 @@ struct Vec {
 
   Raw v;
 
+  // Even where g++ finds a function too large already: it would pass them through memory.
   Vec() = default;
-  explicit Vec(Raw raw) : v(raw) {}
-  explicit Vec(double x) : v(T(x) - Raw{}) {}  // unlike 0 + x, x - 0 costs nothing
-  explicit Vec(float x) : v(T(x) - Raw{}) {}
-  explicit Vec(int x) : v(T(x) - Raw{}) {}
+  [[gnu::always_inline]] explicit Vec(Raw raw) : v(raw) {}
+  [[gnu::always_inline]] explicit Vec(double x) : v(T(x) - Raw{}) {}  // unlike 0 + x, x - 0 costs nothing
+  [[gnu::always_inline]] explicit Vec(float x) : v(T(x) - Raw{}) {}
+  [[gnu::always_inline]] explicit Vec(int x) : v(T(x) - Raw{}) {}
 
-  friend Vec operator+(Vec a, Vec b) { return Vec(a.v + b.v); }
-  friend Vec operator-(Vec a, Vec b) { return Vec(a.v - b.v); }
-  friend Vec operator*(Vec a, Vec b) { return Vec(a.v * b.v); }
-  friend Vec operator/(Vec a, Vec b) { return Vec(a.v / b.v); }
-  friend Vec operator-(Vec a) { return Vec(-a.v); }
-  Vec& operator+=(Vec b) {
+  [[gnu::always_inline]] friend Vec operator+(Vec a, Vec b) { return Vec(a.v + b.v); }
+  [[gnu::always_inline]] friend Vec operator-(Vec a, Vec b) { return Vec(a.v - b.v); }
+  [[gnu::always_inline]] friend Vec operator*(Vec a, Vec b) { return Vec(a.v * b.v); }
+  [[gnu::always_inline]] friend Vec operator/(Vec a, Vec b) { return Vec(a.v / b.v); }
+  [[gnu::always_inline]] friend Vec operator-(Vec a) { return Vec(-a.v); }
+  [[gnu::always_inline]] Vec& operator+=(Vec b) {
     v += b.v;
     return *this;
   }
-  friend Mask operator<(Vec a, Vec b) { return {a.v < b.v}; }
-  friend Mask operator>(Vec a, Vec b) { return {a.v > b.v}; }
-  friend Mask operator<=(Vec a, Vec b) { return {a.v <= b.v}; }
-  friend Mask operator>=(Vec a, Vec b) { return {a.v >= b.v}; }
-  friend Mask operator==(Vec a, Vec b) { return {a.v == b.v}; }
-  friend Mask operator!=(Vec a, Vec b) { return {a.v != b.v}; }
-  friend Vec vselect(Mask m, Vec yes, Vec no) { return Vec(m.v ? yes.v : no.v); }
+  [[gnu::always_inline]] friend Mask operator<(Vec a, Vec b) { return {a.v < b.v}; }
+  [[gnu::always_inline]] friend Mask operator>(Vec a, Vec b) { return {a.v > b.v}; }
+  [[gnu::always_inline]] friend Mask operator<=(Vec a, Vec b) { return {a.v <= b.v}; }
+  [[gnu::always_inline]] friend Mask operator>=(Vec a, Vec b) { return {a.v >= b.v}; }
+  [[gnu::always_inline]] friend Mask operator==(Vec a, Vec b) { return {a.v == b.v}; }
+  [[gnu::always_inline]] friend Mask operator!=(Vec a, Vec b) { return {a.v != b.v}; }
+  [[gnu::always_inline]] friend Vec vselect(Mask m, Vec yes, Vec no) { return Vec(m.v ? yes.v : no.v); }
 };
 
 // ---- loads and stores ----

@@ -86,8 +86,8 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
 _schema.LIBRARY.impl("pointwise_conv2d_by_library", _by_library, "CPU")
 
 
-# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries; in bfloat16 where few
-# channels come of many (benchmarks/LOG.md, 2026-11-23).
+# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries; in bfloat16 where at most
+# so many channels come of at least so many (benchmarks/LOG.md, 2026-11-23).
 _KERNEL_IS_FASTER = {
     torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
     torch.bfloat16: {("amd", "avx512_bf16")},
@@ -100,7 +100,7 @@ def _by_kernel(x: Tensor, channels: int) -> bool:
     cpu = _extension.BUILD_INFO
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    return _common.is_channels_last(x) and (x.dtype == torch.float32 or channels <= min(_FEW_CHANNELS, x.shape[1]))
+    return _common.is_channels_last(x) and (x.dtype == torch.float32 or channels <= _FEW_CHANNELS <= x.shape[1])
 
 
 class _Limits(NamedTuple):
