@@ -37,6 +37,7 @@ def collect() -> dict:
         "build": _build(),
         "cpu": {
             "vendor": _extension.BUILD_INFO.get("cpu_vendor"),
+            "family": _extension.BUILD_INFO.get("cpu_family"),
             "isa": _extension.BUILD_INFO.get("isa_active"),
             "torch_isa": torch.backends.cpu.get_cpu_capability(),
             "cores": os.cpu_count(),
@@ -67,7 +68,7 @@ def _versions() -> dict:
     }
 
 
-_OF_THE_CPU = ("isa_active", "cpu_vendor")  # what the build information says of the machine
+_OF_THE_CPU = ("isa_active", "cpu_vendor", "cpu_family")  # what the build information says of the machine
 
 
 def _build() -> dict:

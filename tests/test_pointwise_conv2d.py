@@ -235,24 +235,35 @@ def test_kernel_refuses_what_it_does_not_multiply():
 
 
 @pytest.mark.parametrize(
-    ("vendor", "isa", "dtype", "forward", "dx"),
+    ("vendor", "family", "isa", "dtype", "forward", "dx", "few"),  # 16 channels to 80, and back; 16 of 16
     [
-        ("amd", "avx2", torch.float32, True, True),
-        ("amd", "avx512_bf16", torch.float32, True, True),
-        ("amd", "avx512_bf16", torch.bfloat16, False, True),  # 16 channels to 80, and back
-        ("amd", "avx512", torch.bfloat16, False, False),
-        ("amd", "portable", torch.float32, False, False),
-        ("intel", "avx512", torch.float32, False, False),
+        ("amd", 23, "avx2", torch.float32, True, True, True),
+        ("amd", 25, "avx512_bf16", torch.float32, True, True, True),
+        ("amd", 25, "avx512_bf16", torch.bfloat16, False, True, False),
+        ("amd", 26, "avx512_bf16", torch.bfloat16, False, True, False),
+        ("amd", 25, "avx512", torch.bfloat16, False, False, False),
+        ("amd", 26, "portable", torch.float32, False, False, False),
+        ("intel", 6, "avx512", torch.float32, False, False, False),
     ],
 )
-def test_kernel_runs_where_it_was_measured_faster(vendor, isa, dtype, forward, dx, monkeypatch):
-    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
+def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, forward, dx, few, monkeypatch):
+    for name, value in (("vendor", vendor), ("family", family)):
+        monkeypatch.setitem(_extension.BUILD_INFO, f"cpu_{name}", value)
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     x = harness.images((2, 16, 5, 5), "channels_last", dtype)
     dy = harness.images((2, 80, 5, 5), "channels_last", dtype)
-    assert (MODULE._by_kernel(x, 80), MODULE._by_kernel(dy, 16)) == (forward, dx)
-    assert MODULE._by_kernel(x, 16) == (dx and dtype == torch.float32)  # in bfloat16 16 of 16 are too few
+    assert (MODULE._by_kernel(x, 80), MODULE._by_kernel(dy, 16), MODULE._by_kernel(x, 16)) == (forward, dx, few)
     assert not MODULE._by_kernel(dy.contiguous(), 16)
+
+
+@pytest.mark.parametrize(
+    ("family", "channels", "chosen"), [(25, 40, False), (25, 64, False), (26, 39, False), (26, 40, True)]
+)
+def test_many_channels_are_multiplied_in_bfloat16_on_zen5(family, channels, chosen, monkeypatch):
+    for name, value in (("cpu_vendor", "amd"), ("cpu_family", family), ("isa_active", "avx512_bf16")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    x = harness.images((2, channels, 5, 5), "channels_last", torch.bfloat16)
+    assert MODULE._by_kernel(x, 240) == chosen
 
 
 @dense_layouts

@@ -86,13 +86,14 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
 _schema.LIBRARY.impl("pointwise_conv2d_by_library", _by_library, "CPU")
 
 
-# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries; in bfloat16 where at most
-# so many channels come of at least so many (benchmarks/LOG.md, 2026-11-23).
+# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries (benchmarks/LOG.md,
+# 2026-11-23).
 _KERNEL_IS_FASTER = {
     torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
     torch.bfloat16: {("amd", "avx512_bf16")},
 }
-_FEW_CHANNELS = 64
+_ZEN5 = 26  # family
+_LEAST_OF_ZEN5, _FEW_OF_MANY = 40, 64  # channels
 
 
 def _by_kernel(x: Tensor, channels: int) -> bool:
@@ -100,7 +101,11 @@ def _by_kernel(x: Tensor, channels: int) -> bool:
     cpu = _extension.BUILD_INFO
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    return _common.is_channels_last(x) and (x.dtype == torch.float32 or channels <= _FEW_CHANNELS <= x.shape[1])
+    if x.dtype == torch.bfloat16:
+        zen5 = cpu.get("cpu_family", 0) >= _ZEN5
+        if not (x.shape[1] >= _LEAST_OF_ZEN5 if zen5 else channels <= _FEW_OF_MANY <= x.shape[1]):
+            return False
+    return _common.is_channels_last(x)
 
 
 class _Limits(NamedTuple):
