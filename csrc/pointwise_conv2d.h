@@ -30,7 +30,7 @@ struct PointwiseConv2d {
   const float* bias;  // [o], or null
   void* packed;       // the weight as the kernel reads it
   void* y;            // [n, h, w, o]
-  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2; of kFloat32 only
+  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2;
   bool large;         // y, with what else is made of the same images, leaves the caches before anyone reads it
 };
 

@@ -171,12 +171,6 @@ def test_kernel_does_not_depend_on_threads(kernel_dtype):
     assert torch.equal(KERNEL(*inputs), with_more_threads(lambda: KERNEL(*inputs)))
 
 
-@pytest.fixture
-def kernel():
-    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
-        pytest.skip(reason)
-
-
 def assert_moments_are_as_good_as_torch(draws: list[dict], strides=((1, 1),)):
     runs = [KERNEL_STATS(*draw.values(), list(stride)) for draw in draws for stride in strides]
     assert torch.equal(runs[0][0], KERNEL(*draws[0].values(), list(strides[0])))
@@ -186,37 +180,37 @@ def assert_moments_are_as_good_as_torch(draws: list[dict], strides=((1, 1),)):
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 @pytest.mark.parametrize("out", [1, 16, 24, 40, 72, 130])
 @pytest.mark.parametrize("shape", [(2, 13, 7, 9), (3, 16, 1, 5), (2, 33, 11, 10), (1, 1200, 9, 9), (2, 3, 40, 37)])
-def test_kernel_gathers_mean_and_variance_as_well_as_torch(kernel, shape, out, layout):
-    draws = [make("cpu", shape, layout, out=out, bias=bias, seed=seed) for bias in (True, False) for seed in range(4)]
+def test_kernel_gathers_mean_and_variance_as_well_as_torch(kernel_dtype, shape, out, layout):
+    draws = [make("cpu", shape, layout, kernel_dtype, out, bias, seed) for bias in (True, False) for seed in range(4)]
     assert_moments_are_as_good_as_torch(draws, ((1, 1), (2, 2)))
 
 
-def test_kernel_gathers_them_where_results_are_written_past_the_caches(kernel):
-    assert_moments_are_as_good_as_torch([make("cpu", (2, 16, 105, 105), out=96)])
+def test_kernel_gathers_them_where_results_are_written_past_the_caches(kernel_dtype):
+    assert_moments_are_as_good_as_torch([make("cpu", (2, 16, 105, 105), dtype=kernel_dtype, out=96)])
 
 
-def test_a_large_mean_hides_no_variance(kernel):
-    draws = [make("cpu", (4, 24, 23, 21), out=40, seed=seed) for seed in range(2)]
+def test_a_large_mean_hides_no_variance(kernel_dtype):
+    draws = [make("cpu", (4, 24, 23, 21), dtype=kernel_dtype, out=40, seed=seed) for seed in range(2)]
     for draw in draws:
         draw["b"] += 1000
     assert_moments_are_as_good_as_torch(draws)
 
 
-def test_mean_and_variance_do_not_depend_on_threads(kernel):
-    inputs = (*make("cpu", (3, 40, 23, 21), out=70).values(), [1, 1])
+def test_mean_and_variance_do_not_depend_on_threads(kernel_dtype):
+    inputs = (*make("cpu", (3, 40, 23, 21), dtype=kernel_dtype, out=70).values(), [1, 1])
     for few, many in zip(KERNEL_STATS(*inputs), with_more_threads(lambda: KERNEL_STATS(*inputs))):
         assert torch.equal(few, many)
 
 
-def test_no_pixels_have_no_variance(kernel):
-    y, mean, m2 = KERNEL_STATS(*make("cpu", (0, 13, 7, 9)).values(), [1, 1])
+def test_no_pixels_have_no_variance(kernel_dtype):
+    y, mean, m2 = KERNEL_STATS(*make("cpu", (0, 13, 7, 9), dtype=kernel_dtype).values(), [1, 1])
     assert y.shape == (0, 20, 7, 9)
     assert not mean.any() and not m2.any() and mean.shape == m2.shape == (20,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_infinity_reach_the_statistics(kernel, value):
-    inputs = make("cpu", (2, 13, 7, 9))
+def test_nan_and_infinity_reach_the_statistics(kernel_dtype, value):
+    inputs = make("cpu", (2, 13, 7, 9), dtype=kernel_dtype)
     inputs["x"][1, 12, 4, 4] = value
     _, mean, m2 = KERNEL_STATS(*inputs.values(), [1, 1])
     assert not mean.isfinite().any() and m2.isnan().all()
@@ -227,9 +221,6 @@ def test_kernel_refuses_what_it_does_not_multiply():
         pytest.skip(reason)
     with pytest.raises(RuntimeError, match="float32 expected, or bfloat16 on a CPU that multiplies it"):
         KERNEL(*make("cpu", dtype=torch.float64).values(), [1, 1])
-    if _extension.BUILD_INFO["isa_active"].endswith("_bf16"):
-        with pytest.raises(RuntimeError, match="statistics are gathered in float32 only"):
-            KERNEL_STATS(*make("cpu", dtype=torch.bfloat16).values(), [1, 1])
     with pytest.raises(RuntimeError, match=r"weight must have the shape \[D, C, 1, 1\]"):
         KERNEL(torch.ones(1, 3, 2, 2), torch.ones(4, 2, 1, 1), None, [1, 1])
 

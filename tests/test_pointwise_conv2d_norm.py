@@ -51,6 +51,7 @@ def calls(monkeypatch):
     made = []
     monkeypatch.setattr(MODULE, "_LARGE", 0)
     monkeypatch.setattr(MODULE, "_EXPANDS", 0)
+    monkeypatch.setattr(MODULE, "_AS_ONE", (torch.float32, torch.bfloat16))
     monkeypatch.setattr(MODULE, "_by_kernel", lambda x, channels: takes(x.dtype))
     monkeypatch.setattr(MODULE, "_BACKWARD", lambda *args: made.append(1) or OPERATOR(*args))
     with fusedtrain.use_backend("cpu"):  # small images, too

@@ -76,7 +76,6 @@ std::tuple<Tensor, Tensor, Tensor> pointwise_conv2d_stats(const Tensor& x, const
                                                           const std::optional<Tensor>& bias,
                                                           const std::vector<int64_t>& stride) {
   PointwiseConv2d a = contract_of(x, weight, stride);
-  STD_TORCH_CHECK(a.dtype == DType::kFloat32, "fusedtrain: statistics are gathered in float32 only");
   if (a.n * a.h * a.w < cpu::kTilePixels) {  // no tile's mean to begin with
     const Tensor y = multiply(a, x, bias);
     return std::tuple_cat(std::tuple(y), batch_norm_act_stats(y));

@@ -188,8 +188,12 @@ template <class T, int kVecs, int kHeight>
   each_sum([&](auto row, auto v) __attribute__((always_inline)) {
     put(t.y + row * t.y_pitch + v * kLanes, sums[row][v], v < kVecs - 1 ? kLanes : t.last, t.streams);
   });
-  if constexpr (std::is_same_v<T, float>) {
-    if (t.moments != nullptr) add_moments(t, sums);
+  if (t.moments != nullptr) {
+    if constexpr (kChannels<T> == 2) {  // as they were written
+      each_sum([&](auto row, auto v)
+                   __attribute__((always_inline)) { sums[row][v] = widen(narrow_sums(sums[row][v]), T{}); });
+    }
+    add_moments(t, sums);
   }
 }
 

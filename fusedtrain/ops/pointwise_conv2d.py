@@ -297,8 +297,8 @@ def with_moments(
     """``pointwise_conv2d``, with what the batch normalisation behind it needs.
 
     Returns:
-        y, and what ``batch_norm_act`` takes as ``moments`` of y where the kernel computes it in float32, which gathers
-        them on the way. None elsewhere.
+        y, and what ``batch_norm_act`` takes as ``moments`` of y where the kernel computes it, which gathers them on the
+        way. None elsewhere.
     """
     return _convolve(x, weight, bias, stride, with_moments=True)
 
@@ -315,7 +315,7 @@ def _convolve(
         return reference(x, weight, bias, stride), None
     x = _common.dense(x)
     recording = _common.needs_autograd(x, weight, bias)
-    if with_moments and x.dtype == torch.float32 and _by_kernel(x, weight.shape[0]):
+    if with_moments and _by_kernel(x, weight.shape[0]):
         y, *moments = (_PointwiseConv2dStats.apply if recording else _STATS)(x, weight, bias, stride)
         return _common.in_format_of(y, x), tuple(moments)
     run = _PointwiseConv2d.apply if recording else _forward

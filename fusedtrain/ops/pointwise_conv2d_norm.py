@@ -55,18 +55,18 @@ class _PointwiseNorm(torch.autograd.Function):
         )
 
 
-# Bytes of the gradient between the two, and output channels per input channel, from which on both as one were measured
-# faster (benchmarks/LOG.md, 2026-11-23).
-_LARGE, _EXPANDS = 2 << 20, 2
+# Elements of the gradient between the two, and output channels per input channel, from which on both as one were
+# measured faster, and in which dtype (benchmarks/LOG.md, 2026-11-23).
+_LARGE, _EXPANDS, _AS_ONE = 1 << 19, 2, (torch.float32,)
 
 
 def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | tuple[int, int], z: Tensor, *select_) -> bool:
     """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
     if bias is not None or stride not in (1, (1, 1)) or not weight.requires_grad or not torch.is_grad_enabled():
         return False
-    if z.numel() * z.element_size() < max(_LARGE, 1) or z.shape[1] < _EXPANDS * x.shape[1]:
+    if z.numel() < max(_LARGE, 1) or z.shape[1] < _EXPANDS * x.shape[1]:
         return False
-    if not _by_kernel(z, x.shape[1]):
+    if z.dtype not in _AS_ONE or not _by_kernel(z, x.shape[1]):
         return False
     ops = ("pointwise_conv2d", IMPLS, x, weight, bias, [1, 1]), ("batch_norm_act", NORM_IMPLS, z, *select_)
     return all(select(*op) is op[1]["cpu"] for op in ops)
