@@ -46,7 +46,13 @@ struct Group<BFloat16> {
   static Pairs pair(const BFloat16* p, const BFloat16* q) {
     return {reinterpret_cast<RawVec<uint32_t>>(interleave<v>(_mm512_loadu_si512(p), _mm512_loadu_si512(q)))};
   }
-  static void put(BFloat16* p, const V* x) { _mm512_storeu_si512(p, narrowed(x)); }
+  // In halves: where pixels hold an odd number of them, whole stores would cross lines and hold up loads whose
+  // addresses share the last 12 bits with theirs, on Zen 5 to twice the time of a layer.
+  static void put(BFloat16* p, const V* x) {
+    const __m512i y = narrowed(x);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(y));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, _mm512_extracti64x4_epi64(y, 1));
+  }
   static void stream(BFloat16* p, const V* x) { stream_raw(p, narrowed(x)); }
 
  private:
