@@ -6,7 +6,6 @@ before it gets a number. Writes CSVs per device, prints a table, and renders REP
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import os
 import subprocess
@@ -82,6 +81,18 @@ def under_each_allocator(options: argparse.Namespace) -> None:
     wanted = machine.environment(options.allocator)
     if wanted != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+
+
+def in_processes_of_their_own(options: argparse.Namespace) -> None:
+    """Runs this script again for each of several networks: under the tuned allocator a process keeps what it frees."""
+    if options.models is None:
+        return
+    import models
+
+    names = options.models or models.NETWORKS
+    if len(names) > 1:
+        commands = ([sys.executable, *sys.argv, "--models", name] for name in names)  # the last --models counts
+        sys.exit(max(abs(subprocess.run(command, check=False).returncode) for command in commands))
 
 
 def shape_of(case) -> str | None:
@@ -168,7 +179,7 @@ def run_ops(options: argparse.Namespace, shared: dict, folder: Path, console: Co
 
 
 def run_models(options: argparse.Namespace, shared: dict, folder: Path, console: Console) -> None:
-    """Measures, writes and shows whole steps of networks."""
+    """Measures, writes and shows whole steps of a network."""
     import models
     import models_report
 
@@ -179,23 +190,26 @@ def run_models(options: argparse.Namespace, shared: dict, folder: Path, console:
         compiled="compile" not in options.without,
         budget=options.budget,
     )
-    names, everything = options.models or models.NETWORKS, []
+    (name,), steps = options.models, []
     with progress_bar(console) as progress:
-        bar = progress.add_task("", total=len(names))
-        for name in names:
-            say = functools.partial(lambda name, what: progress.update(bar, description=f"{name}: {what}"), name)
-            for kind, rows in models.measure(name, setting, "losses" not in options.without, say):
-                form, common = models.FILES[kind], {**shared, "load": machine.load()}
-                measured = [{**dict.fromkeys(form.columns), "note": "", **row, **common} for row in rows]
-                results.merge(folder / "models" / f"{kind}.csv", measured, form)
-                everything += measured if kind == "steps" else []
-            progress.advance(bar)
-    models_report.show(console, everything)
+        bar = progress.add_task("", total=1)
+
+        def say(what: str) -> None:
+            progress.update(bar, description=f"{name}: {what}")
+
+        for kind, rows in models.measure(name, setting, "losses" not in options.without, say):
+            form, common = models.FILES[kind], {**shared, "load": machine.load()}
+            measured = [{**dict.fromkeys(form.columns), "note": "", **row, **common} for row in rows]
+            results.merge(folder / "models" / f"{kind}.csv", measured, form)
+            steps += measured if kind == "steps" else []
+        progress.advance(bar)
+    models_report.show(console, steps)
 
 
 def main() -> None:
     options = arguments()
     under_each_allocator(options)
+    in_processes_of_their_own(options)
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.benchmark = True
     shared = machine.describe(torch.device(options.device))

@@ -249,13 +249,16 @@ def test_a_wrong_network_gets_no_number(zoo):
 
 
 def test_whole_steps_of_a_network(zoo, tmp_path):
-    options = ("--models", "test_efficientnet", "--quick", "--image", 64, "--batch", 4, "--budget", 0)
+    networks = ("test_resnet", "test_efficientnet")
+    options = ("--models", *networks, "--quick", "--image", 64, "--batch", 4, "--budget", 0)
     shown = run("run.py", *options, "--device", "cpu", "--output", tmp_path)
-    assert "test_efficientnet" in shown
+    assert all(network in shown for network in networks)
     tables = {}
     for file in tmp_path.glob("*/models/*.csv"):
         with file.open(newline="") as lines:
-            tables[file.stem] = list(csv.DictReader(lines))
+            rows = list(csv.DictReader(lines))
+        assert {row["network"] for row in rows} == set(networks)
+        tables[file.stem] = [row for row in rows if row["network"] == "test_efficientnet"]
     assert tables.keys() == {"steps", "profile"}
     forms = {(row["backend"], row["dtype"], row["layout"]) for row in tables["steps"]}
     layouts, dtypes = ("contiguous", "channels_last"), ("float32", "bfloat16")
