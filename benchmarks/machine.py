@@ -61,7 +61,7 @@ def _commit() -> str:
 def _peak_gflops(device: torch.device) -> float:
     """float32 product of matrices of size 1024 without tensor cores: the arithmetic peak that vector kernels share.
 
-    As a matrix product or as a 1x1 convolution, whichever is faster: on a CPU these are two libraries, and one of them
+    On a CPU as a matrix product or as a 1x1 convolution, whichever is faster: these are two libraries, and one of them
     uses half of what an AMD CPU has.
     """
     a, clock = torch.randn(1024, 1024, device=device), perf_counter if device.type == "cuda" else host_clock()
@@ -74,7 +74,9 @@ def _peak_gflops(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return clock() - start
 
-    products = (lambda: torch.mm(a, a), lambda: F.conv2d(images, a[:, :, None, None]))
+    products = [lambda: torch.mm(a, a)]
+    if device.type == "cpu":  # on a GPU it would take tensor cores
+        products.append(lambda: F.conv2d(images, a[:, :, None, None]))
     return 2 * 1024**3 / min(statistics.median(seconds(p) for _ in range(20)) for p in products) / 1e9
 
 

@@ -62,6 +62,8 @@ def overview(rows: list[Row]) -> str:
             ours, theirs = best(race, fused=True, dtype=dtype), best(race, fused=False)
             same = best(race, fused=False, dtype=dtype)
             if ours is None:
+                first = race[0]
+                lines.append([first["network"], first["shape"], dtype, "no number", *["-"] * 5])
                 continue
             lines.append(
                 [
@@ -142,7 +144,11 @@ def readme_block(folder: Path) -> str:
     blocks = []
     for file in sorted(folder.glob("*/models/steps.csv")):
         rows = results.read(file, models.STEPS)
-        rivals = "eager and compiled" if any(row["backend"] == "compile" for row in rows) else "eager alone"
+        apart = [race[0] for race in races(rows) if all(row["backend"] != "compile" for row in race)]
+        rivals = "eager alone"
+        if len(apart) < len(races(rows)):
+            named = ", ".join(f"{row['network']} {row['shape']}" for row in apart)
+            rivals = f"eager and compiled ({named}: eager alone)" if apart else "eager and compiled"
         load = max(row["load"] or 0.0 for row in rows)
         title = (
             f"{rows[0]['device']}, {rows[0]['threads']} thread; stock forms: {rivals}; load average up to {load:.0f}"

@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
         "--models",
         nargs="*",
         metavar="NAME",
-        help="training steps of these networks of timm instead of ops; by default six of them",
+        help="training steps of these networks of timm instead of ops; by default seven of them",
     )
     parser.add_argument("--image", type=int, help="with --models: height and width, 224, or 96 with --quick")
     parser.add_argument(

@@ -30,8 +30,8 @@ struct PointwiseConv2d {
   const float* bias;  // [o], or null
   void* packed;       // the weight as the kernel reads it
   void* y;            // [n, h, w, o]
-  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2;
-  bool large;         // y, with what else is made of the same images, leaves the caches before anyone reads it
+  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2
+  bool large;         // y leaves the caches before anyone reads it; set for the whole of it when parts are made
 };
 
 struct PointwiseConv2dDw {
@@ -121,7 +121,7 @@ void pointwise_conv2d_dw(const PointwiseConv2dDw& a, void* scratch, int64_t begi
 template <Isa I>
 void pointwise_conv2d_dw_finish(const PointwiseConv2dDw& a, int64_t begin, int64_t end);
 
-// ---- dx and dw of a dy that is made on the way: so many pixels of it at a time, of whole blocks of both products ----
+// ---- dx and dw of a dy that is made on the way: so many pixels of it at a time ----
 
 constexpr int64_t kMadeBytes = 384 << 10;
 

@@ -569,6 +569,14 @@ def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):
     assert rules.gain_of_computing(facts, 3.0) == pytest.approx(0.15)  # 17 seconds of work are left for two cores
 
 
+def test_computing_on_many_threads_takes_less_of_the_cores_when_it_is_faster(monkeypatch):
+    monkeypatch.setattr(rules, "cores", lambda: 8)
+    facts = measure.Facts([], measure.Interval(5.2, 5, 6), {}, types.SimpleNamespace(num_workers=4), {})
+    facts.cached, facts.cpu_cached = 5.0, 38.0
+    facts.rates = {0: measure.LoaderRate(0, 1.0, 1.0), 4: measure.LoaderRate(4, 0.5, None)}
+    assert rules.gain_of_computing(facts, 2.0) == pytest.approx(2.0 / 5.2)  # 3 of 5 seconds are left, on all threads
+
+
 # --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """A 1x1 convolution, batch normalisation and an activation, with the gradient between them taken from the cache."""
 
+import dataclasses
 import functools
 import sys
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 import fusedtrain
 from fusedtrain import _extension
-from fusedtrain.ops import _activation, _codes
+from fusedtrain.ops import _activation, _codes, _common
 from fusedtrain.ops.pointwise_conv2d_norm import pointwise_conv2d_norm
 
 MODULE = sys.modules["fusedtrain.ops.pointwise_conv2d_norm"]
@@ -43,16 +44,21 @@ def takes(dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and instruction)
 
 
+def by_kernel(x, channels) -> bool:
+    return takes(x.dtype) and x.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """The gradients of both as one, on any CPU; counts them."""
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
         pytest.skip(reason)
     made = []
-    monkeypatch.setattr(MODULE, "_LARGE", 0)
+    monkeypatch.setattr(MODULE, "_LARGE", 1)
     monkeypatch.setattr(MODULE, "_EXPANDS", 0)
+    monkeypatch.setattr(MODULE, "_PIXELS", 0)
     monkeypatch.setattr(MODULE, "_AS_ONE", (torch.float32, torch.bfloat16))
-    monkeypatch.setattr(MODULE, "_by_kernel", lambda x, channels: takes(x.dtype))
+    monkeypatch.setattr(MODULE, "_by_kernel", by_kernel)
     monkeypatch.setattr(MODULE, "_BACKWARD", lambda *args: made.append(1) or OPERATOR(*args))
     with fusedtrain.use_backend("cpu"):  # small images, too
         yield made
@@ -117,14 +123,40 @@ def test_results_written_past_the_caches():
     harness.assert_op_as_good_as_torch(fused, torchs, make((2, 96, 105, 105), 16))
 
 
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_strides(layout, calls):
+    draws = [make((3, 24, 9, 11), 40, layout=layout, seed=seed) for seed in range(4)]
+    harness.assert_op_as_good_as_torch(function(), function(of=stock), draws)
+    dense = _common.dense(draws[0]["x"].detach())
+    assert len(calls) == (4 if _common.is_channels_last(dense) else 0)
+
+
+def test_a_fixed_norm_is_passed_through_without_sums(monkeypatch):
+    inputs, made = make(), []
+    norm = MODULE.NORM_IMPLS["cpu"]
+    counted = dataclasses.replace(norm, reduce=lambda *args: made.append(1) or norm.reduce(*args))
+    monkeypatch.setitem(MODULE.NORM_IMPLS, "cpu", counted)
+    frozen = function(training=False), function(training=False, of=stock)
+    harness.assert_op_as_good_as_torch(*frozen, [make(seed=seed) for seed in range(4)], frozen=("gamma", "beta"))
+    assert not made
+    harness.evaluate(function(training=False), inputs)
+    assert made
+
+
 def test_what_is_not_taken_as_one_is_as_good(calls):
+    def apply(stride, op, x, w, bias):
+        return op(x, w, bias, None, None, training=True, stride=stride)
+
+    def torchs(x, w, bias, *_, training, stride):
+        return F.batch_norm(F.conv2d(x, w, bias, stride), None, None, training=training)
+
+    for stride, biased in (((2, 2), False), (1, True), ((1, 2), True)):
+        draws = [make((3, 13, 9, 11), affine=False, seed=seed) for seed in range(4)]
+        draws = [d | {"bias": harness.normal(20, seed=seed) if biased else None} for seed, d in enumerate(draws)]
+        ops = (functools.partial(apply, stride, op) for op in (pointwise_conv2d_norm, torchs))
+        # The bias itself has no gradient but rounding: the mean takes it away.
+        harness.assert_op_as_good_as_torch(*ops, draws, frozen=("bias",))
     inputs = make()
-    bias = harness.normal(20, seed=9)
-    for stride, given in (((2, 2), None), (1, bias)):
-        running = [torch.zeros(20), torch.ones(20)]
-        y = pointwise_conv2d_norm(inputs["x"], inputs["w"], given, *running, training=True, stride=stride)
-        expected = F.batch_norm(F.conv2d(inputs["x"], inputs["w"], given, stride), None, None, training=True)
-        torch.testing.assert_close(y, expected)
     with torch.no_grad():
         function()(*inputs.values())
     harness.evaluate(function(), inputs, frozen=("w",))
@@ -212,3 +244,76 @@ def test_nothing_gives_nothing():
     vectors = [torch.ones(20) for _ in range(6)]
     dx, dw = OPERATOR(z, z, *vectors, 1.0, 0, x, torch.ones(20, 13, 1, 1), True)
     assert dx.shape == x.shape and dw.shape == (20, 13, 1, 1) and not dw.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "meets"),
+    [
+        ({}, True),
+        ({"dtype": torch.bfloat16}, False),
+        ({"out": 31, "shape": (1, 16, 128, 256)}, False),  # not twice as many channels
+        ({"shape": (1, 16, 128, 127)}, False),  # too few elements
+        ({"shape": (1, 32, 128, 64), "out": 64}, True),
+        ({"shape": (1, 32, 128, 63), "out": 80}, False),  # too few pixels for eight threads
+        ({"isa": "portable"}, False),
+        ({"exporting": True}, False),
+    ],
+)
+def test_where_both_are_taken_as_one(change, meets, monkeypatch):
+    monkeypatch.undo()
+    given = {"shape": (1, 16, 128, 128), "out": 32, "dtype": torch.float32, "isa": "avx512_bf16"} | change
+    for name, value in (("cpu_vendor", "amd"), ("cpu_family", 26), ("isa_active", given["isa"])):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: given.get("exporting", False))
+    inputs = make(given["shape"], given["out"], given["dtype"])
+    n, _, h, w = given["shape"]
+    z = torch.empty(n, given["out"], h, w, dtype=given["dtype"], memory_format=torch.channels_last)
+    weight = inputs["w"].requires_grad_()
+    assert MODULE._meet(inputs["x"], weight, None, [1, 1], z, False) == meets
+    assert not MODULE._meet(inputs["x"], weight, None, [2, 2], z, False)
+    assert not MODULE._meet(inputs["x"], weight, z, [1, 1], z, False)
+    assert not MODULE._meet(inputs["x"], weight.detach(), None, [1, 1], z, False)
+
+
+SYNC_CHILD = """
+import os, sys, torch, fusedtrain
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+module = sys.modules["fusedtrain.ops.pointwise_conv2d_norm"]
+module._LARGE, module._PIXELS, module._by_kernel, calls = 1, 0, lambda *_: True, []
+backward = module._BACKWARD
+module._BACKWARD = lambda *args: calls.append(1) or backward(*args)
+x, *others = (t.requires_grad_() for t in torch.load(f"{folder}/{rank}.pt"))
+group = torch.distributed.group.WORLD
+with fusedtrain.use_backend("cpu"):
+    w, gamma, beta = others
+    y = module.pointwise_conv2d_norm(x, w, None, None, None, gamma, beta, True, act="silu", process_group=group)
+    y.backward(y.detach().cos())
+assert len(calls) == 1
+torch.save([y.detach(), x.grad, *(t.grad for t in others)], f"{folder}/results{rank}.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_processes_share_statistics_as_if_their_batches_were_one(tmp_path):
+    whole = make((4, 13, 7, 9), 40)
+    x, *others = whole.values()
+    for rank, images in enumerate((x[:3], x[3:])):
+        torch.save([images.clone(memory_format=torch.channels_last), *others], tmp_path / f"{rank}.pt")
+    ranks = [harness.start_python("-c", SYNC_CHILD, str(i), str(tmp_path), OMP_NUM_THREADS="1") for i in range(2)]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in whole.values()]
+        y = F.silu(F.batch_norm(F.conv2d(*leaves[:2]), None, None, *leaves[2:], training=True))
+        y.backward(y.detach().cos())
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    assert [child.wait(timeout=120) for child in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"results{rank}.pt") for rank in range(2))
+    ours = [
+        *(torch.cat(parts) for parts in zip(first[:2], second[:2])),
+        *(a + b for a, b in zip(first[2:], second[2:])),
+    ]
+    for k, (value, stock_, truth) in enumerate(zip(ours, *results)):
+        harness.assert_as_good_as_torch(value, stock_, truth, f"result {k}")

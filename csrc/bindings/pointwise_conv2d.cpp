@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor> pointwise_conv2d_norm_backward(const Tensor& dy, cons
       need_dx ? empty_images(x, Layout::kChannelsLast, whole.c, whole.h, whole.w) : torch::stable::new_empty(x, {0});
   const Tensor dw = torch::stable::new_empty(x, {whole.o, whole.c, 1, 1});
   const int64_t pixels = whole.n * whole.h * whole.w;
-  if (dw.numel() == 0 || pixels == 0) return {dx, torch::stable::fill_(dw, 0)};
+  if (dw.numel() == 0 || pixels == 0) return {torch::stable::fill_(dx, 0), torch::stable::fill_(dw, 0)};
   const Tensor packed = packed_weight(product, x), partial = empty_acc(x, {cpu::partial_size(whole)});
   whole.dw = dw.mutable_data_ptr();
   whole.partial = partial.mutable_data_ptr();
@@ -169,11 +169,12 @@ std::tuple<Tensor, Tensor> pointwise_conv2d_norm_backward(const Tensor& dy, cons
     return t ? std::optional(repeated(small_input(name, *t, z, whole.o), fold)) : std::nullopt;
   };
   const std::optional<Tensor> s1 = sum_of("sum_dz", sum_dz), s2 = sum_of("sum_dz_xhat", sum_dz_xhat);
+  const Activation activation = activation_of("act", act);
   const auto at = [](const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; };
   const auto make_dz = [&]<Isa I>(int64_t begin, int64_t end, int64_t rows, char* dz) {
     BatchNormBackward a{
         .in = {.images = {1, rows * whole.o, (end - begin) / rows, whole.dtype, Layout::kChannelsLast, {}},
-               .act = activation_of("act", act),
+               .act = activation,
                .x = at(z.const_data_ptr(), begin * whole.o * size),
                .before = nullptr,
                .mean = v.mean.const_data_ptr(),

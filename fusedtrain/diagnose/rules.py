@@ -99,8 +99,9 @@ def overlapped(facts: Facts, workers: int, saved: float = 0.0) -> float:
 
     It is the slowest of computing, loading, and all CPU work over all cores.
     """
-    work = facts.rates[0].cpu + facts.cpu_cached - saved
-    return max(facts.cached - saved, facts.rates[workers].seconds, work / cores())
+    left = 1 - min(saved / facts.cached, 1.0)  # of computing, on however many threads
+    work = facts.rates[0].cpu + facts.cpu_cached * left
+    return max(facts.cached * left, facts.rates[workers].seconds, work / cores())
 
 
 def gain_of_computing(facts: Facts, saved: float) -> float:

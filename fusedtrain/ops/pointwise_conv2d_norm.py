@@ -40,7 +40,9 @@ class _PointwiseNorm(torch.autograd.Function):
         x, weight, *norm = ctx.saved_tensors
         need_dx, need_dw, need_dgamma, need_dbeta = ctx.needs_input_grad[:4]
         inputs = (_common.dense_like(dy, norm[0]), *norm)
-        sums = dbeta, dgamma = ctx.norm.reduce(*inputs, None, ctx.act, False)
+        sums = dbeta, dgamma = None, None
+        if need_dgamma or need_dbeta or ctx.count is not None:
+            sums = dbeta, dgamma = ctx.norm.reduce(*inputs, None, ctx.act, False)
         if ctx.count is None:
             sums = (None, None)
         elif ctx.group is not None:
@@ -55,20 +57,22 @@ class _PointwiseNorm(torch.autograd.Function):
         )
 
 
-# Elements of the gradient between the two, and output channels per input channel, from which on both as one were
-# measured faster, and in which dtype (benchmarks/LOG.md, 2026-11-23).
-_LARGE, _EXPANDS, _AS_ONE = 1 << 19, 2, (torch.float32,)
+# Elements of the gradient between the two, and output channels per input channel, from which on both are taken as one,
+# and the dtypes in which whole steps were measured faster so (benchmarks/LOG.md, 2026-11-23). Pixels: threads share
+# them by the thousand; no more depends on threads, so that results do not.
+_LARGE, _EXPANDS, _PIXELS, _AS_ONE = 1 << 19, 2, 8 << 10, (torch.float32,)
 
 
-def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | tuple[int, int], z: Tensor, *select_) -> bool:
+def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: Tensor, *select_) -> bool:
     """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
-    if bias is not None or stride not in (1, (1, 1)) or not weight.requires_grad or not torch.is_grad_enabled():
+    if bias is not None or stride != [1, 1] or not _common.needs_autograd(weight):
         return False
-    if z.numel() < max(_LARGE, 1) or z.shape[1] < _EXPANDS * x.shape[1]:
+    n, channels, h, w = z.shape
+    if z.numel() < _LARGE or n * h * w < _PIXELS or channels < _EXPANDS * x.shape[1]:
         return False
     if z.dtype not in _AS_ONE or not _by_kernel(z, x.shape[1]):
         return False
-    ops = ("pointwise_conv2d", IMPLS, x, weight, bias, [1, 1]), ("batch_norm_act", NORM_IMPLS, z, *select_)
+    ops = ("pointwise_conv2d", IMPLS, x, weight, bias, stride), ("batch_norm_act", NORM_IMPLS, z, *select_)
     return all(select(*op) is op[1]["cpu"] for op in ops)
 
 
@@ -89,6 +93,8 @@ def pointwise_conv2d_norm(
     process_group=None,
 ) -> Tensor:
     """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
+    _common.check_images("pointwise_conv2d", x)
+    stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
     x, weight, bias = _common.autocast(x, weight, bias)
     if training:
         z, moments = with_moments(x, weight, bias, stride)
@@ -101,6 +107,6 @@ def pointwise_conv2d_norm(
     _check(z, None, weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(z, *running, training, group is not None)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
-    z = z.detach()
+    x, z = _common.dense(x), z.detach()
     mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, count, code, group, norm)
