@@ -244,13 +244,17 @@ def test_nothing_gives_nothing():
     vectors = [torch.ones(20) for _ in range(6)]
     dx, dw = OPERATOR(z, z, *vectors, 1.0, 0, x, torch.ones(20, 13, 1, 1), True)
     assert dx.shape == x.shape and dw.shape == (20, 13, 1, 1) and not dw.any()
+    z, x = (harness.images((2, c, 7, 9), "channels_last") for c in (0, 13))
+    dx, dw = OPERATOR(z, z, *[torch.ones(0)] * 6, 126.0, 0, x, torch.ones(0, 13, 1, 1), True)
+    assert dx.shape == x.shape and not dx.any() and dw.shape == (0, 13, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("change", "meets"),
     [
         ({}, True),
-        ({"dtype": torch.bfloat16}, False),
+        ({"out": 64}, True),
+        ({"out": 64, "dtype": torch.bfloat16}, False),
         ({"out": 31, "shape": (1, 16, 128, 256)}, False),  # not twice as many channels
         ({"shape": (1, 16, 128, 127)}, False),  # too few elements
         ({"shape": (1, 32, 128, 64), "out": 64}, True),
