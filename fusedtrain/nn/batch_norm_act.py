@@ -51,6 +51,7 @@ def normalise(
     residual: Tensor | None = None,
     residual_after: bool = False,
     process_group=None,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``."""
     return batch_norm_act(
@@ -59,6 +60,7 @@ def normalise(
         residual=residual,
         residual_after=residual_after,
         process_group=process_group,
+        moments=moments,
     )
 
 

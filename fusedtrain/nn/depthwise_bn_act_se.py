@@ -5,6 +5,7 @@ Each call looks at the layers first: with a hook on one of them, or another laye
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,10 +20,12 @@ from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+from fusedtrain.ops.pointwise_conv2d import with_moments
 from fusedtrain.ops.pointwise_conv2d_norm import pointwise_conv2d_norm
 
 torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
 torch.fx.wrap("pointwise_conv2d_norm")
+torch.fx.wrap("with_moments")
 
 CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
@@ -65,7 +68,12 @@ def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:
 def _activation_behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, list[nn.Module]]:
     """Returns the op's name of the activation behind the normalisation, and the layers left."""
     inside = (getattr(norm, name, None) for name in ("drop", "act"))
-    layers, act = [*(layer for layer in inside if layer is not None), *layers], "identity"
+    return _activation([*(layer for layer in inside if layer is not None), *layers])
+
+
+def _activation(layers: list[nn.Module]) -> tuple[str, list[nn.Module]]:
+    """Returns the op's name of the activation that ``layers`` begin with, and the layers left."""
+    layers, act = list(layers), "identity"
     while layers and type(layers[0]) is not Gate:
         name = op_name(layers[0])
         if name not in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
@@ -89,25 +97,65 @@ def _gate(se: nn.Module | Gate) -> tuple | None:
 
 def middle(
     x: Tensor,
-    conv: nn.Module,
+    conv: nn.Module | None,
     norm: nn.Module,
     others: Sequence[nn.Module] = (),
     se: nn.Module | Gate | None = None,
     project: nn.Module | None = None,
 ) -> Tensor:
-    """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same."""
+    """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same; ``conv`` may be
+    None."""
     left = [layer for layer in (*others, se, project) if layer is not None]
     if not _is_known(conv, norm):
-        x = norm(conv(x))
+        x = norm(x if conv is None else conv(x))
     else:
         act, left = _activation_behind(norm, left)
-        if type(conv) is PointwiseConv2d:
+        if conv is None:
+            x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
+        elif type(conv) is PointwiseConv2d:
             x = _pointwise(x, conv, norm, act)
         else:
             gate = _gate(left[0]) if left else None
             left = left if gate is None else left[1:]
             x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
-    for layer in left:
+    return _through(left, x)
+
+
+def add(
+    x: Tensor,
+    conv: nn.Module | None,
+    norm: nn.Module,
+    others: Sequence[nn.Module],
+    residual: Tensor,
+    in_place: bool = False,
+    behind: Sequence[nn.Module] = (),
+) -> Tensor:
+    """Returns ``behind(others(norm(conv(x))) + residual)``, as one op as far as that computes the same; ``conv`` may be
+    None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
+    moments = None
+    if type(conv) is PointwiseConv2d and not observed(conv) and _is_known(None, norm) and norms.takes_batch(norm):
+        x, moments = with_moments(x, conv.weight, conv.bias, conv.stride)
+    elif conv is not None:
+        x = conv(x)
+    if _is_known(None, norm) and _is_alike(residual, x):
+        (act, left), (act_behind, rest) = _activation_behind(norm, others), _activation(behind)
+        if not left and "identity" in (act, act_behind):
+            after = act_behind == "identity"
+            name, group = act if after else act_behind, norms.group_of(norm)
+            x = norms.normalise(norm, x, name, residual, after, group, moments)
+            return _through(rest, x)
+    x = middle(x, None, norm, others)
+    return _through(behind, x.add_(residual) if in_place else x + residual)
+
+
+def _is_alike(residual: Tensor, x: Tensor) -> bool:
+    if not isinstance(residual, Tensor) or x.dim() != 4:
+        return False
+    return residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+
+
+def _through(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
         x = layer(x)
     return x
 
@@ -116,8 +164,12 @@ def is_projection(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and gates.is_pointwise(layer) and layer.stride == (1, 1)
 
 
-def _is_known(conv: nn.Module, norm: nn.Module) -> bool:
-    if type(conv) not in BEFORE_NORM or type(norm) not in NORMS or observed(conv) or observed(norm):
+def _is_known(conv: nn.Module | None, norm: nn.Module) -> bool:
+    if type(norm) not in NORMS or observed(norm):
+        return False
+    if conv is None:
+        return True
+    if type(conv) not in BEFORE_NORM or observed(conv):
         return False
     return conv.padding_mode == "zeros" or type(conv) is PointwiseConv2d
 
@@ -224,8 +276,8 @@ class DepthwiseSeparableConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
-        x = self.bn2(middle(_space_to_depth(self, x), self.conv_dw, self.bn1, (self.aa,), self.se, self.conv_pw))
-        return self.drop_path(x) + shortcut if self.has_skip else x
+        x = middle(_space_to_depth(self, x), self.conv_dw, self.bn1, (self.aa,), self.se, self.conv_pw)
+        return add(x, None, self.bn2, (self.drop_path,), shortcut) if self.has_skip else self.bn2(x)
 
 
 class InvertedResidual(nn.Module):
@@ -234,8 +286,8 @@ class InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
         x = middle(_space_to_depth(self, x), self.conv_pw, self.bn1)
-        x = self.bn3(middle(x, self.conv_dw, self.bn2, (self.aa,), self.se, self.conv_pwl))
-        return self.drop_path(x) + shortcut if self.has_skip else x
+        x = middle(x, self.conv_dw, self.bn2, (self.aa,), self.se, self.conv_pwl)
+        return add(x, None, self.bn3, (self.drop_path,), shortcut) if self.has_skip else self.bn3(x)
 
 
 class ConvNormAct(nn.Module):
@@ -244,6 +296,18 @@ class ConvNormAct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         aa = getattr(self, "aa", None)
         return middle(x, self.conv, self.bn, () if aa is None else (aa,))
+
+
+BLOCKS = (DepthwiseSeparableConv, InvertedResidual)
+
+
+def is_pair(layer: nn.Module | None) -> bool:
+    """True for timm's ``ConvNormAct`` of nothing but a convolution ``conv`` and a normalisation ``bn``."""
+    known = type(layer) is ConvNormAct or f"{type(layer).__module__}.{type(layer).__qualname__}" == _PAIR
+    return known and type(getattr(layer, "aa", None)) in (type(None), nn.Identity) and not observed(layer)
+
+
+_PAIR = "timm.layers.conv_bn_act.ConvNormAct"
 
 
 def _space_to_depth(block: nn.Module, x: Tensor) -> Tensor:
@@ -282,21 +346,24 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
         kind: returns the class that a layer has, or will have.
 
     Returns:
-        convolution, normalisation, activations, gate or None, and how many of ``layers`` these are; or None.
+        convolution or None, normalisation, activations, gate or None, and how many of ``layers`` these are; or None.
     """
     nested = isinstance(layers[0], nn.Sequential) and type(layers[0]).forward in _PLAIN and not observed(layers[0])
     steps = list(layers[0]) if nested else layers
-    if len(steps) < 2 or kind(steps[0]) not in BEFORE_NORM or kind(steps[1]) not in NORMS:
+    alone = kind(steps[0]) in NORMS
+    conv, (norm, *behind) = (None, steps) if alone else (steps[0], steps[1:] or [None])
+    if kind(norm) not in NORMS or not (alone or kind(conv) in BEFORE_NORM):
         return None
-    end = 2
-    while end < len(steps) and op_name(steps[end]) in INPUT_ACTIVATIONS:
-        end += 1
-    next_one = layers[1:2] if nested else layers[end : end + 1]
-    gated = next_one and kind(steps[0]) in CONVOLUTIONS and kind(next_one[0]) in GATES
+    acts = list(itertools.takewhile(lambda layer: op_name(layer) in INPUT_ACTIVATIONS, behind))
+    if alone and all(op_name(act) == "identity" for act in acts):
+        return None
+    count = len(steps) - len(behind) + len(acts)
+    next_one = layers[1:2] if nested else layers[count : count + 1]
+    gated = next_one and not alone and kind(conv) in CONVOLUTIONS and kind(next_one[0]) in GATES
     gate = next_one[0] if gated else None
-    if nested and (gate is None or end < len(steps)):
+    if nested and (gate is None or count < len(steps)):
         return None  # it is a block by itself, or more than one
-    return steps[0], steps[1], steps[2:end], gate, (1 if nested else end) + (gate is not None)
+    return conv, norm, acts, gate, (1 if nested else count) + (gate is not None)
 
 
 _PLAIN = (nn.Sequential.forward, Sequential.forward)

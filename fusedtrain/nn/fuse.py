@@ -18,8 +18,8 @@ from fusedtrain.nn import (
     depthwise_bn_act_se,
     depthwise_conv2d,
     eca,
-    hand_written,
     pointwise_conv2d,
+    recorded,
     squeeze_excite,
 )
 
@@ -60,10 +60,10 @@ def _has_middle(conv: str, norm: str) -> Callable[[nn.Module], bool]:
 
 
 def _holds_middle(sequential: nn.Sequential, convolutions: tuple[type, ...]) -> bool:
-    """Whether layers that run as one op begin with one of ``convolutions``."""
+    """Whether layers run as one op: a normalisation and its activation, or what begins with one of ``convolutions``."""
     layers = list(sequential)
     found = (depthwise_bn_act_se.find(layers[i:], _becomes) for i in range(len(layers)))
-    return any(parts is not None and _becomes(parts[0]) in convolutions for parts in found)
+    return any(parts is not None and (parts[0] is None or _becomes(parts[0]) in convolutions) for parts in found)
 
 
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
@@ -131,7 +131,7 @@ RULES = (
     Rule(
         "torch.nn.modules.container.Sequential",
         depthwise_bn_act_se.Sequential,
-        # Without a depthwise convolution it is left to hand_written, which may find more in it.
+        # A 1x1 convolution and its normalisation are left to recorded, which may find more in it.
         applies=lambda module: (
             type(module) is nn.Sequential and _holds_middle(module, depthwise_bn_act_se.CONVOLUTIONS)
         ),
@@ -258,7 +258,8 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
     activation behind it, and over processes), depthwise and 1x1 convolutions, and the blocks in which these follow each
     other: timm's inverted residual and separable blocks and its ConvNormAct, any Sequential, as torchvision's are, and
-    blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.hand_written`).
+    all other blocks of timm and torchvision, such as those of ResNet, and blocks and gates of your own classes, which
+    torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
     A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
     it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
@@ -297,13 +298,13 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
         if reason is None and not dry_run:
             module._stock_class = _path(type(module))
             module.__class__ = rule.fused
-    for name, found in hand_written.find(model, _becomes, theirs.__contains__).items():
+    for name, found in recorded.find(model, _becomes, theirs.__contains__).items():
         block = model.get_submodule(name)
-        reason = None if isinstance(found, hand_written.Recording) else found
-        after = None if reason else _path(hand_written.HandWritten)
+        reason = None if isinstance(found, recorded.Recording) else found
+        after = None if reason else _path(recorded.Recorded)
         report.append(Candidate(name, _path(type(block)), after, reason))
         if reason is None and not dry_run:
-            hand_written.take(block, found)
+            recorded.take(block, found)
     return Report(report)
 
 
@@ -329,12 +330,12 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
     _refuse_wrapped("unfuse", model)
     report = []
     for name, module, wrapper in list(_outer_wrappers(model)):
-        if isinstance(module, hand_written.HandWritten):
+        if isinstance(module, recorded.Recorded):
             reason = None if wrapper is None else f"it is, or stands in, a {wrapper}"
-            before, stock = _path(hand_written.HandWritten), hand_written.stock_class(module)
+            before, stock = _path(recorded.Recorded), recorded.stock_class(module)
             report.append(Candidate(name, before, None if reason else _path(stock), reason))
             if reason is None and not dry_run:
-                hand_written.restore(module)
+                recorded.restore(module)
             continue
         if type(module) not in _STOCK_OF:
             continue

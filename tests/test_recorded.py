@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_fuse import assert_model_as_good_as_torch
-from torch import nn
+from torch import fx, nn
 
 import fusedtrain
-from fusedtrain.nn import _channel_gate, depthwise_bn_act_se
-from fusedtrain.nn.hand_written import HandWritten
+from fusedtrain.nn import _channel_gate, batch_norm_act, depthwise_bn_act_se
+from fusedtrain.nn.recorded import Recorded
 
 
 class LinearGate(nn.Module):
@@ -94,13 +94,53 @@ class Functional(nn.Module):
         return self.drop(x) if self.training else x
 
 
-# class -> which modules are found in it, the fused calls of one forward: blocks, gates
+class Bottleneck(nn.Module):
+    """As in ResNet: one ReLU, in place, for all; the sum in place."""
+
+    def __init__(self, c, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(c, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, stride, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv3, self.bn3 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.relu, self.downsample = nn.ReLU(inplace=True), None
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(c, 16, 1, stride, bias=False), nn.BatchNorm2d(16))
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+class Strided(Bottleneck):
+    def __init__(self, c):
+        super().__init__(c, 2)
+
+
+class SumBehind(nn.Module):
+    """The residual is added to what is activated, on the left."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c)
+
+    def forward(self, x):
+        return torch.add(x, F.silu(self.norm(self.conv(x))))
+
+
+# class -> which modules are found in it, the fused calls of one forward: blocks, gates, normalisations with more than
+# themselves, and those of them with a residual
 BLOCKS = {
-    LinearGate: ([""], 0, 1),
-    ConvGate: ([""], 0, 1),
-    Nested: (["rest"], 1, 0),
-    Flat: ([""], 1, 0),
-    Functional: ([""], 1, 0),
+    LinearGate: ([""], 0, 1, 0, 0),
+    ConvGate: ([""], 0, 1, 0, 0),
+    Nested: (["rest", "expand"], 1, 0, 1, 0),
+    Flat: ([""], 1, 0, 2, 1),
+    Functional: ([""], 1, 0, 0, 0),
+    Bottleneck: ([""], 0, 0, 3, 1),
+    Strided: ([""], 0, 0, 3, 1),
+    SumBehind: ([""], 0, 0, 1, 1),
 }
 
 
@@ -111,23 +151,39 @@ def fused(kind, c=16):
 
 
 def by_hand(report):
-    return [c.name for c in report.swapped if c.after == "fusedtrain.nn.hand_written.HandWritten"]
+    return [c.name for c in report.swapped if c.after == "fusedtrain.nn.recorded.Recorded"]
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Which of the two ops were called."""
+    """Which of the ops were called; of normalisations those with an activation, "norm", or a residual, "sum"."""
     made = []
-    for module, name in ((depthwise_bn_act_se, "depthwise_bn_act_se"), (_channel_gate, "squeeze_excite")):
+
+    def spy(module, name):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: made.append(name) or real(*a, **k))
+
+        def call(*args, **options):
+            if "norm" not in name:
+                made.append(name)
+            elif options.get("residual") is not None:
+                made.append("sum")
+            elif options["act"] != "identity":
+                made.append("norm")
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(depthwise_bn_act_se, "depthwise_bn_act_se")
+    spy(depthwise_bn_act_se, "pointwise_conv2d_norm")
+    spy(batch_norm_act, "batch_norm_act")
+    spy(_channel_gate, "squeeze_excite")
     return made
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
 def test_blocks_compute_as_well_as_before_with_fewer_calls(kind, calls):
     block, stock, report = fused(kind)
-    names, blocks, gates = BLOCKS[kind]
+    names, blocks, gates, norms, sums = BLOCKS[kind]
     assert by_hand(report) == names and isinstance(block, kind) and not report.kept
     assert list(block.state_dict()) == list(stock.state_dict())
     entry = nn.Conv2d(3, 16, 1)
@@ -137,9 +193,10 @@ def test_blocks_compute_as_well_as_before_with_fewer_calls(kind, calls):
         calls.clear()
         copy.deepcopy(block)(harness.images((2, 16, 9, 9)))
         assert [calls.count(name) for name in ("depthwise_bn_act_se", "squeeze_excite")] == [blocks, gates]
+        assert [calls.count("norm") + calls.count("sum"), calls.count("sum")] == [norms, sums]
 
 
-@pytest.mark.parametrize("kind", [LinearGate, Flat, Nested], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [LinearGate, Flat, Nested, Bottleneck], ids=lambda kind: kind.__name__)
 def test_copies_pickles_and_the_way_back(kind):
     block, stock, report = fused(kind)
     x = harness.images((2, 16, 9, 9))
@@ -187,6 +244,88 @@ def test_changes_of_a_fused_gate_count(change, calls):
     assert calls == (["squeeze_excite"] if change is replaced else [])
 
 
+def narrow(block, x):
+    return x[:, :1]
+
+
+def wider_dtype(block, x):
+    return x.double()
+
+
+def hooked_norm(block, x):
+    block.norm.register_forward_hook(lambda *_: None)
+    return x
+
+
+def other_norm(block, x):
+    block.norm = nn.GroupNorm(4, 16)
+    return x
+
+
+def outside(x):
+    return outside.residual
+
+
+fx.wrap("outside")
+
+
+class Joined(nn.Module):
+    """What is added comes from outside."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.conv, self.norm, self.in_place = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), in_place
+
+    def forward(self, x):
+        y, r = self.norm(self.conv(x)), outside(x)
+        if self.in_place:
+            y += r
+        else:
+            y = r + y
+        return F.relu(y)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
+@pytest.mark.parametrize("change", [None, narrow, wider_dtype, hooked_norm, other_norm])
+def test_sums_of_other_shapes_dtypes_and_layers_are_torchs(change, in_place, calls):
+    torch.manual_seed(0)
+    block = Joined(in_place)
+    stock = copy.deepcopy(block)
+    assert by_hand(fusedtrain.fuse(block)) == [""]
+    x, r = harness.images((2, 16, 9, 9)), harness.images((2, 16, 9, 9), seed=1)
+    if change is not None:
+        r = change(block, r)
+        if change is other_norm:
+            change(stock, r)
+    outside.residual = r.double()
+    truth = copy.deepcopy(stock).double()(x.double())
+    outside.residual = r
+    theirs, ours = stock(x), block(x)
+    assert ours.dtype == theirs.dtype
+    harness.assert_as_good_as_torch(ours, theirs, truth, "y")
+    assert ("sum" in calls) == (change is None)
+
+
+def test_recording_counts_no_batch():
+    """Sequences that are fused already count their batches when they run, not when they are recorded."""
+    block = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.ReLU())
+    fusedtrain.fuse(block)
+    model = Around(block)
+    fusedtrain.fuse(model)
+    assert isinstance(model, Recorded) and block[1].num_batches_tracked == 0
+    model(harness.images((2, 16, 9, 9)))
+    assert block[1].num_batches_tracked == 1
+
+
+class Around(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.norm = inside, nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.inside(x)))
+
+
 def test_attributes_and_further_arguments_count(calls):
     block, stock, _ = fused(Flat)
     x = harness.images((2, 16, 9, 9))
@@ -196,7 +335,7 @@ def test_attributes_and_further_arguments_count(calls):
     block.skip = True
     assert calls == [] and block(x, 0.9).eq(x).sum() > 0.8 * x.numel() and calls == []
     block(x)
-    assert calls == ["depthwise_bn_act_se"]
+    assert calls == ["norm", "depthwise_bn_act_se", "sum"]
 
 
 class Draws(ConvNormAct):
@@ -281,17 +420,38 @@ class OfAnother(ConvGate):
 
 class BetweenIsUsed(ConvNormAct):
     def forward(self, x):
-        z = self.conv(x)
-        return self.act(self.norm(z)) + z
+        y = self.norm(self.conv(x))
+        return self.act(y) * y
+
+
+class IntoTheShortcut(ConvNormAct):
+    """The sum takes the place of the residual, which others may hold."""
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        x += y
+        return x
+
+
+class WrittenBetween(ConvNormAct):
+    def forward(self, x):
+        y = self.norm(x)
+        x.mul_(2)
+        return self.act(y)
+
+
+class Scaled(ConvNormAct):
+    def forward(self, x):
+        return torch.add(self.norm(self.conv(x)), x, alpha=2)
 
 
 @pytest.mark.parametrize(
     "block",
     [
         *(kind(16) for kind in (OtherOrder, RowsOnly, OfSequences, UsedTwice, OfAnother)),
-        BetweenIsUsed(16, 16, 3, 1, 16),
+        *(kind(16, 16, 3) for kind in (BetweenIsUsed, IntoTheShortcut, WrittenBetween, Scaled)),
     ],
     ids=lambda block: type(block).__name__,
 )
 def test_what_only_looks_like_a_pattern_stays(block):
-    assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, HandWritten)
+    assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, Recorded)

@@ -2,7 +2,9 @@
 
 A forward is recorded twice, in training and in evaluation, down to the layers of torch, timm, torchvision and this
 package. Where a depthwise convolution, its normalisation, activation and gate follow each other and nobody else uses
-what passes between them, they become one call; so does a gate by itself. All other code stays as it was recorded.
+what passes between them, they become one call; so do a normalisation, its activation and a residual (ResNet), with a
+1x1 convolution before them, and a gate by itself. All other code stays as it was recorded. Blocks of your own classes
+are looked into down to the last of them, those of timm and torchvision, of which a model may be built, one by one.
 What a recording cannot know is looked at in each call: where a plain attribute, a container or a hook has changed, or
 the block is called with more than its images, its own forward runs.
 """
@@ -10,10 +12,12 @@ the block is called with more than its images, its own forward runs.
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 import random
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,13 +27,27 @@ from torch.nn.utils import parametrize
 
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import create, observed, op_name
-from fusedtrain.nn.depthwise_bn_act_se import CONVOLUTIONS, GATES, NORMS, Gate, Sequential, is_projection, middle
+from fusedtrain.nn.depthwise_bn_act_se import (
+    BLOCKS,
+    CONVOLUTIONS,
+    GATES,
+    NORMS,
+    Conv2dNormActivation,
+    Gate,
+    Sequential,
+    add,
+    is_pair,
+    is_projection,
+    middle,
+)
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
 
 Kind = Callable[[nn.Module], type]  # the class that a layer has, or will have
 
-_KNOWN = {"torch", "torchvision", "timm", "fusedtrain"}
-_PLAIN = (bool, int, float, complex, str, tuple, type(None))
+_ZOOS = {"torchvision", "timm"}
+_KNOWN = {"torch", "fusedtrain"} | _ZOOS
+_PLAIN = (bool, int, float, complex, str, tuple, type(None), types.FunctionType, types.MethodType)
 _FUNCTIONS = {
     **{F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.silu: "silu", F.hardswish: "hard_swish"},
     **{F.gelu: "gelu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", F.hardsigmoid: "hard_sigmoid"},
@@ -37,6 +55,11 @@ _FUNCTIONS = {
 }
 _SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "size", "contiguous"}
 _SHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, operator.getitem, getattr}
+
+
+_WRITES = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
+_SUMS_IN_PLACE = {operator.iadd, "add_"}
+_SUMS = {operator.add, torch.add, "add"} | _SUMS_IN_PLACE
 
 
 @functools.cache
@@ -87,8 +110,8 @@ class Recording(NamedTuple):
     holds_for._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing dynamo
 
 
-class HandWritten(nn.Module):
-    """A block of a class of your own whose layers are called as fused ops, as far as they follow each other.
+class Recorded(nn.Module):
+    """A block of any class whose layers are called as fused ops, as far as they follow each other.
 
     Made by :func:`fusedtrain.fuse` only. It is still an instance of its own class, with all that this has.
     """
@@ -113,12 +136,12 @@ class HandWritten(nn.Module):
 
 
 @functools.cache
-def _derived(stock: type[nn.Module]) -> type[HandWritten]:
+def _derived(stock: type[nn.Module]) -> type[Recorded]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (HandWritten, stock), names)
+    return type(stock.__name__, (Recorded, stock), names)
 
 
-def _new(stock: type[nn.Module]) -> HandWritten:
+def _new(stock: type[nn.Module]) -> Recorded:
     kind = _derived(stock)
     return kind.__new__(kind)
 
@@ -129,21 +152,26 @@ def take(block: nn.Module, recording: Recording) -> None:
     block.__class__ = _derived(type(block))
 
 
-def restore(block: HandWritten) -> None:
+def restore(block: Recorded) -> None:
     """Gives ``block`` the class back that it had."""
     vars(block).pop("_recording", None)
     block.__class__ = stock_class(block)
 
 
-def stock_class(block: HandWritten) -> type[nn.Module]:
+def stock_class(block: Recorded) -> type[nn.Module]:
     """Returns the class that ``block`` had."""
     classes = type(block).__mro__
-    return classes[classes.index(HandWritten) + 1]
+    return classes[classes.index(Recorded) + 1]
 
 
 def is_unknown(module: nn.Module) -> bool:
     """True for classes that are neither torch's, timm's, torchvision's nor ours."""
-    return not isinstance(module, HandWritten) and type(module).__module__.partition(".")[0] not in _KNOWN
+    return not isinstance(module, Recorded) and type(module).__module__.partition(".")[0] not in _KNOWN
+
+
+def is_of_a_zoo(kind: type) -> bool:
+    """True for classes of timm and torchvision."""
+    return not issubclass(kind, Recorded) and kind.__module__.partition(".")[0] in _ZOOS
 
 
 def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str, Recording | str]:
@@ -160,15 +188,28 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
     """
     found: dict[str, Recording | str] = {}
     saved: dict[nn.Module, int] = {}  # by it, or by blocks inside
-    done = tuple(f"{path}." if path else "" for path, m in model.named_modules() if isinstance(m, HandWritten))
+    blocks: set[nn.Module] = set()  # of timm or torchvision, and what holds them
+    done = tuple(f"{path}." if path else "" for path, m in model.named_modules() if isinstance(m, Recorded))
     for path, module in reversed(list(model.named_modules())):
         if path.startswith(done):
             continue
-        inner = saved[module] = sum(saved.get(child, 0) for child in module._modules.values())
-        if not _is_inlined(module) or "forward" in vars(module) or parametrize.is_parametrized(module):
+        holds_blocks = any(child in blocks for child in module.children())
+        is_block = is_of_a_zoo(kind(module)) and not holds_blocks and _may_be_a_block(module, kind)
+        if is_block or holds_blocks or kind(module) in BLOCKS or isinstance(module, Recorded):
+            blocks.add(module)
+        if "forward" in vars(module) or parametrize.is_parametrized(module):
             continue
+        if is_of_a_zoo(kind(module)):
+            if is_block and not leave(path):
+                result = record(module, kind)
+                if isinstance(result, Recording) and result.saved:
+                    found[path] = result
+            continue
+        inner = saved[module] = sum(saved.get(child, 0) for child in module._modules.values())
         layers = [m for m in module.modules() if m is not module]
-        if not any(map(is_unknown, (module, *layers))) or not _may_hold_a_pattern(layers, kind):
+        if not _is_inlined(module) or not any(map(is_unknown, (module, *layers))):
+            continue
+        if not _may_hold_a_pattern(layers, kind):
             continue
         result = record(module, kind)
         if isinstance(result, str):
@@ -177,15 +218,24 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         elif result.saved > inner:
             saved[module] = result.saved
             if not leave(path):
-                prefix = f"{path}." if path else ""
-                for other in [other for other in found if other.startswith(prefix)]:
-                    del found[other]
+                for inlined in result.seen:
+                    found.pop(f"{path}.{inlined}".strip("."), None)
                 found[path] = result
     return found
 
 
 def _may_hold_a_pattern(layers: list[nn.Module], kind: Kind) -> bool:
-    return any(kind(m) in CONVOLUTIONS for m in layers) or sum(map(gates.is_pointwise, layers)) > 1
+    return any(kind(m) in (*CONVOLUTIONS, *NORMS) for m in layers) or sum(map(gates.is_pointwise, layers)) > 1
+
+
+def _may_be_a_block(module: nn.Module, kind: Kind) -> bool:
+    return not is_pair(module) and any(kind(layer) in NORMS or is_pair(layer) for layer in _layers(module))
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of ``module``, and those of a sequence in its place."""
+    for child in module.children():
+        yield from _layers(child) if _is_sequence(child) else (child,)
 
 
 def _holds_one(module: nn.Module, kind: Kind) -> bool:
@@ -198,20 +248,55 @@ def _holds_one(module: nn.Module, kind: Kind) -> bool:
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether all that ``module`` does is to call its children one after another."""
+    return type(module) in _SEQUENCES or f"{type(module).__module__}.{type(module).__qualname__}" == _SEQUENCE
+
+
+_SEQUENCES = (nn.Sequential, Sequential, Conv2dNormActivation)
+_SEQUENCE = "torchvision.ops.misc.Conv2dNormActivation"
+
+
 def _is_inlined(module: nn.Module) -> bool:
-    return type(module) in (nn.Sequential, Sequential) or is_unknown(module)
+    return _is_sequence(module) or is_unknown(module)
+
+
+class _Proxy(fx.Proxy):
+    """Sums and products that take the place of their first operand are recorded as such."""
+
+    def __iadd__(self, other):
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other):
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other):
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other):
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self):
+    def __init__(self, block: nn.Module):
         super().__init__()
         self.inlined: list[str] = [""]
+        self.block_by_block = is_of_a_zoo(type(block))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if not _is_inlined(m) or observed(m):
+        if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
             return True
         self.inlined.append(module_qualified_name)
         return False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+        """A fused sequence is recorded layer by layer, too."""
+        if _is_sequence(m):
+            forward = functools.partial(nn.Sequential.forward, m)
+        return super().call_module(m, forward, args, kwargs)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Of all its arguments the images alone; the others have their defaults."""
@@ -228,12 +313,13 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         for training in (False, True):
             for module in modes:
                 module.training = training
-            tracer = _Tracer()
+            tracer = _Tracer(block)
             graph = _trace(tracer, block)
             if isinstance(graph, str):
                 return graph
-            inlined.update(tracer.inlined)
-            saved.append(_rewrite(graph, block, kind))
+            pattern = _Pattern(graph, block, kind)
+            saved.append(pattern.rewrite())
+            inlined.update(tracer.inlined, pattern.inlined)
             graphs.append(graph)
     finally:
         for module, training in modes.items():
@@ -285,22 +371,30 @@ def _compile(graph: fx.Graph) -> Callable:
 # --- patterns -------------------------------------------------------------------------------------------------------
 
 
-def _rewrite(graph: fx.Graph, block: nn.Module, kind: Kind) -> int:
-    """Puts one call in the place of each pattern and returns how many calls fewer there are."""
-    pattern = _Pattern(graph, block, kind)
-    for node in reversed(graph.nodes):
-        if not node.users and pattern.only_shapes(node):  # such as the two of ``n, c, _, _ = x.shape``
-            graph.erase_node(node)
-    saved = sum(pattern.chain(node) for node in list(graph.nodes))
-    saved += sum(pattern.gate(node) for node in list(graph.nodes) if node not in pattern.gone)
-    graph.lint()
-    return saved
+class _Residual(NamedTuple):
+    """``sum`` is ``value`` and something else, which it takes the place of or not."""
+
+    sum: fx.Node
+    value: fx.Node
+    in_place: bool
 
 
 class _Pattern:
     def __init__(self, graph: fx.Graph, block: nn.Module, kind: Kind):
         self.graph, self.block, self.kind = graph, block, kind
         self.gone: set[fx.Node] = set()
+        self.inlined: set[str] = set()
+
+    def rewrite(self) -> int:
+        """Puts one call in the place of each pattern and returns how many calls fewer there are."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and self.only_shapes(node):  # such as the two of ``n, c, _, _ = x.shape``
+                self.graph.erase_node(node)
+        saved = 0
+        for pattern in (self.chain, self.normalisation, self.gate):
+            saved += sum(pattern(node) for node in list(self.graph.nodes) if node not in self.gone)
+        self.graph.lint()
+        return saved
 
     def module(self, node: fx.Node | None) -> nn.Module | None:
         """The layer that ``node`` calls on one tensor."""
@@ -337,19 +431,91 @@ class _Pattern:
             if not node.users:
                 self.graph.erase_node(node)
                 self.gone.add(node)
-        return sum(node.op == "call_module" or self.activation(node) is not None for node in nodes) - 1
+        return sum(not self.only_shapes(node) for node in nodes) - 1
+
+    def kind_of(self, node: fx.Node | None) -> type | None:
+        """The class that the layer has, or will have, that ``node`` calls on one tensor."""
+        layer = self.module(node)
+        return None if layer is None else self.kind(layer)
+
+    def activations(self, node: fx.Node) -> list[fx.Node]:
+        """The activations that follow ``node``, one after another."""
+        found, last = [], self.next(node)
+        while self.activation(last) in INPUT_ACTIVATIONS:
+            found.append(last)
+            last = self.next(last)
+        return found
+
+    def normalisation(self, start: fx.Node) -> int:
+        """1x1 convolution or none, normalisation, activations, residual, activations."""
+        conv = norm = None
+        if self.kind_of(start) is PointwiseConv2d and self.kind_of(self.next(start)) in NORMS:
+            nodes = [start, self.next(start)]
+            conv, norm = (node.target for node in nodes)
+        elif self.kind_of(start) in NORMS:
+            nodes, norm = [start], start.target
+        elif is_pair(self.module(start)) and self.kind(self.module(start).bn) in NORMS:
+            nodes, (conv, norm) = [start], (f"{start.target}.{part}" for part in ("conv", "bn"))
+        else:
+            return 0
+        acts = self.activations(nodes[-1])
+        nodes += acts
+        residual = self.residual(nodes)
+        useful = conv is not None or any(self.activation(act) != "identity" for act in acts)
+        if residual is None and (is_pair(self.module(start)) or not useful):
+            return 0
+        behind = []
+        if residual is not None:
+            nodes.append(residual.sum)
+            behind = self.activations(residual.sum)
+            nodes += behind
+        if self.is_changed_within(start.args[0], nodes):
+            return 0
+        if is_pair(self.module(start)):
+            self.inlined.add(start.target)
+
+        def call() -> fx.Node:
+            parts = [None if path is None else self.graph.create_node("get_attr", path) for path in (conv, norm)]
+            arguments = (start.args[0], *parts, tuple(map(self.layer, acts)))
+            if residual is None:
+                return self.graph.call_function(middle, arguments)
+            after = tuple(map(self.layer, behind))
+            return self.graph.call_function(add, (*arguments, residual.value, residual.in_place, after))
+
+        return self.replace(nodes, call)
+
+    def residual(self, nodes: list[fx.Node]) -> "_Residual | None":
+        """What is added to the last of ``nodes``, where nobody else uses that."""
+        last = nodes[-1]
+        user = next(iter(last.users)) if len(last.users) == 1 else None
+        if user is None or user.target not in _SUMS or len(user.args) != 2 or user.kwargs:
+            return None
+        value, in_place = user.args[user.args[0] is last], user.target in _SUMS_IN_PLACE
+        if not isinstance(value, fx.Node) or value is last or (in_place and user.args[0] is not last):
+            return None
+        found = _Residual(user, value, in_place)
+        return None if self.is_changed_within(value, [user, *self.activations(user)]) else found
+
+    def is_changed_within(self, value: fx.Node, nodes: list[fx.Node]) -> bool:
+        """Whether ``value`` may be written to by somebody else while ``nodes``, which become one, are computed."""
+        between = itertools.takewhile(
+            lambda node: node is not nodes[-1], itertools.dropwhile(lambda node: node is not nodes[0], self.graph.nodes)
+        )
+        return any(value in node.all_input_nodes and node not in nodes and self._may_write(node) for node in between)
+
+    def _may_write(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return getattr(self.block.get_submodule(node.target), "inplace", False)
+        name = node.target if isinstance(node.target, str) else node.target.__name__
+        return name.endswith("_") or node.target in _WRITES or node.kwargs.get("inplace", False)
 
     def chain(self, conv: fx.Node) -> int:
         """Depthwise convolution, normalisation, activations, gate, projection."""
-        if conv in self.gone or self.module(conv) is None or self.kind(self.module(conv)) not in CONVOLUTIONS:
-            return 0
         norm = self.next(conv)
-        if self.module(norm) is None or self.kind(self.module(norm)) not in NORMS:
+        if self.kind_of(conv) not in CONVOLUTIONS or self.kind_of(norm) not in NORMS:
             return 0
-        acts, last = [], norm
-        while self.activation(self.next(last)) in INPUT_ACTIVATIONS:
-            last = self.next(last)
-            acts.append(last)
+        acts = self.activations(norm)
+        last = acts[-1] if acts else norm
         nodes, gate = [conv, norm, *acts], None
         if self.module(self.next(last)) is not None and self.kind(self.module(self.next(last))) in GATES:
             last = gate = self.next(last)
