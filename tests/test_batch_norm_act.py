@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fusedtrain
-from fusedtrain import backend
+from fusedtrain import _extension, backend
 from fusedtrain.ops import _codes, batch_norm_act
 from fusedtrain.ops.batch_norm_act import IMPLS, reference
 
@@ -434,6 +434,21 @@ def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path)
                 assert torch.equal(*both)
             together = torch.cat(both) if k < 2 else both[0] + both[1] if k < 4 else both[0]
             harness.assert_as_good_as_torch(together, stock, truth, f"sizes {SIZES[i]}, result {k}")
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("rows", [1, 4, 5])  # four are computed in turn
+def test_gradients_too_small_for_normal_numbers_are_kept(rows):
+    x = harness.images((1, 48, 1, rows)).bfloat16().contiguous(memory_format=torch.channels_last).requires_grad_()
+    dy = torch.full_like(x, 3e-39)
+    with fusedtrain.use_backend("cpu"):
+        y = fusedtrain.ops.batch_norm_act(x, torch.zeros(48), torch.ones(48), act="silu")
+    y.backward(dy)
+    z = x.detach().double().requires_grad_()
+    torch.nn.functional.silu(z / (1 + 1e-5) ** 0.5).backward(dy.double())
+    smallest = 2.0**-133
+    assert z.grad.abs().max() < torch.finfo(torch.bfloat16).tiny
+    assert ((x.grad.double() - z.grad).abs() <= smallest).all() and x.grad.abs().max() > 10 * smallest
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------

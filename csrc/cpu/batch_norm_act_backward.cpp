@@ -24,15 +24,17 @@ struct Gradient {
     fetch(z.x + i);
     fetch(dy + i);
   }
+  template <class W>
   struct Pair {
-    V dz, centred;
+    W dz, centred;
   };
-  Pair operator()(int64_t i, const Params& p, auto lanes) const {
-    const V centred = z.centred(i, p, lanes), da = load<V>(dy + i, lanes);
+  [[gnu::always_inline]] auto operator()(int64_t i, const Params& p, auto lanes) const {
+    const auto da = load<V>(dy + i, lanes), centred = z.centred(i, p, lanes);
+    using Both = Pair<std::remove_const_t<decltype(da)>>;
     if constexpr (A::kIdentity) {
-      return {da, centred};
+      return Both{da, centred};
     } else {
-      return {act.slope(z(i, centred, p, lanes)) * da, centred};
+      return Both{act.slope(z(i, centred, p, lanes)) * da, centred};
     }
   }
 };
@@ -98,6 +100,7 @@ struct Sums : Gradient<T, A> {
 // dx of one vector, or dbefore where there is no dx; writes dbefore beside dx where that is wanted too.
 template <class T, class A>
 struct Backward {
+  static constexpr bool kInTurn = A::kInTurn;
   using Element = T;
   using Lane = Acc<T>;
   using V = Vec<Lane>;
@@ -116,11 +119,13 @@ struct Backward {
     return {gradient.params(at), at(sum_dz) * V(per_count), at(sum_dz_xhat) * V(per_count) * at(gradient.z.rstd)};
   }
   void prefetch(int64_t i) const { gradient.prefetch(i); }
-  V operator()(int64_t i, const Params& p, auto lanes) const {
+  [[gnu::always_inline]] auto operator()(int64_t i, const Params& p, auto lanes) const {
     const auto [dz, centred] = gradient(i, p.z, lanes);
-    if (!with_dx) return dz;
+    auto out = dz;
+    if (!with_dx) return out;
     if (dbefore != nullptr) store(dbefore + i, dz, lanes);
-    return p.z.scale * (dz - p.base - centred * p.slope);
+    out = p.z.scale * (dz - p.base - centred * p.slope);
+    return out;
   }
 };
 

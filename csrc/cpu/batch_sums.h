@@ -28,6 +28,13 @@ inline V keep(V x, FirstLanes lanes) {
   return V(index < Int(lanes.count) ? x.v : V(0).v);
 }
 
+// Whether functor F has vectors computed in turn, of several rows: F::kInTurn, where the vector is a whole one.
+template <class F, class Lanes>
+constexpr bool in_turn = false;
+template <class F>
+  requires F::kInTurn
+constexpr bool in_turn<F, AllLanes> = true;
+
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
 // Whether every row is taken by itself, from end to end: where two or three tensors like these images outgrow the last
@@ -61,9 +68,10 @@ struct PreActivation {
     const V r = at(rstd), w = at(weight);
     return {at(mean), r, w, r * w, at(bias)};
   }
-  V centred(int64_t i, const Params& p, auto lanes) const { return load<V>(x + i, lanes) - p.mean; }
-  V operator()(int64_t i, V centred, const Params& p, auto lanes) const {
-    V z = std::is_same_v<T, double> ? centred * p.rstd * p.weight + p.bias : centred * p.scale + p.bias;
+  auto centred(int64_t i, const Params& p, auto lanes) const { return load<V>(x + i, lanes) - p.mean; }
+  template <class W>
+  [[gnu::always_inline]] W operator()(int64_t i, W centred, const Params& p, auto lanes) const {
+    W z = std::is_same_v<T, double> ? centred * p.rstd * p.weight + p.bias : centred * p.scale + p.bias;
     if (before != nullptr) z += load<V>(before + i, lanes);
     return z;
   }
@@ -166,8 +174,14 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
       const int64_t count = std::min(rows, end - row);
       for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
-        int64_t i = row * m.c + ch;
-        for (int64_t k = 0; k < count; ++k, i += m.c) {
+        int64_t i = row * m.c + ch, k = 0;
+        if constexpr (in_turn<F, decltype(lanes)>) {
+          for (; k + kTogether <= count; k += kTogether, i += kTogether * m.c) {
+            for (int j = 0; j < kTogether; ++j) f.prefetch(i + j * m.c + kAhead);
+            store(out + i, f(i, params, Apart<kTogether>{m.c}), Apart<kTogether>{m.c});
+          }
+        }
+        for (; k < count; ++k, i += m.c) {
           if (kStream || !alone) f.prefetch(i + kAhead);
           write(i, f(i, params, lanes), lanes);
         }

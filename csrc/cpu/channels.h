@@ -8,7 +8,7 @@
 //   V operator()(int64_t i, int64_t ch, auto lanes)     along i for contiguous, where ch is one channel
 #include <algorithm>
 
-#include "core/simd.h"
+#include "cpu/several.h"
 
 namespace fusedtrain::cpu {
 namespace {
@@ -17,13 +17,17 @@ namespace {
 template <class T, Activation A>
 struct StaticAct : Act<A, T> {
   static constexpr bool kIdentity = A == Activation::kIdentity;
+  // Whether gradients of several vectors in turn are faster than one after the other, where what is done beside is
+  // short, and where it is long. Of float32 memory bounds them all (benchmarks/LOG.md, 2026-11-23).
+  static constexpr bool kInTurn = A == Activation::kSilu && sizeof(T) == 2;
+  static constexpr bool kInTurnBesideMuch = kInTurn || (A == Activation::kHardSwish && sizeof(T) == 2);
 };
 // One that is known at run time only, and called for every vector: where it does not matter.
 template <class T>
 class RunTimeAct {
  public:
   using V = Vec<Acc<T>>;
-  static constexpr bool kIdentity = false;
+  static constexpr bool kIdentity = false, kInTurn = false, kInTurnBesideMuch = false;
 
   explicit RunTimeAct(Activation act) {
     using enum Activation;

@@ -15,11 +15,11 @@ struct Activated {
   V value, slope;
 };
 template <class V>
-inline Activated<V> activated(V u, const auto& act) {
+[[gnu::always_inline]] inline Activated<V> activated(V u, const auto& act) {
   return {act.value(u), act.slope(u)};
 }
 template <class V, class T>
-inline Activated<V> activated(V u, const StaticAct<T, Activation::kSilu>&) {
+[[gnu::always_inline]] inline Activated<V> activated(V u, const StaticAct<T, Activation::kSilu>&) {
   const V s = Act<Activation::kSigmoid, T>::value(u), value = u * s;
   return {value, s + value * (V(1) - s)};
 }
@@ -47,7 +47,7 @@ struct Normalised {
   At at(int64_t ch, const auto& get) const {
     return {get(mean + ch), get(weight + ch) * get(rstd + ch), get(bias + ch)};
   }
-  V centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
+  auto centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
 };
 
 // Rows of channels are taken this many at a time, so that a vector of the small tensors is loaded once for all of them.
@@ -143,7 +143,15 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
       for_row_groups(first, last, [&](int64_t row, auto rows) {
         for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
           const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
-          for (int64_t k = 0; k < rows; ++k) write((row + k) * m.c + ch, lanes, at);
+          if constexpr (rows == kRows && in_turn<F, decltype(lanes)>) {
+            for (int64_t k = 0; k < rows; k += kTogether) {
+              const int64_t i = (row + k) * m.c + ch;
+              const Apart<kTogether> some{m.c};
+              kStream ? stream(out + i, f(i, some, at), some) : store(out + i, f(i, some, at), some);
+            }
+          } else {
+            for (int64_t k = 0; k < rows; ++k) write((row + k) * m.c + ch, lanes, at);
+          }
         });
       });
       first = last;
@@ -212,6 +220,7 @@ struct ReduceTerms : Normalised<T> {
 // dz = scale du - mean_du - centred slant, where the last two are zero for fixed statistics.
 template <class T, class A>
 struct Backward : Normalised<T> {
+  static constexpr bool kInTurn = A::kInTurnBesideMuch;
   using Base = Normalised<T>;
   using typename Base::Lane, typename Base::V;
   const T* dy;
@@ -232,10 +241,10 @@ struct Backward : Normalised<T> {
     }
     return p;
   }
-  V operator()(int64_t i, auto lanes, const At& p) const {
-    const V centred = Base::centred(i, lanes, p);
-    const V slope = activated(centred * p.scale + p.bias, act).slope;
-    const V du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
+  [[gnu::always_inline]] auto operator()(int64_t i, auto lanes, const At& p) const {
+    const auto centred = Base::centred(i, lanes, p);
+    const auto slope = activated(centred * p.scale + p.bias, act).slope;
+    const auto du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
     return p.scale * du - p.mean_du - centred * p.slant;
   }
 };

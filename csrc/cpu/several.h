@@ -1,0 +1,169 @@
+#pragma once
+// Several vectors, on which every operation is done in turn.
+//
+// An activation is a chain of some twenty operations. Of one vector after the other those that wait for their
+// predecessor fill the queues of a processor before it has seen many chains: it idles half of the time. Of four in turn
+// the next operation is one that can begin.
+//
+//   auto x = load<V>(p, Apart<4>{step});      4 vectors, `step` elements apart, as a Several<V, 4>
+//   store(p, x, Apart<4>{step});
+//
+// Internal linkage, as in core/simd.h.
+#include "cpu/vectors.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// As many as the registers hold beside what the activation needs.
+#if defined(__AVX512F__)
+constexpr int kTogether = 4;
+#else
+constexpr int kTogether = 2;
+#endif
+
+// As lanes of load and store: N whole vectors, `step` elements apart.
+template <int N>
+struct Apart {
+  int64_t step;
+};
+
+template <class V, int N>
+struct Several {
+  struct Mask {
+    typename V::Mask v[N];
+  };
+
+  V v[N];
+
+  Several() = default;
+  // What they all share.
+  [[gnu::always_inline]] Several(V x) {
+    unroll<N>([&](auto k) __attribute__((always_inline)) { v[k] = x; });
+  }
+  template <class Number>
+    requires std::is_arithmetic_v<Number>
+  [[gnu::always_inline]] explicit Several(Number x) : Several(V(x)) {}
+  // f(k) for every k.
+  template <class F>
+  [[gnu::always_inline]] static Several of(const F& f) {
+    Several made;
+    unroll<N>([&](auto k) __attribute__((always_inline)) { made.v[k] = f(k); });
+    return made;
+  }
+  template <class F>
+  [[gnu::always_inline]] static Mask mask(const F& f) {
+    Mask made;
+    unroll<N>([&](auto k) __attribute__((always_inline)) { made.v[k] = f(k); });
+    return made;
+  }
+
+  [[gnu::always_inline]] friend Several operator+(const Several& a, const Several& b) {
+    return of([&](auto k) __attribute__((always_inline)) { return a.v[k] + b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Several operator-(const Several& a, const Several& b) {
+    return of([&](auto k) __attribute__((always_inline)) { return a.v[k] - b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Several operator*(const Several& a, const Several& b) {
+    return of([&](auto k) __attribute__((always_inline)) { return a.v[k] * b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Several operator/(const Several& a, const Several& b) {
+    return of([&](auto k) __attribute__((always_inline)) { return a.v[k] / b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Several operator-(const Several& a) {
+    return of([&](auto k) __attribute__((always_inline)) { return -a.v[k]; });
+  }
+  [[gnu::always_inline]] Several& operator+=(const Several& b) { return *this = *this + b; }
+  [[gnu::always_inline]] friend Mask operator<(const Several& a, const Several& b) {
+    return mask([&](auto k) __attribute__((always_inline)) { return a.v[k] < b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Mask operator>(const Several& a, const Several& b) {
+    return mask([&](auto k) __attribute__((always_inline)) { return a.v[k] > b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Mask operator<=(const Several& a, const Several& b) {
+    return mask([&](auto k) __attribute__((always_inline)) { return a.v[k] <= b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Mask operator>=(const Several& a, const Several& b) {
+    return mask([&](auto k) __attribute__((always_inline)) { return a.v[k] >= b.v[k]; });
+  }
+  [[gnu::always_inline]] friend Several vselect(const Mask& m, const Several& yes, const Several& no) {
+    return of([&](auto k) __attribute__((always_inline)) { return vselect(m.v[k], yes.v[k], no.v[k]); });
+  }
+};
+
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> at_least(const Several<V, N>& x, const Several<V, N>& low) {
+  using fusedtrain::at_least;
+  return x.of([&](auto k) __attribute__((always_inline)) { return at_least(x.v[k], low.v[k]); });
+}
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> at_most(const Several<V, N>& x, const Several<V, N>& high) {
+  using fusedtrain::at_most;
+  return x.of([&](auto k) __attribute__((always_inline)) { return at_most(x.v[k], high.v[k]); });
+}
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> vexp(const Several<V, N>& x) {
+  return x.of([&](auto k) __attribute__((always_inline)) { return vexp(x.v[k]); });
+}
+template <class T, class V, int N>
+[[gnu::always_inline]] inline Several<V, N> one_plus_exp(const Several<V, N>& x) {
+  using fusedtrain::one_plus_exp;
+  return x.of([&](auto k) __attribute__((always_inline)) { return one_plus_exp<T>(x.v[k]); });
+}
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> vtanh(const Several<V, N>& x) {
+  return x.of([&](auto k) __attribute__((always_inline)) { return vtanh(x.v[k]); });
+}
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> vnormal_cdf(const Several<V, N>& x, const Several<V, N>& bell) {
+  using fusedtrain::vnormal_cdf;
+  return x.of([&](auto k) __attribute__((always_inline)) { return vnormal_cdf(x.v[k], bell.v[k]); });
+}
+
+template <class V, class T, int N>
+[[gnu::always_inline]] inline Several<V, N> load(const T* p, Apart<N> lanes) {
+  return Several<V, N>::of([&](auto k) __attribute__((always_inline)) { return load<V>(p + k * lanes.step); });
+}
+
+// write(k, half or vector) for every k, rounded to T: one look for subnormal numbers serves all.
+template <class T, class V, int N, class F>
+[[gnu::always_inline]] inline void each_rounded(const Several<V, N>& x, const F& write) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    constexpr int kSubnormal = 0x20;
+    unsigned subnormal = 0;
+    unroll<N>([&](auto k)
+                  __attribute__((always_inline)) { subnormal |= _mm512_fpclass_ps_mask(x.v[k].v, kSubnormal); });
+    if (rounds_to_bf16_by_instruction && subnormal == 0) [[likely]] {
+      unroll<N>([&](auto k) __attribute__((always_inline)) { write(k, narrow_sums(x.v[k])); });
+      return;
+    }
+  }
+#endif
+  unroll<N>([&](auto k) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<T, typename V::Lane>) {
+      write(k, x.v[k].v);
+    } else {
+      write(k, narrow(x.v[k], T{}));
+    }
+  });
+}
+
+template <class T, class V, int N>
+[[gnu::always_inline]] inline void store(T* p, const Several<V, N>& x, Apart<N> lanes) {
+  each_rounded<T>(
+      x, [&](auto k, const auto& raw)
+             __attribute__((always_inline)) { std::memcpy(p + k * lanes.step, &raw, sizeof raw); });
+}
+
+template <class T, class V, int N>
+[[gnu::always_inline]] inline void stream(T* p, const Several<V, N>& x, Apart<N> lanes) {
+#if defined(__AVX2__)
+  each_rounded<T>(
+      x, [&](auto k, const auto& raw) __attribute__((always_inline)) { stream_raw(p + k * lanes.step, raw); });
+#else
+  store(p, x, lanes);
+#endif
+}
+
+}  // namespace
+}  // namespace fusedtrain::cpu
