@@ -204,7 +204,7 @@ def test_every_network_of_timm(zoo):
         with torch.device("meta"):
             model = zoo.timm.create_model(name)
         report = check_sweep(model)
-        usual = ("PointwiseConv2d", "Recorded", "Sequential")
+        usual = ("PointwiseConv2d", "ConvNormAct", "Recorded", "Sequential")
         if not all("batchnorm" in c.before.lower() or (c.after or "").endswith(usual) for c in report):
             held.add(type(model).__module__.removeprefix("timm.models."))
     assert held == set(ARCHITECTURES)
@@ -268,7 +268,7 @@ def test_a_step_of_every_architecture_of_timm_is_as_good_as_before(file, zoo):
 
 
 @pytest.mark.parametrize(
-    "name", ["lcnet_050", "test_byobnet", "test_nfnet", "test_efficientnet_evos", "ese_vovnet19b_slim"]
+    "name", ["lcnet_050", "test_byobnet", "test_nfnet", "test_efficientnet_evos", "ese_vovnet19b_slim", "test_resnet"]
 )
 def test_models_of_timm_train_as_well_as_before(name, zoo):
     torch.manual_seed(0)
