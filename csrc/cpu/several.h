@@ -100,23 +100,10 @@ template <class V, int N>
   using fusedtrain::at_most;
   return x.of([&](auto k) __attribute__((always_inline)) { return at_most(x.v[k], high.v[k]); });
 }
-template <class V, int N>
-[[gnu::always_inline]] inline Several<V, N> vexp(const Several<V, N>& x) {
-  return x.of([&](auto k) __attribute__((always_inline)) { return vexp(x.v[k]); });
-}
 template <class T, class V, int N>
 [[gnu::always_inline]] inline Several<V, N> one_plus_exp(const Several<V, N>& x) {
   using fusedtrain::one_plus_exp;
   return x.of([&](auto k) __attribute__((always_inline)) { return one_plus_exp<T>(x.v[k]); });
-}
-template <class V, int N>
-[[gnu::always_inline]] inline Several<V, N> vtanh(const Several<V, N>& x) {
-  return x.of([&](auto k) __attribute__((always_inline)) { return vtanh(x.v[k]); });
-}
-template <class V, int N>
-[[gnu::always_inline]] inline Several<V, N> vnormal_cdf(const Several<V, N>& x, const Several<V, N>& bell) {
-  using fusedtrain::vnormal_cdf;
-  return x.of([&](auto k) __attribute__((always_inline)) { return vnormal_cdf(x.v[k], bell.v[k]); });
 }
 
 template <class V, class T, int N>
