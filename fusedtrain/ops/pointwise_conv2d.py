@@ -196,7 +196,7 @@ def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None
     need_dx, need_dw, need_db = need
     dx = dw = db = None
     if need_dx:
-        dx = _dx(dy, x, weight, stride)
+        dx = _common.in_format_of(_dx(dy, x, weight, stride), x)  # dy of one channel is in both formats
     if need_dw and (x.dtype != torch.float32 or _faster("dw", x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
