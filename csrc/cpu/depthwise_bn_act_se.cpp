@@ -48,6 +48,9 @@ struct Normalised {
     return {get(mean + ch), get(weight + ch) * get(rstd + ch), get(bias + ch)};
   }
   auto centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
+  // Whether the next rows are asked for at this channel: once per cache line; processors follow short rows themselves.
+  static bool asks(int64_t ch, int64_t c) { return ch % int64_t(64 / sizeof(T)) == 0 && c * int64_t(sizeof(T)) >= 512; }
+  void prefetch(int64_t i) const { fetch(z + i); }
 };
 
 // Rows of channels are taken this many at a time, so that a vector of the small tensors is loaded once for all of them.
@@ -106,7 +109,10 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
         const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
         V sums[kSums];
         std::fill_n(sums, kSums, V(0));
-        for (int64_t k = 0; k < rows; ++k) f.add(sums, (row + k) * m.c + ch, lanes, at);
+        for (int64_t k = 0; k < rows; ++k) {
+          if (F::asks(ch, m.c)) f.prefetch((row + rows + k) * m.c + ch);
+          f.add(sums, (row + k) * m.c + ch, lanes, at);
+        }
         for (int k = 0; k < kSums; ++k) {
           auto* p = out + k * m.c + ch;
           store(p, load<V>(p, lanes) + sums[k], lanes);
@@ -143,6 +149,7 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
       for_row_groups(first, last, [&](int64_t row, auto rows) {
         for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
           const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
+          for (int64_t k = 0; k < rows && F::asks(ch, m.c); ++k) f.prefetch((row + rows + k) * m.c + ch);
           if constexpr (rows == kRows && in_turn<F, decltype(lanes)>) {
             for (int64_t k = 0; k < rows; k += kTogether) {
               const int64_t i = (row + k) * m.c + ch;
@@ -204,6 +211,10 @@ struct ReduceTerms : Normalised<T> {
   const T* dy;
   A act;
 
+  void prefetch(int64_t i) const {
+    Base::prefetch(i);
+    fetch(dy + i);
+  }
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
   void add(V* sums, int64_t i, auto lanes, const auto& p) const {
     const V centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes);
@@ -228,6 +239,10 @@ struct Backward : Normalised<T> {
   double per_pixel, per_count;
   A act;
 
+  void prefetch(int64_t i) const {
+    Base::prefetch(i);
+    fetch(dy + i);
+  }
   struct At : Base::At {
     V gate, dpooled, mean_du, slant;
   };

@@ -20,10 +20,12 @@ from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+from fusedtrain.ops.batch_norm_act_se import batch_norm_act_se
 from fusedtrain.ops.pointwise_conv2d import with_moments
 from fusedtrain.ops.pointwise_conv2d_norm import pointwise_conv2d_norm
 
 torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
+torch.fx.wrap("batch_norm_act_se")
 torch.fx.wrap("pointwise_conv2d_norm")
 torch.fx.wrap("with_moments")
 
@@ -106,18 +108,21 @@ def middle(
     """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same; ``conv`` may be
     None."""
     left = [layer for layer in (*others, se, project) if layer is not None]
-    if not _is_known(conv, norm):
-        x = norm(x if conv is None else conv(x))
+    if conv is not None and not _is_known(conv, norm):
+        x, conv = conv(x), None
+    if not _is_known(None, norm):
+        return _through(left, norm(x))
+    act, left = _activation_behind(norm, left)
+    gate = _gate(left[0]) if left else None
+    left = left if gate is None else left[1:]
+    if type(conv) in CONVOLUTIONS:
+        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
+    elif gate is not None:
+        x = _gated(*_convolved(x, conv, norm), norm, act, gate)
+    elif conv is None:
+        x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
     else:
-        act, left = _activation_behind(norm, left)
-        if conv is None:
-            x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
-        elif type(conv) is PointwiseConv2d:
-            x = _pointwise(x, conv, norm, act)
-        else:
-            gate = _gate(left[0]) if left else None
-            left = left if gate is None else left[1:]
-            x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
+        x = _pointwise(x, conv, norm, act)
     return _through(left, x)
 
 
@@ -132,11 +137,7 @@ def add(
 ) -> Tensor:
     """Returns ``behind(others(norm(conv(x))) + residual)``, as one op as far as that computes the same; ``conv`` may be
     None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
-    moments = None
-    if type(conv) is PointwiseConv2d and not observed(conv) and _is_known(None, norm) and norms.takes_batch(norm):
-        x, moments = with_moments(x, conv.weight, conv.bias, conv.stride)
-    elif conv is not None:
-        x = conv(x)
+    x, moments = _convolved(x, conv, norm)
     if _is_known(None, norm) and _is_alike(residual, x):
         (act, left), (act_behind, rest) = _activation_behind(norm, others), _activation(behind)
         if not left and "identity" in (act, act_behind):
@@ -146,6 +147,13 @@ def add(
             return _through(rest, x)
     x = middle(x, None, norm, others)
     return _through(behind, x.add_(residual) if in_place else x + residual)
+
+
+def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
+    if type(conv) is PointwiseConv2d and not observed(conv) and _is_known(None, norm) and norms.takes_batch(norm):
+        return with_moments(x, conv.weight, conv.bias, conv.stride)
+    return x if conv is None else conv(x), None
 
 
 def _is_alike(residual: Tensor, x: Tensor) -> bool:
@@ -178,6 +186,19 @@ def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> T
     group = norms.group_of(norm)
     layers = (conv.weight, conv.bias, *norms.arguments(norm))
     return pointwise_conv2d_norm(x, *layers, stride=conv.stride, act=act, process_group=group)
+
+
+def _gated(x: Tensor, moments: tuple | None, norm: nn.Module, act: str, gate: tuple) -> Tensor:
+    running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
+    se, (se_act, gate_act) = gate
+    return batch_norm_act_se(
+        *(x, running_mean, running_var, *affine, se, training, momentum, eps),
+        act=act,
+        se_act=se_act,
+        gate=gate_act,
+        process_group=norms.group_of(norm),
+        moments=moments,
+    )
 
 
 def _as_one(
@@ -352,15 +373,15 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
     steps = list(layers[0]) if nested else layers
     alone = kind(steps[0]) in NORMS
     conv, (norm, *behind) = (None, steps) if alone else (steps[0], steps[1:] or [None])
-    if kind(norm) not in NORMS or not (alone or kind(conv) in BEFORE_NORM):
+    if kind(norm) not in NORMS:
         return None
     acts = list(itertools.takewhile(lambda layer: op_name(layer) in INPUT_ACTIVATIONS, behind))
-    if alone and all(op_name(act) == "identity" for act in acts):
-        return None
     count = len(steps) - len(behind) + len(acts)
     next_one = layers[1:2] if nested else layers[count : count + 1]
-    gated = next_one and not alone and kind(conv) in CONVOLUTIONS and kind(next_one[0]) in GATES
-    gate = next_one[0] if gated else None
+    gate = next_one[0] if next_one and kind(next_one[0]) in GATES else None
+    useful = any(op_name(act) != "identity" for act in acts) if alone else kind(conv) in BEFORE_NORM
+    if gate is None and not useful:
+        return None
     if nested and (gate is None or count < len(steps)):
         return None  # it is a block by itself, or more than one
     return conv, norm, acts, gate, (1 if nested else count) + (gate is not None)

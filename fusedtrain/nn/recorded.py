@@ -447,7 +447,7 @@ class _Pattern:
         return found
 
     def normalisation(self, start: fx.Node) -> int:
-        """1x1 convolution or none, normalisation, activations, residual, activations."""
+        """1x1 convolution or none, normalisation, activations, and a gate, or residual and activations."""
         conv = norm = None
         if self.kind_of(start) is PointwiseConv2d and self.kind_of(self.next(start)) in NORMS:
             nodes = [start, self.next(start)]
@@ -460,9 +460,11 @@ class _Pattern:
             return 0
         acts = self.activations(nodes[-1])
         nodes += acts
-        residual = self.residual(nodes)
+        gate, inside = self.gate_behind(nodes[-1])
+        nodes += inside
+        residual = self.residual(nodes) if gate is None else None
         useful = conv is not None or any(self.activation(act) != "identity" for act in acts)
-        if residual is None and (is_pair(self.module(start)) or not useful):
+        if gate is None and residual is None and (is_pair(self.module(start)) or not useful):
             return 0
         behind = []
         if residual is not None:
@@ -478,7 +480,7 @@ class _Pattern:
             parts = [None if path is None else self.graph.create_node("get_attr", path) for path in (conv, norm)]
             arguments = (start.args[0], *parts, tuple(map(self.layer, acts)))
             if residual is None:
-                return self.graph.call_function(middle, arguments)
+                return self.graph.call_function(middle, (*arguments, self.gate_layer(gate)))
             after = tuple(map(self.layer, behind))
             return self.graph.call_function(add, (*arguments, residual.value, residual.in_place, after))
 
@@ -515,18 +517,10 @@ class _Pattern:
         if self.kind_of(conv) not in CONVOLUTIONS or self.kind_of(norm) not in NORMS:
             return 0
         acts = self.activations(norm)
-        last = acts[-1] if acts else norm
-        nodes, gate = [conv, norm, *acts], None
-        if self.module(self.next(last)) is not None and self.kind(self.module(self.next(last))) in GATES:
-            last = gate = self.next(last)
-            nodes.append(gate)
-        else:
-            multiply = next((user for user in last.users if self._factors(user, last) is not None), None)
-            inside = None if multiply is None else self.inside_gate(multiply, last)
-            if inside is not None and set(last.users) <= {*inside[1], multiply}:
-                gate, last = inside[0], multiply
-                nodes += inside[1]
-        project = self.next(last)
+        nodes = [conv, norm, *acts]
+        gate, inside = self.gate_behind(nodes[-1])
+        nodes += inside
+        project = self.next(nodes[-1])
         if project is not None and self.module(project) is not None and is_projection(self.module(project)):
             nodes.append(project)
         else:
@@ -534,11 +528,21 @@ class _Pattern:
 
         def call() -> fx.Node:
             layers = [self.layer(node) for node in (conv, norm, *acts)]
-            se = None if gate is None else self.gate_object(gate) if isinstance(gate, tuple) else self.layer(gate)
-            arguments = (conv.args[0], *layers[:2], tuple(layers[2:]), se)
+            arguments = (conv.args[0], *layers[:2], tuple(layers[2:]), self.gate_layer(gate))
             return self.graph.call_function(middle, (*arguments, None if project is None else self.layer(project)))
 
         return self.replace(nodes, call)
+
+    def gate_behind(self, last: fx.Node) -> tuple[fx.Node | tuple[fx.Node, ...] | None, list[fx.Node]]:
+        """The gate that takes ``last``, and nobody else does: a layer, or the nodes of one; and all its nodes."""
+        if self.kind_of(self.next(last)) in GATES:
+            return self.next(last), [self.next(last)]
+        multiply = next((user for user in last.users if self._factors(user, last) is not None), None)
+        inside = None if multiply is None else self.inside_gate(multiply, last)
+        return inside if inside is not None and set(last.users) <= {*inside[1], multiply} else (None, [])
+
+    def gate_layer(self, gate: fx.Node | tuple[fx.Node, ...] | None) -> fx.Node | None:
+        return self.gate_object(gate) if isinstance(gate, tuple) else None if gate is None else self.layer(gate)
 
     def gate(self, multiply: fx.Node) -> int:
         """Squeeze-and-excitation by itself."""

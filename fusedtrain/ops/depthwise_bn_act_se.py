@@ -118,6 +118,25 @@ IMPLS = register(
 )
 
 
+def _reduced(ctx, dy, saved, need_dz: bool, needed) -> tuple[tuple, tuple]:
+    """What ``backward`` takes to make dz, and the gradients of the normalisation's and the gate's parameters."""
+    z, mean, rstd, norm_weight, norm_bias, w1, w2, *small = saved
+    need_dgamma, need_dbeta, *need_se = needed
+    inputs = (_common.dense_like(dy, z), z, mean, rstd, norm_weight, norm_bias)
+    *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(need_se))
+    dbeta, dgamma = sums
+    if ctx.count is None:
+        sums = (None, None)
+    elif need_dz and ctx.group is not None:
+        sums = _all_reduced(*sums, ctx.group)
+    dse = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
+    return (*inputs, gate, dpooled, *sums), (
+        dgamma.to(norm_weight.dtype) if need_dgamma else None,
+        dbeta.to(norm_bias.dtype) if need_dbeta else None,
+        *(grad if needed else None for grad, needed in zip(dse, need_se)),
+    )
+
+
 def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     """dx, dw and db of the convolution, from dz as the operators take its ``inputs``."""
     tail = (*ctx.geometry, *needed)
@@ -160,26 +179,13 @@ class _DepthwiseBnActSe(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small = ctx.saved_tensors
-        need_conv, (need_dgamma, need_dbeta), need_se = (ctx.needs_input_grad[i:j] for i, j in ((0, 3), (3, 5), (5, 9)))
-        inputs = (_common.dense_like(dy, z), z, mean, rstd, norm_weight, norm_bias)
-        *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(need_se))
-        dw1, dw2 = _common.strided_like(dw1, w1), _common.strided_like(dw2, w2)
-        dbeta, dgamma = sums
+        x, weight, *saved = ctx.saved_tensors
+        need_conv, need_others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+        inputs, others = _reduced(ctx, dy, saved, any(need_conv), need_others)
         grads = (None, None, None)
         if any(need_conv):
-            if ctx.count is None:
-                sums = (None, None)
-            elif ctx.group is not None:
-                sums = _all_reduced(*sums, ctx.group)
-            grads = _conv_gradients(ctx, (*inputs, gate, dpooled, *sums), x, weight, ctx.codes[0], need_conv)
-        return (
-            *(grad if needed else None for grad, needed in zip(grads, need_conv)),
-            dgamma.to(norm_weight.dtype) if need_dgamma else None,
-            dbeta.to(norm_bias.dtype) if need_dbeta else None,
-            *(grad if needed else None for grad, needed in zip((dw1, db1, dw2, db2), need_se)),
-            *(None,) * 8,
-        )
+            grads = _conv_gradients(ctx, inputs, x, weight, ctx.codes[0], need_conv)
+        return *(grad if needed else None for grad, needed in zip(grads, need_conv)), *others, *(None,) * 8
 
 
 class _DepthwiseBnAct(torch.autograd.Function):
