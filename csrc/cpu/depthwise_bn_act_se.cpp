@@ -86,7 +86,8 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
     for (int k = 0; k < kSums; ++k) sums[k] += keep(terms[k], lanes);
   };
   const auto plane = [&](int64_t item, int64_t n, int64_t ch) {
-    constexpr int64_t kStretch = 64 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
+    // At most this many terms are added to one lane before doubles take over, which for doubles are no better.
+    constexpr int64_t kStretch = (sizeof(Lane) == 8 ? 8 : 64) * V::kLanes;
     const int64_t first = item * m.hw;
     const auto at = f.at(item, ch, repeated<V>());
     double total[kSums] = {};

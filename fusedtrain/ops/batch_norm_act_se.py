@@ -50,7 +50,8 @@ def batch_norm_act_se(
     process_group=None,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``squeeze_excite`` of what ``batch_norm_act`` returns, with the arguments of both; ``act`` as ``in_act`` there."""
+    """``squeeze_excite`` of what ``batch_norm_act`` returns, with the arguments of both; ``act`` takes what is
+    ``in_act`` there."""
     _common.check_images("batch_norm_act", x)
     impl = select("depthwise_bn_act_se", IMPLS, x)
     running, affine = (running_mean, running_var), (weight, bias)
