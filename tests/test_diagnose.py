@@ -577,6 +577,24 @@ def test_computing_on_many_threads_takes_less_of_the_cores_when_it_is_faster(mon
     assert rules.gain_of_computing(facts, 2.0) == pytest.approx(2.0 / 5.2)  # 3 of 5 seconds are left, on all threads
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "noise", "named"),
+    [
+        ((4.0, 4.4), (4.8, 5.2), 0.1, True),
+        ((4.0, 4.4), (4.8, 5.2), 0.75, False),
+        ((4.0, 9.0), (15.0, 12.0), 0.1, False),  # the first pair says that a larger batch saves little
+    ],
+)
+def test_a_small_batch_is_named_where_no_noise_explains_it(before, after, noise, named):
+    look = next(rule.look for rule in rules.RULES if rule.name == "batch_size")
+    parts = dict.fromkeys(PARTS, 0.0) | {"forward": 2.0, "backward": 2.0}
+    facts = measure.Facts([], measure.Interval(4.0, 3.9, 4.1), parts, None, {}, cached_noise=noise)
+    facts.larger = 4, measure.Paired(before, after)
+    found = look(facts, None)
+    assert isinstance(found, str) != named
+    assert not named or found.gain == pytest.approx(1 - max(a / 4 / b for a, b in zip(after, before)))
+
+
 # --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ class Facts:
     refused: dict[str, str] = field(default_factory=dict)  # remedies that could not be tried, with the error
     fault_cost: float | None = None  # seconds per page fault
     exchange: Paired | None = None  # with and without exchanging gradients between processes
-    larger: tuple[int, float, float] | None = None  # factor; forward and backward of the batch as it is, and as large
+    larger: tuple[int, Paired] | None = None  # factor; forward and backward of the batch as it is, and as large
     larger_peaks: tuple[int, int] = (0, 0)  # bytes that steps of the one and the other need beyond what is held
     noise: float = 0.0  # share of the step that two equal runs may differ by
     cached_noise: float = 0.0  # and with cached batches
@@ -451,7 +451,7 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: 
         records = yield Run(max(2 * sizes.period, steps // 2), tried, discard, parts=True)
         seconds[larger].append(median(_computing(step) for step in records))
         peaks[larger] = max(peaks[larger], memory.bytes() or 0)
-    facts.larger = times, fmean(seconds[False]), fmean(seconds[True])
+    facts.larger = times, Paired(tuple(seconds[False]), tuple(seconds[True]))
     facts.larger_peaks = peaks[False], peaks[True]
 
 

@@ -412,14 +412,17 @@ def _cudnn(facts: Facts, driver: Driver) -> list[Remedy] | str:
 def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
     if facts.larger is None:
         return "not measured: no batches to repeat"
-    times, now, seconds = facts.larger
+    times, pairs = facts.larger
+    now, seconds = map(fmean, (pairs.before, pairs.after))
+    # As little as either pair says: what else runs on the machine slows one batch down, or the other.
+    saved = min(1 - after / times / before for before, after in zip(pairs.before, pairs.after))
     computing = min(facts.parts["forward"] + facts.parts["backward"], now)
     if facts.exchange is not None:
         computing -= max(0.0, facts.exchange.share()) * facts.step.value
-    gain = gain_of_computing(facts, (1 - seconds / times / now) * computing)
+    gain = gain_of_computing(facts, saved * computing)
     evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
     evidence += "; a step needs {:,.0f} and {:,.0f} MiB".format(*(peak / 2**20 for peak in facts.larger_peaks))
-    if gain < 0.25:
+    if gain < max(0.25, facts.cached_noise):
         return evidence
     advice = (
         f"a larger batch costs little time, but changes the training: it is yours to choose ({times}x was measured)"
