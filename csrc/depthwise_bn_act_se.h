@@ -4,6 +4,8 @@
 //   xhat = (z - mean[c]) rstd[c]      u = weight[c] xhat + bias[c]      y = a(u) gate[n, c]
 //   pooled = 1/hw sum a(u)            gate = the network of csrc/squeeze_excite.h on pooled
 //
+// or y = b(a(u) gate[n, c] + residual), where b is the identity or ReLU: whose gradient is taken first.
+//
 // Backward: of y = a(u) gate and of the pooling follows du = a'(u) (gate dy + dpooled / hw), so that one pass over dy
 // and z gathers, per sample and channel, everything that is needed before dpooled and the batch's sums are known:
 //
@@ -49,8 +51,10 @@ struct BnActPool {
 
 struct BnActScale {
   BnAct in;
-  const void* gate;  // acc [n, c]
-  void* y;           // as z
+  const void* gate;      // acc [n, c]
+  const void* residual;  // as z, or null
+  bool relu;             // behind the sum with residual
+  void* y;               // as z
 };
 
 struct BnActReduce {

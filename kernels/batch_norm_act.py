@@ -173,6 +173,7 @@ def batch_norm_act_kernel(
     BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
+    LAST: tl.constexpr,  # the activation behind the sum, with AFTER
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_HW: tl.constexpr,
@@ -190,7 +191,7 @@ def batch_norm_act_kernel(
         gate = tl.load(gate_ptr + sample * c + channels, mask=inside, other=0.0)
         y *= _activation.value(gate, GATE)[:, None]
     if AFTER:
-        y += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        y = _activation.value(y + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32), LAST)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -384,8 +385,9 @@ def images_forward(
     after: Tensor | None = None,
     gate: Tensor | None = None,
     gate_act: int | None = None,
+    last: int = 0,
 ) -> Tensor:
-    """y = a(z) * gate_act(gate) + after, each term where it is given."""
+    """y = last(a(z) * gate_act(gate) + after), each term where it is given."""
     y, grid, residual = torch.empty_like(x), _images.grid(x, one_step=True), before if after is None else after
     added = {"BEFORE": before is not None, "AFTER": after is not None}
     with _images.on_device(x):
@@ -393,6 +395,7 @@ def images_forward(
             *(x, *dense(x, mean, rstd, weight, bias, residual, gate), y, x.shape[1]),
             **flags(act, weight, bias) | added | grid.arguments,
             GATE=gate_act,
+            LAST=last,
         )
     return y
 

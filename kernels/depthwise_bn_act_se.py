@@ -19,8 +19,9 @@ from fusedtrain.kernels import channel_pool as pool_kernels
 from fusedtrain.kernels import channel_scale as scale_kernels
 from fusedtrain.kernels import depthwise_conv2d as conv_kernels
 from fusedtrain.kernels import squeeze_excite as gate_kernels
+from fusedtrain.ops import _codes
 
-IDENTITY = gate_kernels.IDENTITY
+IDENTITY, RELU = (_codes.ACTIVATIONS.index(name) for name in ("identity", "relu"))
 MOST_PARTS = 2048  # of a channel's statistics, where a sample is not a part of its own
 SUMS = 4  # of a plane for the statistics' gradients
 
@@ -245,6 +246,8 @@ def depthwise_bn_act_se(
     act: int,
     se_act: int,
     gate: int,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grid, norm = _images.grid(z), (mean, rstd, weight, bias)
     pooled = z.new_empty(z.shape[:2], dtype=torch.float32)
@@ -257,7 +260,8 @@ def depthwise_bn_act_se(
         pool_kernels.finish(partial, pooled, grid)
         hidden = gate_kernels.layer(pooled, w1, b1, IDENTITY)
         logits = gate_kernels.layer(hidden, w2, b2, se_act)
-        y = norm_kernels.images_forward(z, *norm, act, gate=logits, gate_act=gate)
+        last = RELU if relu else IDENTITY
+        y = norm_kernels.images_forward(z, *norm, act, gate=logits, gate_act=gate, after=residual, last=last)
     return y, pooled, hidden, logits
 
 

@@ -373,7 +373,7 @@ def _block_inputs(z, mean, rstd, weight, bias, act):
     return structs()["BnAct"](images=images, **{name: t.data_ptr() for name, t in tensors.items()}), tensors
 
 
-def depthwise_bn_act_se(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate):
+def depthwise_bn_act_se(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate, residual=None, relu=False):
     inputs, _alive = _block_inputs(z, mean, rstd, weight, bias, act)
     n, c, r = *z.shape[:2], w1.shape[0]
     pooled, hidden, logits, gates = _acc(z, n, c), _acc(z, n, r), _acc(z, n, c), _acc(z, n, c)
@@ -383,7 +383,7 @@ def depthwise_bn_act_se(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act
     weights = {name: _small(t, z) for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()}
     results = {"hidden": hidden, "logits": logits, "gate": gates}
     call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **weights, **results)
-    call("bn_act_scale", "BnActScale", **{"in": inputs}, gate=gates, y=y)
+    call("bn_act_scale", "BnActScale", **{"in": inputs}, gate=gates, residual=residual, relu=relu, y=y)
     return y, pooled, hidden, logits
 
 

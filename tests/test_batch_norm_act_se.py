@@ -19,7 +19,7 @@ from fusedtrain.ops.batch_norm_act_se import batch_norm_act_se
 from fusedtrain.ops.squeeze_excite import reference as gate_reference
 
 R = 6  # squeeze channels: fewer than a vector holds
-OPTIONS = ("silu", "relu", "sigmoid")
+OPTIONS = ("silu", "relu", "sigmoid", False)
 CASES = cases.pairwise(
     shape=[name for name in cases.SHAPES if name not in ("no_channels", "no_pixels")],  # refused, or NaN all over
     layout=harness.LAYOUTS,
@@ -29,6 +29,7 @@ CASES = cases.pairwise(
     se_act=("relu", "silu"),
     gate=("sigmoid", "hard_sigmoid"),
     bare=[False, True],
+    residual=("none", "added", "relu behind"),
 )
 # The truth is of float64 itself: where few numbers are repeated its errors, the same for all of them, are above ours.
 REPEATED = {"dtype": torch.float64, "layout": "expanded"}
@@ -36,7 +37,9 @@ CASES = [case | ({"layout": "sliced"} if case.items() >= REPEATED.items() else {
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 
 
-def make(device, shape=(3, 13, 7, 9), layout="contiguous", dtype=torch.float32, bare=False, seed=0) -> dict:
+def make(
+    device, shape=(3, 13, 7, 9), layout="contiguous", dtype=torch.float32, bare=False, residual=False, seed=0
+) -> dict:
     c = shape[1]
 
     def normal(*size, scale=1.0):
@@ -49,6 +52,8 @@ def make(device, shape=(3, 13, 7, 9), layout="contiguous", dtype=torch.float32, 
     inputs |= {"w1": normal(R, c, 1, 1, scale=scale), "w2": normal(c, R, 1, 1, scale=R**-0.5)}
     if not bare:
         inputs |= {"weight": normal(c).sigmoid(), "bias": normal(c), "b1": normal(R), "b2": normal(c)}
+    if residual:
+        inputs |= {"residual": harness.images(shape, layout, dtype, device, seed + 50)}
     return inputs
 
 
@@ -58,18 +63,21 @@ def run(names, of, training, options, running, *tensors):
     mean = torch.linspace(-1, 1, given["x"].shape[1], dtype=torch.float64).to(like)
     var = torch.linspace(0.5, 2, given["x"].shape[1], dtype=torch.float64).to(like)
     se = tuple(given.get(name) for name in ("w1", "b1", "w2", "b2"))
-    y = of(given["x"], mean, var, given.get("weight"), given.get("bias"), se, training, 0.3, 1e-3, *options)
+    norm = (mean, var, given.get("weight"), given.get("bias"))
+    y = of(given["x"], *norm, se, training, 0.3, 1e-3, *options, given.get("residual"))
     return (y, mean, var) if running else y
 
 
-def ours(x, mean, var, weight, bias, se, training, momentum, eps, act, se_act, gate):
-    options = {"act": act, "se_act": se_act, "gate": gate}
+def ours(x, mean, var, weight, bias, se, training, momentum, eps, act, se_act, gate, relu, residual):
+    options = {"act": act, "se_act": se_act, "gate": gate, "relu": relu, "residual": residual}
     return batch_norm_act_se(x, mean, var, weight, bias, se, training, momentum, eps, **options)
 
 
-def stock(x, mean, var, weight, bias, se, training, momentum, eps, act, se_act, gate):
+def stock(x, mean, var, weight, bias, se, training, momentum, eps, act, se_act, gate, relu, residual=None):
     a = norm_reference(x, mean, var, weight, bias, training, momentum, eps, act, None, False)
-    return gate_reference(a, *se, se_act, gate, "avg", "identity")
+    y = gate_reference(a, *se, se_act, gate, "avg", "identity")
+    y = y if residual is None else y + residual
+    return y.relu() if relu else y
 
 
 def function(inputs, training=True, options=OPTIONS, running=False, of=ours):
@@ -87,11 +95,13 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
     skip_unless_runs(backend, device, case["dtype"], interpreted=case in CASES[::16])
     shape = cases.SHAPES[case["shape"]]
     training = case["training"] and shape[:1] + shape[2:] != (1, 1, 1)  # one value per channel is refused
-    options = tuple(case[name] for name in ("act", "se_act", "gate"))
+    relu, residual = case["residual"] == "relu behind", case["residual"] != "none"
+    options = (*(case[name] for name in ("act", "se_act", "gate")), relu)
     # The fewer elements, the more often torch's own error is small by chance.
     count = 8 if shape[1] > 8 else 32 if shape[1] > 1 else 64
     count = count if not harness.interpreted(backend, device) else count // 4
-    draws = [make(device, shape, case["layout"], case["dtype"], case["bare"], seed) for seed in range(count)]
+    kind = (case["layout"], case["dtype"], case["bare"], residual)
+    draws = [make(device, shape, *kind, seed) for seed in range(count)]
     calls = (function(draws[0], training, options, running=True, of=of) for of in (ours, stock))
     harness.assert_op_as_good_as_torch(*calls, draws, "batch_norm_act_se")
 
@@ -99,10 +109,13 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
 @dense_layouts
 @pytest.mark.parametrize("channels", [64, 130, 264])  # rows that are asked for ahead and not, whole and in part
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
-def test_rows_of_many_channels(device, kernels, layout, channels, dtype):
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_of_many_channels(device, kernels, layout, channels, dtype, residual):
     skip_unless_runs(kernels, device, dtype)
-    draws = [make(device, (2, channels, 23, 11), layout, dtype, seed=seed) for seed in range(4)]
-    harness.assert_op_as_good_as_torch(*(function(draws[0], of=of) for of in (ours, stock)), draws, layout)
+    draws = [make(device, (2, channels, 23, 11), layout, dtype, residual=residual, seed=seed) for seed in range(4)]
+    options = (*OPTIONS[:3], residual)
+    calls = (function(draws[0], options=options, of=of) for of in (ours, stock))
+    harness.assert_op_as_good_as_torch(*calls, draws, layout)
 
 
 @dense_layouts
@@ -130,8 +143,9 @@ def test_given_moments_are_taken(device, kernels, layout):
 def test_gradients_are_derivatives(device, backend, layout):
     skip_unless_runs(backend, device, torch.float64)
     for training in (True, False):
-        inputs = make(device, (2, 3, 3, 2), layout, torch.float64)
-        properties.assert_gradients_are_derivatives(function(inputs, training, ("silu", "silu", "sigmoid")), inputs)
+        inputs = make(device, (2, 3, 3, 2), layout, torch.float64, residual=not training)
+        options = ("silu", "silu", "sigmoid", not training)
+        properties.assert_gradients_are_derivatives(function(inputs, training, options), inputs)
 
 
 @dense_layouts
@@ -155,8 +169,8 @@ def test_keeps_its_input_and_vectors(device, kernels, layout):
 @pytest.mark.parametrize("training", [True, False])
 def test_repeats_bitwise_whatever_the_threads_and_frozen_inputs_change_nothing(device, kernels, layout, training):
     skip_unless_runs(kernels, device)
-    inputs = make(device, (5, 24, 33, 31), layout)
-    call = function(inputs, training)
+    inputs = make(device, (5, 24, 33, 31), layout, residual=training)
+    call = function(inputs, training, (*OPTIONS[:3], training))
     properties.assert_repeats_bitwise(call, inputs)
     properties.assert_writes_every_element(call, inputs)
     properties.assert_frozen_inputs_change_nothing(call, inputs)
@@ -180,6 +194,9 @@ def test_second_derivatives_are_refused(device, kernels):
         ({"b2": torch.ones(6)}, ValueError, r"b2 must have shape \[13\]"),
         ({"w2": torch.ones(13, 6, dtype=torch.float64)}, TypeError, "must have the dtype of x"),
         ({"x": torch.ones(1, 13, 1, 1)}, ValueError, "more than 1 value per channel"),
+        ({"residual": torch.ones(3, 13, 7, 1)}, ValueError, "residual must have the shape of x"),
+        ({"residual": torch.ones(3, 13, 7, 9).bfloat16()}, TypeError, "residual must have the dtype of x"),
+        ({"relu": True}, ValueError, "relu follows the sum with residual, which is None"),
     ],
 )
 def test_bad_input_is_refused_before_statistics_move(backend, changed, error, message):
@@ -187,8 +204,9 @@ def test_bad_input_is_refused_before_statistics_move(backend, changed, error, me
     inputs = make("cpu") | changed
     se = tuple(inputs[name] for name in ("w1", "b1", "w2", "b2"))
     mean, var = torch.zeros(13), torch.ones(13)
+    options = {name: inputs[name] for name in ("residual", "relu") if name in inputs}
     with pytest.raises(error, match=message):
-        batch_norm_act_se(inputs["x"], mean, var, inputs["weight"], inputs["bias"], se, True)
+        batch_norm_act_se(inputs["x"], mean, var, inputs["weight"], inputs["bias"], se, True, **options)
     assert backend == "reference" or (not mean.any() and bool((var == 1).all()))
 
 
@@ -240,7 +258,12 @@ def test_processes_share_statistics_as_if_their_batches_were_one(tmp_path):
 @pytest.fixture
 def calls(monkeypatch):
     made, real = [], layers.batch_norm_act_se
-    monkeypatch.setattr(layers, "batch_norm_act_se", lambda *args, **options: made.append(1) or real(*args, **options))
+
+    def spy(*args, **options):
+        made.append((options["residual"] is not None, options["relu"]))
+        return real(*args, **options)
+
+    monkeypatch.setattr(layers, "batch_norm_act_se", spy)
     return made
 
 
@@ -275,6 +298,9 @@ def own(zoo):
     return Hidden()
 
 
+SUMS = {"own": (True, False), "se_resnet": (True, True), "regnet": (False, False), "torchvisions": (False, False)}
+
+
 @pytest.mark.parametrize("block", [own, regnet, se_resnet, torchvisions], ids=lambda block: block.__name__)
 def test_gates_behind_any_convolution_join_its_norm(zoo, calls, block):
     torch.manual_seed(0)
@@ -292,7 +318,7 @@ def test_gates_behind_any_convolution_join_its_norm(zoo, calls, block):
         assert_model_as_good_as_torch(*pair, f"{block.__name__}, training {training}", size=9)
         calls.clear()
         copy.deepcopy(fused)(harness.images((2, 16, 9, 9)))
-        assert len(calls) == 1
+        assert calls == [SUMS[block.__name__]]
     fusedtrain.unfuse(fused)
     assert [type(m) for m in fused.modules()] == [type(m) for m in stock_block.modules()]
 

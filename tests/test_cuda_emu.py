@@ -18,6 +18,7 @@ import properties
 import pytest
 import test_activation
 import test_batch_norm_act as batch_norm
+import test_batch_norm_act_se as gated
 import test_channel_pool
 import test_channel_scale
 import test_depthwise_bn_act_se as block
@@ -172,6 +173,17 @@ def test_every_path_through_the_kernels_of_depthwise_bn_act_se(shape, layout, mo
     for dtype, name in zip(harness.DTYPES, ("strided", "plain", "bare")):
         form = {"layout": layout, "dtype": dtype, "form": name}
         check_block(SHAPES[shape], form, True, block.OPTIONS, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_residual_behind_the_gate(shape, layout, monkeypatch):
+    for dtype, act, relu in zip(harness.DTYPES, ("identity", "identity", "silu", "relu"), (True, False, True, True)):
+        draws = [gated.make("cpu", SHAPES[shape], layout, dtype, residual=True, seed=seed) for seed in range(4)]
+        calls = (
+            gated.function(draws[0], True, (act, "relu", "sigmoid", relu), of=of) for of in (gated.ours, gated.stock)
+        )
+        compare(*calls, draws, f"batch_norm_act_se {dtype} {act}", monkeypatch)
 
 
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)

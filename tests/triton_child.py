@@ -114,6 +114,7 @@ def depthwise_bn_act_ses(device):
         w1, w2 = x.new_ones(r, c), x.new_ones(c, r)
         inputs, codes = (z, mean, m2, bias, bias), (GELU, GELU, SIGMOID)
         y, *small = depthwise_bn_act_se.depthwise_bn_act_se(*inputs, w1, x.new_ones(r), w2, bias, *codes)
+        depthwise_bn_act_se.depthwise_bn_act_se(*inputs, w1, x.new_ones(r), w2, bias, *codes, y, True)
         sums = depthwise_bn_act_se.depthwise_bn_act_se_reduce(y, *inputs, w1, w2, *small, *codes, True)
         depthwise_bn_act_se.depthwise_bn_act_se_backward(y, *inputs, *sums[2:4], *sums[:2], 98.0, GELU)
 

@@ -68,7 +68,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
                                                                const std::optional<Tensor>& bias, const Tensor& w1,
                                                                const std::optional<Tensor>& b1, const Tensor& w2,
                                                                const std::optional<Tensor>& b2, int64_t act,
-                                                               int64_t se_act, int64_t gate_act) {
+                                                               int64_t se_act, int64_t gate_act,
+                                                               const std::optional<Tensor>& residual, bool relu) {
+  if (residual) check_same("residual", *residual, z);
+  STD_TORCH_CHECK(residual || !relu, "fusedtrain: relu follows the sum with a residual, which is missing");
   const Small small = small_of(z, mean, rstd, weight, bias);
   const BnAct in = input_of(z, small, act);
   const Images& m = in.images;
@@ -94,7 +97,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
                              .hidden = hidden.mutable_data_ptr(),
                              .logits = logits.mutable_data_ptr(),
                              .gate = gate.mutable_data_ptr()};
-  const BnActScale scale{.in = in, .gate = gate.const_data_ptr(), .y = y.mutable_data_ptr()};
+  const BnActScale scale{.in = in,
+                         .gate = gate.const_data_ptr(),
+                         .residual = residual ? residual->const_data_ptr() : nullptr,
+                         .relu = relu,
+                         .y = y.mutable_data_ptr()};
   if constexpr (kWithCuda) {
     if (z.is_cuda()) {
       const CudaLaunch launch("depthwise_bn_act_se", z);

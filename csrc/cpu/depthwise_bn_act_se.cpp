@@ -1,6 +1,6 @@
 // What follows the convolution of depthwise_bn_act_se on the CPU; the normalised and activated images are computed
 // again wherever they are needed, and never stored.
-//   u = weight (z - mean) rstd + bias      pooled = mean a(u)      y = a(u) gate
+//   u = weight (z - mean) rstd + bias      pooled = mean a(u)      y = a(u) gate, or b(a(u) gate + residual)
 //   du = a'(u) (gate dy + dpooled / hw)    dz = weight rstd (du - sum_du / count - xhat sum_du_xhat / count)
 #include "depthwise_bn_act_se.h"
 
@@ -188,19 +188,27 @@ struct PoolTerms : Normalised<T> {
   }
 };
 
-template <class T, class A>
+template <class T, class A, bool kAdds>
 struct Scale : Normalised<T> {
   using Base = Normalised<T>;
   using typename Base::Lane, typename Base::V;
   const Lane* gate;
+  const T* residual;  // with kAdds, as the next
+  Lane least;         // of y
   A act;
 
+  void prefetch(int64_t i) const {
+    Base::prefetch(i);
+    if constexpr (kAdds) fetch(residual + i);
+  }
   struct At : Base::At {
     V gate;
   };
   At at(int64_t nc, int64_t ch, const auto& get) const { return {Base::at(ch, get), get(gate + nc)}; }
   V operator()(int64_t i, auto lanes, const At& p) const {
-    return act.value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+    const V scaled = act.value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+    if constexpr (kAdds) return at_least(scaled + load<V>(residual + i, lanes), V(least));
+    return scaled;
   }
 };
 
@@ -304,8 +312,13 @@ void bn_act_pool_finish<Isa::FUSEDTRAIN_ISA>(const BnActPool& a, int64_t begin, 
 template <>
 void bn_act_scale<Isa::FUSEDTRAIN_ISA>(const BnActScale& a, int64_t begin, int64_t end) {
   visit_images(a.in.images, [&]<class T, class A>(A act) {
-    const Scale<T, A> scale{Normalised<T>(a.in), static_cast<const Acc<T>*>(a.gate), act};
-    write_images<Vec<Acc<T>>>(a.in.images, static_cast<T*>(a.y), scale, begin, end);
+    visit_bool(a.residual != nullptr, [&]<bool kAdds>() {
+      using Lane = Acc<T>;
+      const Scale<T, A, kAdds> scale{Normalised<T>(a.in), static_cast<const Lane*>(a.gate),
+                                     static_cast<const T*>(a.residual),
+                                     a.relu ? Lane(0) : -std::numeric_limits<Lane>::infinity(), act};
+      write_images<Vec<Lane>>(a.in.images, static_cast<T*>(a.y), scale, begin, end);
+    });
   });
 }
 

@@ -2,7 +2,7 @@
 //
 //   conv      x -> z, and the moments of z for the kernels of up to 5 columns that networks have
 //   pool      z -> pooled                        the gate network is that of squeeze_excite.cu
-//   scale     z, gate -> y
+//   scale     z, gate, residual -> y
 //   reduce    dy, z -> five sums per plane       combine adds four of them up over the batch
 //   backward  dy, z -> dz
 #include "cuda/batch_sums.h"
@@ -135,28 +135,37 @@ struct PoolTerm : ChannelFactors<PoolTerm<T, Activate>, Acc<T>, 3> {
   __device__ void finish(int64_t plane, const Stat& sum) const { pooled[plane] = sum.part[0] / hw; }
 };
 
-// y = a(u) gate
-template <class T, class Activate>
-struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate>, Acc<T>, 4> {
-  using Base = ChannelFactors<ScaleTerm<T, Activate>, Acc<T>, 4>;
+template <class P>
+struct SumRaw {
+  P z, residual;
+};
+
+// y = a(u) gate, or with kAdds the sum of that and the residual, at least `least`
+template <class T, class Activate, bool kAdds>
+struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4> {
+  using Base = ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4>;
   using A = Acc<T>;
   template <int N>
   using Factors = typename Base::template Factors<N>;
   template <int N>
-  using Raw = Pack<T, N>;
-  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+  using Raw = SumRaw<Pack<T, N>>;
+  static constexpr int N = kPack<T>, kUnroll = kAdds ? 1 : ceil_div(kUnrollOf<T>, 2);
 
   Activate act;
   Normalised<T> in;
-  const A* gate;  // [n, c]
-  T* y;           // as z
+  const A* gate;      // [n, c]
+  const T* residual;  // as z
+  T* y;               // as z
+  A least;
 
   explicit ScaleTerm(const BnActScale& a)
       : Base{Channels(a.in.images.c)},
         act{a.in.images.in_act},
         in(a.in),
         gate(static_cast<const A*>(a.gate)),
-        y(static_cast<T*>(a.y)) {}
+        residual(static_cast<const T*>(a.residual)),
+        y(static_cast<T*>(a.y)),
+        least(a.relu ? A(0) : -std::numeric_limits<A>::infinity()) {}
 
   __device__ void channel(int64_t channel, int64_t plane, A (&out)[4]) const {
     in.channel(channel, out);
@@ -165,7 +174,9 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate>, Acc<T>, 4> {
 
   template <int N>
   __device__ Raw<N> load(int64_t offset) const {
-    return cuda::load<N>(in.z + offset);
+    Raw<N> raw{cuda::load<N>(in.z + offset), {}};
+    if constexpr (kAdds) raw.residual = cuda::load<N>(residual + offset);
+    return raw;
   }
 
   template <int N>
@@ -173,7 +184,9 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate>, Acc<T>, 4> {
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      from_acc(act.value(in.u(in.centred(raw.v[j], j, f), j, f)) * f.f[3].v[j], out.v[j]);
+      A scaled = act.value(in.u(in.centred(raw.z.v[j], j, f), j, f)) * f.f[3].v[j];
+      if constexpr (kAdds) scaled = at_least(scaled + to_acc(raw.residual.v[j]), least);
+      from_acc(scaled, out.v[j]);
     }
     store(y + offset, out);
   }
@@ -376,7 +389,12 @@ int bn_act_pool(const BnActPool& a, void* stream) {
 
 int bn_act_scale(const BnActScale& a, void* stream) {
   return visit_block(a.in, [&]<class T, class Activate>() -> int {
-    return map(a.in.images, ScaleTerm<T, Activate>(a), is_aligned(a.in.z, a.y), stream);
+    if (a.residual == nullptr) {
+      return map(a.in.images, ScaleTerm<T, Activate, false>(a), is_aligned(a.in.z, a.y), stream);
+    }
+    // In front of a gate with a residual networks have no activation: others share a kernel.
+    using Shared = std::conditional_t<std::is_same_v<Activate, StaticAct<Activation::kIdentity>>, Activate, RunTimeAct>;
+    return map(a.in.images, ScaleTerm<T, Shared, true>(a), is_aligned(a.in.z, a.residual, a.y), stream);
   });
 }
 

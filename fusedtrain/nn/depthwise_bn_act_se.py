@@ -33,6 +33,7 @@ CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
 NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
 GATES = (SqueezeExcite, SEModule, SqueezeExcitation)
+BEHIND_GATES = ("identity", "relu")  # activations of the sum with a residual
 
 
 class Gate(NamedTuple):
@@ -134,18 +135,22 @@ def add(
     residual: Tensor,
     in_place: bool = False,
     behind: Sequence[nn.Module] = (),
+    se: nn.Module | Gate | None = None,
 ) -> Tensor:
-    """Returns ``behind(others(norm(conv(x))) + residual)``, as one op as far as that computes the same; ``conv`` may be
-    None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
+    """Returns ``behind(se(others(norm(conv(x)))) + residual)``, as one op as far as that computes the same; ``conv``
+    and ``se`` may be None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
     x, moments = _convolved(x, conv, norm)
     if _is_known(None, norm) and _is_alike(residual, x):
         (act, left), (act_behind, rest) = _activation_behind(norm, others), _activation(behind)
-        if not left and "identity" in (act, act_behind):
+        gate = None if se is None else _gate(se)
+        if not left and gate is not None and act_behind in BEHIND_GATES:
+            return _through(rest, _gated(x, moments, norm, act, gate, residual, act_behind == "relu"))
+        if not left and se is None and "identity" in (act, act_behind):
             after = act_behind == "identity"
             name, group = act if after else act_behind, norms.group_of(norm)
             x = norms.normalise(norm, x, name, residual, after, group, moments)
             return _through(rest, x)
-    x = middle(x, None, norm, others)
+    x = middle(x, None, norm, others, se)
     return _through(behind, x.add_(residual) if in_place else x + residual)
 
 
@@ -188,7 +193,9 @@ def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> T
     return pointwise_conv2d_norm(x, *layers, stride=conv.stride, act=act, process_group=group)
 
 
-def _gated(x: Tensor, moments: tuple | None, norm: nn.Module, act: str, gate: tuple) -> Tensor:
+def _gated(
+    x: Tensor, moments: tuple | None, norm: nn.Module, act: str, gate: tuple, residual=None, relu: bool = False
+) -> Tensor:
     running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
     se, (se_act, gate_act) = gate
     return batch_norm_act_se(
@@ -196,6 +203,8 @@ def _gated(x: Tensor, moments: tuple | None, norm: nn.Module, act: str, gate: tu
         act=act,
         se_act=se_act,
         gate=gate_act,
+        residual=residual,
+        relu=relu,
         process_group=norms.group_of(norm),
         moments=moments,
     )

@@ -28,6 +28,7 @@ from torch.nn.utils import parametrize
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import create, observed, op_name
 from fusedtrain.nn.depthwise_bn_act_se import (
+    BEHIND_GATES,
     BLOCKS,
     CONVOLUTIONS,
     GATES,
@@ -447,7 +448,7 @@ class _Pattern:
         return found
 
     def normalisation(self, start: fx.Node) -> int:
-        """1x1 convolution or none, normalisation, activations, and a gate, or residual and activations."""
+        """1x1 convolution or none, normalisation, activations, gate or none, and residual and activations or none."""
         conv = norm = None
         if self.kind_of(start) is PointwiseConv2d and self.kind_of(self.next(start)) in NORMS:
             nodes = [start, self.next(start)]
@@ -462,7 +463,9 @@ class _Pattern:
         nodes += acts
         gate, inside = self.gate_behind(nodes[-1])
         nodes += inside
-        residual = self.residual(nodes) if gate is None else None
+        residual = self.residual(nodes)
+        if gate is not None and residual is not None and not self.is_behind_a_gate(residual.sum):
+            residual = None
         useful = conv is not None or any(self.activation(act) != "identity" for act in acts)
         if gate is None and residual is None and (is_pair(self.module(start)) or not useful):
             return 0
@@ -482,9 +485,15 @@ class _Pattern:
             if residual is None:
                 return self.graph.call_function(middle, (*arguments, self.gate_layer(gate)))
             after = tuple(map(self.layer, behind))
-            return self.graph.call_function(add, (*arguments, residual.value, residual.in_place, after))
+            end = (residual.value, residual.in_place, after, self.gate_layer(gate))
+            return self.graph.call_function(add, (*arguments, *end))
 
         return self.replace(nodes, call)
+
+    def is_behind_a_gate(self, sum: fx.Node) -> bool:
+        """Whether what a gate's op can compute follows the sum of its images and a residual."""
+        names = [self.activation(node) for node in self.activations(sum)]
+        return next((name for name in names if name != "identity"), "identity") in BEHIND_GATES
 
     def residual(self, nodes: list[fx.Node]) -> "_Residual | None":
         """What is added to the last of ``nodes``, where nobody else uses that."""

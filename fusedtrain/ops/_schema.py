@@ -39,7 +39,8 @@ SCHEMAS = {
     "channel_scale_backward": "(Tensor dy, Tensor x, Tensor gate, int in_act, bool need_dx, bool need_dgate)"
     " -> (Tensor dx, Tensor dgate)",
     "depthwise_bn_act_se": "(Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor w1, Tensor? b1,"
-    " Tensor w2, Tensor? b2, int act, int se_act, int gate) -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits)",
+    " Tensor w2, Tensor? b2, int act, int se_act, int gate, Tensor? residual=None, bool relu=False)"
+    " -> (Tensor y, Tensor pooled, Tensor hidden, Tensor logits)",
     "depthwise_bn_act_se_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? gate, Tensor? dpooled, Tensor? sum_du, Tensor? sum_du_xhat, float count, int act) -> Tensor dz",
     "depthwise_bn_act_se_conv": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation)"

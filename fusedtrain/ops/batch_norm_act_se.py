@@ -1,6 +1,7 @@
 """Batch normalisation, an activation and squeeze-and-excitation: depthwise_bn_act_se on what another convolution made.
 
-The normalised images are never written; backward keeps x and makes its gradient in one pass behind the sums.
+The normalised images are never written; backward keeps x and makes its gradient in one pass behind the sums. A residual
+and ReLU, as in SE-ResNet, are added as y is written; the gradient of ReLU, by y, is torch's.
 """
 
 import torch
@@ -18,19 +19,22 @@ class _BatchNormActSe(torch.autograd.Function):
     """mean and rstd have been computed from z; ``count`` is as in batch_norm_act."""
 
     @staticmethod
-    def forward(ctx, z, weight, bias, w1, b1, w2, b2, mean, rstd, count, codes, group, impl):
-        y, *small = impl.forward(z, mean, rstd, weight, bias, w1, b1, w2, b2, *codes)
-        ctx.save_for_backward(z, mean, rstd, weight, bias, w1, w2, *small)
+    def forward(ctx, z, weight, bias, w1, b1, w2, b2, residual, mean, rstd, count, codes, relu, group, impl):
+        y, *small = impl.forward(z, mean, rstd, weight, bias, w1, b1, w2, b2, *codes, residual, relu)
+        ctx.save_for_backward(y if relu else None, z, mean, rstd, weight, bias, w1, w2, *small)
         ctx.count, ctx.codes, ctx.group, ctx.impl = count, codes, group, impl
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        need_dz, *need_others = ctx.needs_input_grad[:7]
-        inputs, others = _reduced(ctx, dy, ctx.saved_tensors, need_dz, need_others)
+        need_dz, *need_others, need_dresidual = ctx.needs_input_grad[:8]
+        y, *saved = ctx.saved_tensors
+        dy = _common.dense_like(dy, saved[0])
+        dresidual = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        inputs, others = _reduced(ctx, dresidual, saved, need_dz, need_others)
         dz = ctx.impl.backward(*inputs, ctx.count or 1.0, ctx.codes[0]) if need_dz else None
-        return dz, *others, *(None,) * 6
+        return dz, *others, dresidual if need_dresidual else None, *(None,) * 7
 
 
 def batch_norm_act_se(
@@ -47,20 +51,27 @@ def batch_norm_act_se(
     act: str = "identity",
     se_act: str = "relu",
     gate: str = "sigmoid",
+    residual: Tensor | None = None,
+    relu: bool = False,
     process_group=None,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``squeeze_excite`` of what ``batch_norm_act`` returns, with the arguments of both; ``act`` takes what is
-    ``in_act`` there."""
+    ``in_act`` there. ``residual``, of the shape and dtype of x, is added to that, and with ``relu`` ReLU follows the
+    sum."""
     _common.check_images("batch_norm_act", x)
+    if relu and residual is None:
+        raise ValueError("batch_norm_act_se: relu follows the sum with residual, which is None")
     impl = select("depthwise_bn_act_se", IMPLS, x)
     running, affine = (running_mean, running_var), (weight, bias)
     if impl.backward is None or x.numel() == 0:
         norm = (*running, *affine, training, momentum, eps)
         a = batch_norm_act(x, *norm, act=act, process_group=process_group, moments=moments)
-        return squeeze_excite(a, *se, act=se_act, gate=gate)
+        y = squeeze_excite(a, *se, act=se_act, gate=gate)
+        y = y if residual is None else y + residual
+        return y.relu() if relu else y
     group = process_group if training else None
-    _check(x, None, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(x, *running, training, group is not None)
     _check_moments(x, moments, training)
     _check_weights(x, *se)
@@ -73,7 +84,8 @@ def batch_norm_act_se(
     dtype = _weight_dtype(x, *se)
     se = tuple(w if w is None else w.to(dtype).contiguous() for w in se)
     x = _common.dense(x)
+    residual = None if residual is None else _common.dense_like(residual, x)
     mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
-    if _common.needs_autograd(x, *affine, *se):
-        return _BatchNormActSe.apply(x, *affine, *se, mean, rstd, count, codes, group, impl)
-    return impl.forward(x, mean, rstd, *affine, *se, *codes)[0]
+    if _common.needs_autograd(x, *affine, *se, residual):
+        return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, count, codes, relu, group, impl)
+    return impl.forward(x, mean, rstd, *affine, *se, *codes, residual, relu)[0]

@@ -63,7 +63,7 @@ def _fake_conv(x, weight, bias, stride, padding, dilation):
 
 
 @_schema.register_fake("depthwise_bn_act_se")
-def _fake(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate):
+def _fake(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate, residual=None, relu=False):
     c, r = z.shape[1], w1.shape[0]
     return torch.empty_like(z), *_vectors(z, c, r, c)
 
