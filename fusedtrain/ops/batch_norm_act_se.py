@@ -62,6 +62,7 @@ def batch_norm_act_se(
     _common.check_images("batch_norm_act", x)
     if relu and residual is None:
         raise ValueError("batch_norm_act_se: relu follows the sum with residual, which is None")
+    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     impl = select("depthwise_bn_act_se", IMPLS, x)
     running, affine = (running_mean, running_var), (weight, bias)
     if impl.backward is None or x.numel() == 0:
@@ -71,7 +72,6 @@ def batch_norm_act_se(
         y = y if residual is None else y + residual
         return y.relu() if relu else y
     group = process_group if training else None
-    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(x, *running, training, group is not None)
     _check_moments(x, moments, training)
     _check_weights(x, *se)
