@@ -113,9 +113,10 @@ def waited_text(report: dict) -> str:
 def overhead_text(report: dict) -> str:
     """Returns what the measuring took itself."""
     watched, cost = report["steps"], report["watched_step_overhead"]
+    longer = f"{cost['value']:.1%} [{cost['low']:.1%}, {cost['high']:.1%}] longer" if cost["value"] > 0 else "no longer"
     return (
-        f"{watched} of {watched + report['bare_steps']} steps were watched in parts, which took {cost['value']:.1%}"
-        f" [{cost['low']:.1%}, {cost['high']:.1%}] longer: {report['overhead']:.2%} of the time"
+        f"{watched} of {watched + report['bare_steps']} steps were watched in parts, which took {longer}:"
+        f" {report['overhead']:.2%} of the time"
     )
 
 

@@ -421,7 +421,8 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
         computing -= max(0.0, facts.exchange.share()) * facts.step.value
     gain = gain_of_computing(facts, saved * computing)
     evidence = f"forward and backward take {1e3 * now:.3g} ms, and {1e3 * seconds:.3g} ms for {times} times the batch"
-    evidence += "; a step needs {:,.0f} and {:,.0f} MiB".format(*(peak / 2**20 for peak in facts.larger_peaks))
+    peaks = (f"{peak / 2**20:,.0f}" for peak in facts.larger_peaks)
+    evidence += f"; a step needs {' and '.join(peaks)} MiB beyond what is held"
     if gain < max(0.25, facts.cached_noise):
         return evidence
     advice = (
