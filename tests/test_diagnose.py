@@ -504,6 +504,170 @@ def test_a_loop_without_a_loader_is_measured_between_optimizer_steps():
     assert "fused" in optimizer.param_groups[0] and not optimizer.param_groups[0]["fused"]
 
 
+class ByHand:
+    """Descent with momentum; ``at_once``: a step is the whole pass, and not the update alone."""
+
+    def __init__(self, model, at_once=False):
+        self.model, self.at_once = model, at_once
+        self.momenta = {p: torch.zeros_like(p) for p in model.parameters()}
+        self.steps = 0
+
+    def step(self, batch=None):
+        if self.at_once:
+            self.gradients(batch)
+        self.steps += 1
+        with torch.no_grad():
+            for p in self.model.parameters():
+                self.momenta[p] = 0.9 * self.momenta[p] + p.grad
+                p -= 0.01 * self.momenta[p]
+                p.grad = None
+
+    def gradients(self, batch):
+        images, targets = batch
+        nn.functional.cross_entropy(self.model(images), targets).backward()
+
+
+@pytest.mark.parametrize("loading", [True, False])
+@pytest.mark.parametrize("update", ["object", "inline", "at once"])
+def test_weights_that_are_updated_by_hand_are_trained_all_the_same(update, loading):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.rand(64, 3, 8, 8), torch.randint(10, (64,)))
+    model = Net()
+    optimizer = ByHand(model, update == "at once")
+    found, wrapped = {}, None
+
+    def train(batch):
+        if not optimizer.at_once:
+            optimizer.gradients(batch)
+        if update == "inline":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+                    p.grad = None
+        else:
+            optimizer.step(batch)
+
+    def plan(driver):
+        nonlocal wrapped
+        sizes = yield from measure.warm_up(driver)
+        found["facts"] = yield from measure.observe(driver, sizes, Arm(), 5, {})
+        if loading:
+            remedy = remedies.SetToNone()  # which nobody notices here
+            found["check"] = yield from verify.check_losses(driver, remedy, ())
+        wrapped = set()
+        yield Run(3)
+
+    with Instrument() as watched, pytest.raises(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        while True:
+            for batch in DataLoader(data, 16) if loading else [data[:16]] * 4:
+                train(batch)
+                if wrapped is not None:
+                    wrapped.add("step" in vars(optimizer))
+    known = [owner for owner, _ in watched.by_hand]
+    assert known == [optimizer] * (update == "object") and not watched.optimizers
+    assert (driver.loader is not None) is loading
+    if not loading:
+        assert driver.optimizer is (optimizer if known else instrument.BACKWARD)
+    parts = found["facts"].parts
+    assert parts["forward"] > 0 and parts["backward"] > 0 and (parts["optimizer"] > 0) is bool(known)
+    # Between bare steps nothing is wrapped but what marks their boundaries.
+    assert wrapped == {not loading and bool(known)} and "step" not in vars(optimizer)
+    if loading:
+        # What a pass of one's own keeps besides the weights is not known, and not put back.
+        check = found["check"]
+        assert check.holds and (check.difference > 0) is (update == "at once"), check
+        assert ("do not repeat" in check.note) is (update == "at once")
+
+
+def test_an_optimizer_of_torch_is_waited_for_however_often_gradients_are_accumulated():
+    model = Net()
+    with Instrument() as watched, pytest.raises(Finished):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        driver = Driver(watched, lambda driver: iter(()))
+        driver.install()
+        while True:
+            for _ in range(4 * drive.BY_HAND):
+                model(torch.rand(2, 3, 8, 8)).sum().backward()
+            assert driver.optimizer is None
+            optimizer.step()
+    assert driver.optimizer is optimizer and not watched.by_hand
+
+
+def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    watched = types.SimpleNamespace(by_hand=[(ByHand(model), "step")], roots=[model], optimizers=[])
+    driver = types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
+    rule = next(rule for rule in rules.RULES if rule.name == "optimizer")
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {})
+    finding = rule.look(facts, driver)
+    assert 0.39 < finding.gain < 0.4 and "ByHand.step() takes 400 ms, 40% of the step" in finding.evidence
+    assert all(p.grad is None for p in model.parameters())
+    facts.fused_step = 0.39  # for large weights
+    assert isinstance(rule.look(facts, driver), str)
+    facts.parts["optimizer"] = 0.01
+    assert rule.look(facts, driver) == "it is written by hand and takes 1.0% of the step"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = torch.zeros(x.shape[0], 4)
+        for position in range(x.shape[1]):
+            state = self.cell(x[:, position], state)
+        return state
+
+
+class Cell(nn.Module):
+    def forward(self, x, state):
+        return torch.tanh(x + state)
+
+
+def test_a_line_that_a_module_carries_out_again_and_again_is_a_loop():
+    model, others = Recurrent(Cell()), [Cell() for _ in range(30)]
+    with measure.LineCounter() as counter:
+        model(torch.rand(2, 20, 4))
+        for cell in others:
+            cell(torch.rand(4), torch.rand(4))
+    code = Path(__file__).read_text().splitlines()
+    repeats = {code[site.line - 1].strip(): count for site, count in counter.repeats().items()}
+    assert repeats["state = self.cell(x[:, position], state)"] == 20
+    assert repeats["return torch.tanh(x + state)"] == 20  # and not 50: each of the others does it once
+    assert repeats["state = torch.zeros(x.shape[0], 4)"] == 1
+
+
+def test_a_model_that_loops_in_python_is_told_from_a_small_batch():
+    loop, layer = Site("model.py", 1), Site("model.py", 2)
+    parts = {"forward": 0.4, "backward": 0.4, "loader": 0.0}
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), parts, None, {}, calls=1000, call_cost=0.6e-3)
+    facts.lines = [("forward", loop, 0.3), ("forward", layer, 0.1), ("backward", Site("train.py", 9), 0.4)]
+    facts.repeats = {loop: 200, layer: 1}
+    finding = rules._python_loop(facts, None)
+    assert finding.gain == pytest.approx(0.75 * 0.6) and finding.lines == ((loop, 0.3),)
+    small = rules.Finding("batch_size", "", "", 0.6)
+    assert [f.rule for f in ranked([small, finding])] == ["python_loop", "batch_size"]
+    facts.calls = 100  # large ones
+    assert isinstance(rules._python_loop(facts, None), str)
+    facts.repeats = {}
+    assert "no line of the model" in rules._python_loop(facts, None)
+    assert 0 < measure.call_cost() < 1e-3
+
+
+@pytest.mark.parametrize(("pace", "lost"), [(0.002, 0.6), (0.0085, 0.15), (0.011, 0.12)])
+def test_what_restarts_take_is_what_the_same_workers_do_not_when_they_stay(pace, lost):
+    steps = [Step(0.0, 0.01, {"loader": 0.007 if i % 5 == 0 else 0.001}, restart=i % 5 == 0) for i in range(20)]
+    facts = measure.Facts(steps, measure.Interval(0.01, 0.01, 0.01), {}, types.SimpleNamespace(num_workers=2), {})
+    facts.cached, facts.waiting = 0.004, measure.Interval(0.6, 0.6, 0.6)
+    facts.rates = {0: measure.LoaderRate(0, 0.001, 0.0), 2: measure.LoaderRate(2, pace, None)}
+    assert rules.lost_to_restarts(facts) == pytest.approx(lost)
+    facts.rates = {}
+    assert rules.lost_to_restarts(facts) == pytest.approx(0.12)
+
+
 def test_groups_of_accumulated_gradients_are_compared_and_not_steps(monkeypatch):
     seconds = [1.0, 1.0, 1.0, 5.0] * 2  # the optimizer steps in every fourth
     records = [Step(0.0, s, {"rest": s}) for s in seconds]

@@ -9,7 +9,7 @@ import types
 from torch.utils.data import DataLoader
 
 from fusedtrain.diagnose.diagnosis import Diagnosis
-from fusedtrain.diagnose.drive import Driver, Finished, LoopIterator
+from fusedtrain.diagnose.drive import UNSEEN, Driver, Finished, LoopIterator
 from fusedtrain.diagnose.instrument import Instrument
 from fusedtrain.diagnose.report import show, to_json
 from fusedtrain.diagnose.script import ScriptError, diagnose_script
@@ -65,7 +65,7 @@ def diagnose(training, data, *others, steps: int | None = None, verify: bool = F
     Raises:
         TypeError: ``training`` is neither callable nor has ``fit``.
         ValueError: ``steps`` is below 10.
-        RuntimeError: the training ended before enough steps were measured, or took no step of a torch.optim optimizer.
+        RuntimeError: the training ended before enough steps were measured, or took no step that was recognised.
 
     The steps really train. Afterwards weights, buffers and optimizer states are put back to where they were after the
     first step; what else the training changes stays changed.
@@ -93,11 +93,7 @@ def diagnose(training, data, *others, steps: int | None = None, verify: bool = F
                 diagnosis.before.restore()
     if diagnosis.facts is None:
         seen = driver.loader is not None or driver.optimizer is not None
-        raise RuntimeError(
-            "the training ended before enough steps were measured"
-            if seen
-            else "no training loop was recognised: no optimizer of torch.optim took a step"
-        )
+        raise RuntimeError("the training ended before enough steps were measured" if seen else UNSEEN)
     return Report(to_json(diagnosis, name))
 
 

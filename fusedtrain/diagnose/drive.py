@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from fusedtrain._waits import TeamWaits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
-from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
+from fusedtrain.diagnose.instrument import BACKWARD, PARTS, Instrument, Step
 from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, spread_waits
 
 _clock = time.perf_counter
@@ -81,6 +81,8 @@ def _faults() -> int:
 
 
 SETTLING = 4  # steps of a script that was started again, before it is measured
+BY_HAND = 4  # backward passes without an optimizer of torch.optim, after which weights are updated by hand
+UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and no other backward() repeated"
 
 
 class Driver:
@@ -88,7 +90,8 @@ class Driver:
 
     Args:
         instrument: installed already.
-        plan: called once with the driver, after the training loop has been recognised by its first optimizer step.
+        plan: called once with the driver, after the training loop has been recognised by its first optimizer step, or
+            by BY_HAND backward passes where no optimizer of torch.optim was made.
     """
 
     def __init__(self, instrument: Instrument, plan):
@@ -96,7 +99,7 @@ class Driver:
         self.plan: Plan | None = None
         self.loader = None  # of the training loop
         self.source: LoaderSource | None = None  # the script's own
-        self.optimizer = None  # its steps are the boundaries where no loader is used
+        self.optimizer: object = None  # its steps are the boundaries where no loader is used
         self.batches: list = []
         self.finished = False
         self.error: BaseException | None = None
@@ -124,6 +127,7 @@ class Driver:
         self._looked = False  # for the threads of the run that is under way
         self._timed_next = instrument.timed("loader")(next)
         self._timed_fetch = instrument.timed("loader")(lambda source: source.fetch())
+        self._backwards = 0  # until the training loop is recognised
         self._taken = 0  # steps, but for bare ones of the run that is under way
         self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
 
@@ -153,6 +157,7 @@ class Driver:
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
         self.instrument.before_optimizer = self._before_optimizer
         self.instrument.on_optimizer = self._after_optimizer
+        self.instrument.on_backward = self._after_backward
 
     @contextlib.contextmanager
     def aside(self):
@@ -233,11 +238,23 @@ class Driver:
         """The loader that was asked last before the first optimizer step is that of the training loop."""
         if self.loader is not None or self.optimizer is not None or threading.get_ident() != self._thread:
             return
+        self.instrument.watch_updates(False)
         if self._last is None:
-            self.optimizer, self.instrument.marks_steps = optimizer, True
+            self.optimizer = self.instrument.marks = optimizer
             return
         self.loader, self._last.adopted = self._last.loader, True
         self.source = LoaderSource(self.loader, self._last.inner)
+
+    def _after_backward(self) -> None:
+        if self.optimizer is BACKWARD:
+            self._after_optimizer(BACKWARD)
+        elif self.loader is None and self.optimizer is None and not self.instrument.made_optimizer:
+            self._backwards += 1
+            if self._backwards < BY_HAND:
+                self.instrument.watch_updates(True)
+                return
+            self.instrument.watch_updates(False)
+            self._recognise(next((owner for owner, _ in self.instrument.by_hand), BACKWARD))
 
     def _after_optimizer(self, optimizer) -> None:
         if self._open is not None:
@@ -269,6 +286,7 @@ class Driver:
         if self.source is not None:
             self.source.close()
         self.loader = self.source = self.optimizer = self._last = self._current = self._open = None
+        self._backwards = 0
         self.instrument.forget()
         self.starts += 1
         self._settling = SETTLING

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fusedtrain._waits import TeamWaits
+from fusedtrain.diagnose.updates import Updates, method_code
 
 PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "rest")
 # Reading one of these from a tensor on a device waits until the device has computed it.
@@ -36,6 +37,7 @@ _OWN = (
     "<frozen",
     os.path.dirname(os.__file__),
 )
+BACKWARD = object()  # stands for an optimizer where the weights are updated by hand: every backward pass is a step
 _clock = time.perf_counter
 _ACTIVE: weakref.WeakSet["Instrument"] = weakref.WeakSet()
 
@@ -112,21 +114,26 @@ _RUNNING = {
 }
 
 
-def running(frame, loading) -> str:
-    """Returns the part that a call stack is in; ``loading``: the code of a function that loads, too."""
+def running(frame, parts: dict) -> str:
+    """Returns the part that a call stack is in; ``parts``: those of more functions, by their code."""
     part = "rest"
     while frame is not None:
-        part = "loader" if frame.f_code is loading else _RUNNING.get(frame.f_code, part)
+        part = parts.get(frame.f_code) or _RUNNING.get(frame.f_code, part)
         frame = frame.f_back
     return part
 
 
+def is_users(code) -> bool:
+    """Returns whether code is neither torch's, Python's nor ours."""
+    return not code.co_filename.startswith(_OWN) and "site-packages" not in code.co_filename
+
+
 def user_frame(frame) -> Site | None:
-    """Returns the place of the innermost frame of a call stack that is neither torch's, Python's nor ours."""
+    """Returns the place of the innermost frame of a call stack that is the user's."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OWN) and "site-packages" not in name:
-            return Site(name, frame.f_lineno or frame.f_code.co_firstlineno)  # some instructions belong to no line
+        if is_users(frame.f_code):
+            # some instructions belong to no line
+            return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)
         frame = frame.f_back
     return None
 
@@ -175,20 +182,24 @@ class Instrument:
 
     Attributes:
         attached: whether the methods that every step calls are wrapped.
-        marks_steps: whether ``on_optimizer`` is called while it is detached, too.
+        marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or BACKWARD.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
-        optimizers: those that took a step.
+        optimizers: those of torch.optim that took a step.
+        by_hand: objects that update weights and are not of torch.optim, with the names of their methods.
         sites: where the user made or called what: objects by id, and "zero_grad", "set_num_threads", "autocast".
         reads: where numbers were read from tensors on a device, with their counts.
     """
 
     def __init__(self):
         self.step: Step | None = None
-        self.attached = self.marks_steps = False
+        self.attached = False
+        self.marks: object = None
         self.part: str | None = None  # the part that is running now
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.by_hand: list[tuple[object, str]] = []
+        self.made_optimizer = False  # of torch.optim
         self.sites: dict[object, Site | None] = {}
         self.reads: Counter[tuple[Site | None, str]] = Counter()
         self.copies = {"count": 0, "pageable": 0, "blocking": 0, "bytes": 0}
@@ -198,11 +209,14 @@ class Instrument:
         self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
+        self.on_backward = lambda: None  # after a backward pass, outside all parts
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
         self._inputs, self._hooks = self.inputs, []
         self._compiled: list = []  # hooks that stay
         self._undo, self._detach, self._after = [], [], None
+        self._unmark: Callable[[], None] = lambda: None
+        self._updates = Updates(lambda: [p for root in self.roots for p in root.parameters()])
         self._made: dict[tuple, tuple] = {}  # originals and wrappers, by owner and name
         self._root: object = None
         self._thread = threading.get_ident()
@@ -214,8 +228,10 @@ class Instrument:
         return self
 
     def __exit__(self, *_) -> None:
-        self.marks_steps = False
+        self.watch_updates(False)
+        self.marks = None
         self.detach()
+        self._unmark()
         for hook in self._compiled:
             hook.remove()
         while self._undo:
@@ -231,6 +247,7 @@ class Instrument:
         if self.attached:
             return
         self.attached = True
+        self._unmark()
         self._patch_tensors()
         self._patch_training()
         self._hook_modules()
@@ -244,11 +261,42 @@ class Instrument:
         self._hooks = []
         while self._detach:
             self._detach.pop()()
-        if self._after is not None and not self.marks_steps:  # where it marks steps, it is it that calls
-            self._after.remove()
+        by_hand = {id(owner): name for owner, name in self.by_hand}
+        if self._after is not None and (self.marks is None or self.marks is BACKWARD or id(self.marks) in by_hand):
+            self._after.remove()  # else it is it that marks
             self._after = None
         self.close()
+        if self.attached and self.marks is BACKWARD:
+            self._unmark = wrap(torch.autograd, "backward", self._marked)
+        elif self.attached and id(self.marks) in by_hand:
+            self._unmark = wrap(self.marks, by_hand[id(self.marks)], self._marked)
         self.attached = False
+
+    def _marked(self, original):
+        def wrapper(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if threading.get_ident() == self._thread:
+                self.on_optimizer(self.marks)
+            return result
+
+        return wrapper
+
+    def watch_updates(self, on: bool) -> None:
+        """Begins or ends the search for optimizers that are not of torch.optim."""
+        if on:
+            self._updates.start()
+            return
+        self._updates.stop()
+        for owner, name in self._updates.found:
+            if not any(owner is known for known, _ in self.by_hand):
+                self.by_hand.append((owner, name))
+                if self.attached:
+                    self._patch_by_hand(owner, name)
+
+    @property
+    def codes(self) -> dict:
+        """The parts of the user's own functions, by their code."""
+        return {method_code(owner, name): "optimizer" for owner, name in self.by_hand}
 
     def patch(self, owner: object, name: str, make) -> None:
         """Replaces ``owner.name`` by ``make(original)`` until exit."""
@@ -311,12 +359,16 @@ class Instrument:
     def forget(self) -> None:
         """Begins anew with the objects of a script that is started again."""
         self.close()
-        self.step, self.freeze_schedules, self.marks_steps, self.loss = None, False, False, None
+        self.step, self.freeze_schedules, self.marks, self.loss = None, False, None, None
         for hook in self._compiled:
             hook.remove()
+        self.watch_updates(False)
         self.detach()
-        for found in (self.roots, self.optimizers, self.sites, self._inputs, self._compiled, self._made):
-            found.clear()
+        self._unmark()
+        found = (self.roots, self.optimizers, self.by_hand, self._updates.found, self.sites)
+        for known in (*found, self._inputs, self._compiled, self._made):
+            known.clear()
+        self.made_optimizer = False
         self.inputs = self._inputs
         self.attach()
 
@@ -403,13 +455,19 @@ class Instrument:
             timed = self.timed("backward")(original)
 
             def wrapper(tensors, *args, **kwargs):
-                if self.part is None:
+                outermost = self.part is None and threading.get_ident() == self._thread
+                if outermost:
                     self.loss = tensors.detach() if isinstance(tensors, Tensor) else None
-                return timed(tensors, *args, **kwargs)
+                result = timed(tensors, *args, **kwargs)
+                if outermost:
+                    self.on_backward()
+                return result
 
             return wrapper
 
         self._patch(torch.autograd, "backward", backward)  # Tensor.backward calls it
+        for owner, name in self.by_hand:
+            self._patch_by_hand(owner, name)
         if self.inputs is None:
             # Not their classes: Python would forget what it knows of them, and be slower for some hundred steps.
             for owner in (*self.optimizers, *self.roots):
@@ -429,6 +487,25 @@ class Instrument:
             return wrapper
 
         self._patch(torch.autocast, "__enter__", enter)
+
+    def _patch_by_hand(self, owner: object, name: str) -> None:
+        timed = self.timed("optimizer")
+
+        def make(original):
+            step = timed(original)
+
+            def wrapper(*args, **kwargs):
+                outermost = self.part is None and threading.get_ident() == self._thread
+                if outermost:
+                    self.before_optimizer(owner)
+                result = step(*args, **kwargs)
+                if outermost:
+                    self.on_optimizer(owner)
+                return result
+
+            return wrapper
+
+        self._patch(owner, name, make)
 
     def _zero_grad(self, original):
         timed = self.timed("zero_grad")(original)
@@ -461,6 +538,7 @@ class Instrument:
         def noted(original):
             def wrapper(made, *args, **kwargs):
                 self.sites.setdefault(id(made), call_site())
+                self.made_optimizer |= isinstance(made, Optimizer)
                 return original(made, *args, **kwargs)
 
             return wrapper

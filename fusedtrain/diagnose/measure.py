@@ -4,13 +4,14 @@ What takes steps of the training loop is a generator that yields runs to the dri
 """
 
 import contextlib
+import inspect
 import itertools
 import math
 import mmap
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -21,9 +22,9 @@ from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
 from fusedtrain.diagnose.drive import Driver, agree
-from fusedtrain.diagnose.instrument import PARTS, Site, Step, running, user_frame
+from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, running, user_frame
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
-from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -67,6 +68,10 @@ class Facts:
     operations: list[tuple[str, float, int]] = field(
         default_factory=list
     )  # name, share of the CPU time, calls per step
+    calls: float = 0.0  # of operations in a step, as torch.profiler counts them
+    call_cost: float | None = None  # seconds of such a call on a few numbers
+    repeats: dict[Site, int] = field(default_factory=dict)  # how often one object carries a line out in a step
+    fused_step: float | None = None  # seconds of a fused optimizer on the weights, where theirs is written by hand
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
@@ -322,6 +327,7 @@ class Sampler:
 
     def __init__(self, driver: Driver):
         self.driver, self.times = driver, defaultdict(float)
+        self.parts = {Driver.fetch.__code__: "loader"} | driver.instrument.codes
         self.target, self.stop = threading.get_ident(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -344,7 +350,7 @@ class Sampler:
             site = user_frame(stack)
             now = time.perf_counter()
             if site is not None and self.driver.stepping:
-                self.times[running(stack, Driver.fetch.__code__), site] += now - last
+                self.times[running(stack, self.parts), site] += now - last
             last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
@@ -353,11 +359,52 @@ class Sampler:
         return [(part, site, seconds / total) for (part, site), seconds in ranked[:12]]
 
 
+class LineCounter:
+    """Counts how often the user's lines are carried out, for each object whose methods they belong to.
+
+    Another tracer, such as a debugger's, stays in force; nothing is counted then.
+    """
+
+    def __init__(self):
+        self.counts: Counter[tuple[Site, int]] = Counter()
+
+    def __enter__(self) -> "LineCounter":
+        if sys.gettrace() is None:
+            sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if sys.gettrace() == self._call:
+            sys.settrace(None)
+
+    def _call(self, frame, event: str, _):
+        code = frame.f_code
+        if not is_users(code):
+            return None
+        owner = id(frame.f_locals.get("self"))
+
+        def line(frame, event: str, _):
+            if event == "line":
+                self.counts[Site(code.co_filename, frame.f_lineno), owner] += 1
+            return line
+
+        return line
+
+    def repeats(self) -> dict[Site, int]:
+        most: dict[Site, int] = {}
+        for (site, _), count in self.counts.items():
+            most[site] = max(most.get(site, 0), count)
+        return most
+
+
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
-    """Finds the user's lines that the time outside of the model goes to."""
+    """Finds the user's lines that the time goes to, and how often each is carried out."""
     with Sampler(driver) as sampler:
         yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
     facts.lines = agree(sampler.lines())
+    with LineCounter() as counter:
+        yield Run(1, arm)
+    facts.repeats = agree(counter.repeats())
 
 
 def profile(driver: Driver, facts: Facts, arm: Arm):
@@ -372,6 +419,7 @@ def profile(driver: Driver, facts: Facts, arm: Arm):
     events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "fusedtrain::"))]
     total = sum(event.self_cpu_time_total for event in events) or 1
     ranked = sorted(events, key=lambda event: -event.self_cpu_time_total)
+    facts.calls = sum(event.count for event in events) / steps
     facts.items = round(sum(event.count for event in events if event.key == "aten::item") / steps)
     facts.operations = [(e.key, e.self_cpu_time_total / total, round(e.count / steps)) for e in ranked[:8]]
     if torch.cuda.is_initialized():
@@ -416,6 +464,52 @@ def fault_cost() -> float:
             kind.append(time.perf_counter() - start - (waits.read() - waited))
     fresh, again = map(min, times)
     return agree(max(0.0, fresh - again) / (size / mmap.PAGESIZE))
+
+
+def call_cost() -> float:
+    """Returns the seconds of an operation on a few numbers, forward and backward, per call that torch.profiler counts.
+
+    The least of several.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as Profiler
+
+    x = torch.ones(4, device="cuda" if torch.cuda.is_initialized() else "cpu", requires_grad=True)
+
+    def work() -> float:
+        start, waited, y = time.perf_counter(), waits.read(), x
+        for _ in range(64):
+            y = y * x + x
+        torch.autograd.grad(y.sum(), x)
+        return time.perf_counter() - start - (waits.read() - waited)
+
+    waits = Waits()
+    seconds = min(work() for _ in range(10))
+    with Profiler(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    calls = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
+    return agree(seconds / calls)
+
+
+def fused_step(driver: Driver) -> float:
+    """Returns the seconds of a step of torch.optim.AdamW(fused=True) on copies of the weights; the least of several."""
+    weights = {p: None for model in models(driver) for p in model.parameters() if p.requires_grad}
+    copies = [torch.nn.Parameter(torch.zeros_like(p)) for p in weights if p.is_floating_point()]
+    for p in copies:
+        p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.AdamW(copies, fused=True)
+    step = inspect.unwrap(type(optimizer).step)  # no hook is told
+    least, waits = math.inf, Waits()
+    for _ in range(5):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        start, waited = time.perf_counter(), waits.read()
+        with torch.no_grad():
+            step(optimizer)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - start - (waits.read() - waited))
+    return agree(least)
 
 
 def repeat_batch(batch, times: int):

@@ -10,7 +10,7 @@ from torch import nn
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver, ranks
 from fusedtrain.diagnose.instrument import Site
-from fusedtrain.diagnose.measure import Facts, fault_cost
+from fusedtrain.diagnose.measure import Facts, call_cost, fault_cost, fused_step
 from fusedtrain.diagnose.remedies import (
     Allocator,
     BFloat16,
@@ -34,6 +34,7 @@ from fusedtrain.diagnose.remedies import (
 
 LEAST = 0.03  # of the step: less is not worth naming
 SPARE = 0.5  # of the computing time that loading a batch may take, where more workers cost nothing
+LOOP = 16  # times in a step that a module carries out a line of a loop
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
 
 
@@ -200,7 +201,7 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
-    shared = ("loader_restart", waiting_for_restarts(facts)[0])
+    shared = ("loader_restart", lost_to_restarts(facts))
     if best < LEAST:
         return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
@@ -219,13 +220,26 @@ def waiting_for_restarts(facts: Facts) -> tuple[float, list[float]]:
     return longer / sum(step.seconds for step in facts.steps), restarts
 
 
+def lost_to_restarts(facts: Facts) -> float:
+    """Returns the share of the step that goes away when the workers stay from epoch to epoch.
+
+    In short epochs more than the first batch comes late: none is ready yet, and new workers take cores from computing.
+    What the same workers deliver when they stay was measured.
+    """
+    lost, _ = waiting_for_restarts(facts)
+    workers = getattr(facts.loader, "num_workers", 0)
+    if lost < LEAST or facts.waiting is None or workers not in facts.rates:
+        return lost
+    return max(lost, min(gain_of_loading(facts, workers), facts.waiting.value))
+
+
 def _restarts(facts: Facts, driver: Driver) -> Finding | str:
     loader = facts.loader
     if loader is None or serial(facts):
         return "the loader has no workers to restart"
     if getattr(loader, "persistent_workers", False):
         return "the workers stay from epoch to epoch"
-    lost, waits = waiting_for_restarts(facts)
+    lost, (_, waits) = lost_to_restarts(facts), waiting_for_restarts(facts)
     if not waits:
         return "no epoch ended while it was measured"
     if lost < LEAST:
@@ -361,6 +375,47 @@ def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
     return reason or [facts.keep(Fuse())]
 
 
+def _optimizer_rule() -> Rule:
+    """torch's optimizers can be replaced on trial; of one that is written by hand it is only known what it computes."""
+    of_torch = probed(
+        "optimizer",
+        "the optimizer goes over memory many times",
+        _optimizer,
+        evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
+    )
+    return Rule(
+        "optimizer",
+        lambda facts, driver: (_by_hand if driver.instrument.by_hand else of_torch.look)(facts, driver),
+        of_torch.candidates,
+    )
+
+
+def _by_hand(facts: Facts, driver: Driver) -> Finding | str:
+    seconds = facts.parts["optimizer"]
+    share = seconds / facts.step.value
+    if share < LEAST or not models(driver):
+        return f"it is written by hand and takes {share:.1%} of the step"
+    if facts.fused_step is None:
+        with driver.aside():
+            facts.fused_step = fused_step(driver)
+    (owner, name), *_ = driver.instrument.by_hand
+    evidence = (
+        f"{type(owner).__name__}.{name}() takes {1e3 * seconds:.3g} ms, {share:.0%} of the step;"
+        f" torch.optim.AdamW(fused=True) takes {1e3 * facts.fused_step:.3g} ms for weights of these sizes"
+    )
+    gain = gain_of_computing(facts, max(0.0, seconds - facts.fused_step))
+    if gain < LEAST:
+        return evidence
+    return Finding(
+        "optimizer",
+        "the optimizer is written by hand: many operations, one tensor after the other",
+        evidence,
+        gain,
+        advice="take one of torch.optim with fused=True, or of fusedtrain.optim: one pass over memory for all tensors",
+        lines=tuple((site, share) for part, site, share in facts.lines if part == "optimizer"),
+    )
+
+
 def _optimizer(facts: Facts, driver: Driver) -> list[Remedy] | str:
     share = facts.parts["optimizer"] / facts.step.value
     if share < 0.02:
@@ -433,6 +488,33 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
+    forward = [(site, share) for part, site, share in facts.lines if part == "forward"]
+    looped = tuple((site, share) for site, share in forward if facts.repeats.get(site, 0) >= LOOP)
+    if not looped:
+        return f"no line of the model that takes time is carried out {LOOP} times in a step by the same module"
+    facts.call_cost = facts.call_cost or call_cost()
+    within = sum(share for _, share in looped) / sum(share for _, share in forward)
+    seconds = min(facts.calls * facts.call_cost, facts.parts["forward"] + facts.parts["backward"])
+    most = max(facts.repeats[site] for site, _ in looped)
+    evidence = (
+        f"lines that a module carries out up to {most} times in a step take {within:.0%} of the forward pass; a step is"
+        f" {facts.calls:,.0f} operations, and on a few numbers one takes {1e6 * facts.call_cost:.2g} us:"
+        f" {1e3 * seconds:.3g} ms"
+    )
+    gain = gain_of_computing(facts, within * seconds)
+    if gain < 0.1:
+        return evidence
+    return Finding(
+        "python_loop",
+        "the model loops in Python over operations so small that calling them takes the time",
+        evidence,
+        gain,
+        advice="compute on whole tensors instead of one position or sample at a time, or torch.compile the loop",
+        lines=looped,
+    )
+
+
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["rest"] / facts.step.value
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
@@ -442,6 +524,9 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if facts.items > 10:
         evidence += f"; about {facts.items} .item() per step"
     cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
+    if not driver.instrument.optimizers and not driver.instrument.by_hand:
+        cause = "the loop's own Python code takes the time, the update of the weights among it"
+        advice += "; take an optimizer of torch.optim with fused=True, or of fusedtrain.optim"
     if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
         cause = "the loop waits in its own code, as for storage"
         advice = "see the lines below; read data in the workers of a DataLoader, write in a thread"
@@ -456,6 +541,7 @@ RULES = (
     Rule("launches", _launches),
     Rule("communication", _communication),
     Rule("own_code", _own_code),
+    Rule("python_loop", _python_loop),
     Rule("allocator", _allocator),
     probed(
         "threads",
@@ -472,12 +558,7 @@ RULES = (
             "fusedtrain.fuse takes " + ", ".join(f"{count} {name}" for name, count in facts.fusible.items())
         ),
     ),
-    probed(
-        "optimizer",
-        "the optimizer goes over memory many times",
-        _optimizer,
-        evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
-    ),
+    _optimizer_rule(),
     probed("zero_grad", "gradients are filled with zeros and added to", _zero_grad),
     probed("debugging", "every operation is searched for bugs", _debugging),
     probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fusedtrain import _allocator
+from fusedtrain.diagnose.drive import UNSEEN
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
@@ -76,11 +77,10 @@ def diagnose_script(
 
 def _unseen(processes: int) -> str:
     """Says that no optimizer took a step, and in which processes nobody looked."""
-    text = "no training loop was recognised: no optimizer of torch.optim took a step"
     if not processes:
-        return text
+        return UNSEEN
     return (
-        f"{text} in the script's own process. It started {processes} more, which are not watched: those of"
+        f"{UNSEEN}, in the script's own process. It started {processes} more, which are not watched: those of"
         " torch.multiprocessing.spawn would be, and those of torchrun -m fusedtrain diagnose SCRIPT"
     )
 
