@@ -190,6 +190,18 @@ SIMPLE = {
 }
 
 
+def test_every_remedy_that_holds_within_a_process_is_made_again_in_another():
+    loader = DataLoader(TensorDataset(torch.rand(4)), 2)
+    driver = types.SimpleNamespace(loader=loader, instrument=types.SimpleNamespace(sites={}))
+    made = [make() for make in SIMPLE.values()]
+    made += [remedies.NoDebugging(driver), remedies.Fuse(), remedies.CudnnBenchmark(), remedies.PinnedCopies(driver)]
+    made += [remedies.Loader(driver, num_workers=1)]
+    again = [remedies.rebuild(json.loads(json.dumps(remedies.specification(remedy))), driver) for remedy in made]
+    assert [remedy.name for remedy in again] == [remedy.name for remedy in made]
+    inside = {cls for cls in remedies.Remedy.__subclasses__() if not cls.outside and cls is not remedies.NoExchange}
+    assert inside <= {*map(type, made)} | {cls for cls in inside if cls.__module__ != remedies.__name__}
+
+
 @pytest.mark.parametrize("name", SIMPLE)
 def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
     seen = {}

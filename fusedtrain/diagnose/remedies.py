@@ -596,5 +596,5 @@ def specification(remedy: Remedy) -> dict:
 def rebuild(specification: dict, driver: Driver) -> Remedy:
     """Makes a remedy from its :func:`specification`."""
     cls = next(cls for cls in Remedy.__subclasses__() if cls.__name__ == specification["remedy"])
-    needs_driver = cls in (Loader, PinnedCopies)
+    needs_driver = cls in (Loader, NoDebugging, PinnedCopies)
     return cls(*[driver] * needs_driver, **specification["arguments"])
