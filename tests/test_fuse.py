@@ -152,8 +152,9 @@ def candidates_of(model):
     """The names of all candidates: those by their class, and 1x1 convolutions and Linear layers outside of channel
     attention."""
     found, gates = set(), ()
+    convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
     for name, module in model.named_modules():
-        mixes_channels = is_pointwise(module) or type(module) is nn.Linear
+        mixes_channels = is_pointwise(module) or (convolves and type(module) is nn.Linear)
         if is_candidate(module) or (mixes_channels and not name.startswith(gates)):
             found.add(name)
         if type(module).__name__ in ATTENTION:

@@ -181,8 +181,9 @@ def test_the_layer_is_torchs(device, backend):
 
 def test_fuse_takes_it_and_gives_it_back():
     model = nn.Sequential(nn.Linear(13, 20), nn.GELU(), nn.Linear(20, 13))
+    assert not fusedtrain.fuse(model)  # it is for networks that convolve
     parameters = list(model.parameters())
-    report = fusedtrain.fuse(model)
+    report = fusedtrain.fuse(nn.Sequential(nn.Conv2d(3, 13, 3), nn.Flatten(2), model))
     assert [c.after for c in report] == ["fusedtrain.nn.linear.Linear"] * 2
     assert all(a is b for a, b in zip(model.parameters(), parameters))
     fusedtrain.unfuse(model)
@@ -193,10 +194,12 @@ def test_fuse_leaves_the_two_layers_of_a_gate_to_its_op():
     class Gate(nn.Module):
         def __init__(self):
             super().__init__()
+            self.pool = nn.AdaptiveAvgPool2d(1)
             self.fc = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 16), nn.Sigmoid())
 
         def forward(self, x):
-            return x * self.fc(x.mean((2, 3))).view(*x.shape[:2], 1, 1)
+            n, c = x.shape[:2]
+            return x * self.fc(self.pool(x).view(n, c)).view(n, c, 1, 1)
 
     model = nn.Sequential(nn.Conv2d(3, 16, 3), Gate())
     fusedtrain.fuse(model)

@@ -123,12 +123,6 @@ def gain_of_loading(facts: Facts, workers: int) -> float:
     return 1 - overlapped(facts, workers) / facts.step.value
 
 
-def is_choice(name: str, facts: Facts) -> bool:
-    """Whether a finding is an offer and no fault: what fuse() takes are Linear layers alone, which are as they should
-    be."""
-    return name == "fuse" and set(facts.fusible) == {"Linear"}
-
-
 def best_probe(facts: Facts, remedies: list[Remedy]) -> tuple[Remedy, float] | None:
     """Returns the remedy that saved most, with the seconds per step, if its probe was faster pair by pair.
 
@@ -162,7 +156,7 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
         if evidence is not None:
             numbers = f"{evidence(facts, driver)}; {numbers}"
         order = (best[0], *(r for r in remedies if r is not best[0] and r.name in facts.probes))
-        return Finding(name, cause, numbers, gain, order, option=option or is_choice(name, facts))
+        return Finding(name, cause, numbers, gain, order, option=option)
 
     return Rule(name, look, candidates)
 
