@@ -42,8 +42,8 @@ class Architecture:
 
 
 def is_usual(report) -> bool:
-    """True where every layer is a batch normalisation or a 1x1 convolution, in whatever block."""
-    blocks = ("PointwiseConv2d", "ConvNormAct", "Recorded", "Sequential")
+    """True where every layer is a batch normalisation, a 1x1 convolution or a Linear, in whatever block."""
+    blocks = ("PointwiseConv2d", "Linear", "ConvNormAct", "Recorded", "Sequential")
     return all("batchnorm" in c.before.lower() or (c.after or "").endswith(blocks) for c in report)
 
 

@@ -41,4 +41,5 @@ def test_every_op_has_a_reference_and_all_backends(stem):
 )
 def test_every_file_belongs_to_an_op(folder):
     stems = {path.stem for path in ROOT.glob(folder) if not path.stem.startswith("_")}
+    stems -= set(_schema.BUILT_ON)
     assert all(any(stem == op or stem.startswith(f"{op}_") for op in STEMS) for stem in stems), stems

@@ -83,6 +83,13 @@ def test_any_shape_and_strides(device, backend, case, out, stride, dtype):
     harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
 
 
+def test_a_weight_of_any_strides(device, backend):
+    inputs = make(device)
+    for order in ((1, 0, 2, 3), (0, 1, 2, 3)):
+        weight = inputs["w"].permute(order).contiguous().permute(order)
+        harness.assert_op_as_good_as_torch(function(), reference_of(), inputs | {"w": weight}, str(order))
+
+
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize(
     ("shape", "out"),

@@ -4,6 +4,7 @@ from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchN
 from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
+from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import (
     EffectiveSEModule,
@@ -24,6 +25,7 @@ __all__ = [
     "DepthwiseSeparableConv",
     "EcaModule",
     "EffectiveSEModule",
+    "Linear",
     "PointwiseConv2d",
     "SEBlock",
     "SEModule",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedtrain.nn._activation import observed, op_name
+from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.pointwise_conv2d import is_pointwise as is_pointwise_conv
 from fusedtrain.ops import channel_pool, channel_scale, squeeze_excite
@@ -44,7 +45,7 @@ def is_pointwise(layer: nn.Module) -> bool:
     """True for a plain Linear or 1x1 convolution: its weight and bias are all that it does."""
     if type(layer) in (nn.Conv2d, PointwiseConv2d):
         return is_pointwise_conv(layer) and not observed(layer)
-    return type(layer) is nn.Linear and not observed(layer)
+    return type(layer) in (nn.Linear, Linear) and not observed(layer)
 
 
 def fused(

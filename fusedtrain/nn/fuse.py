@@ -18,6 +18,7 @@ from fusedtrain.nn import (
     depthwise_bn_act_se,
     depthwise_conv2d,
     eca,
+    linear,
     pointwise_conv2d,
     recorded,
     squeeze_excite,
@@ -98,6 +99,12 @@ RULES = (
         pointwise_conv2d.PointwiseConv2d,
         ("weight",),
         applies=lambda module: type(module) is nn.Conv2d and pointwise_conv2d.is_pointwise(module),
+    ),
+    Rule(
+        "torch.nn.modules.linear.Linear",
+        linear.Linear,
+        ("weight",),
+        applies=lambda module: type(module) is nn.Linear,
     ),
     Rule(
         "timm.layers.conv2d_same.Conv2dSame",
@@ -256,10 +263,10 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
-    activation behind it, and over processes), depthwise and 1x1 convolutions, and the blocks in which these follow each
-    other: timm's inverted residual and separable blocks and its ConvNormAct, any Sequential, as torchvision's are, and
-    all other blocks of timm and torchvision, such as those of ResNet, and blocks and gates of your own classes, which
-    torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
+    activation behind it, and over processes), depthwise and 1x1 convolutions, Linear layers of networks that convolve,
+    and the blocks in which these follow each other: timm's inverted residual and separable blocks and its ConvNormAct,
+    any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of ResNet, and
+    blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
     A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
     it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
@@ -281,14 +288,17 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """
     _refuse_wrapped("fuse", model)
     report, theirs, inside_gates = [], set(), set()
+    convolves = any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in model.modules())
     for name, module, wrapper in list(_outer_wrappers(model)):
         rule = _rule_of(module)
         if type(module) in _GATES or (rule is not None and rule.fused in _GATES):
             inside_gates.add(name)
         elif name.rpartition(".")[0] in inside_gates:
             inside_gates.add(name)
-            if rule is not None and rule.fused is pointwise_conv2d.PointwiseConv2d:
+            if rule is not None and rule.fused in (pointwise_conv2d.PointwiseConv2d, linear.Linear):
                 continue  # it sees one pixel, and the gate's op takes its weights
+        if rule is not None and rule.fused is linear.Linear and not convolves:
+            continue
         if rule or wrapper or type(module) in _STOCK_OF or getattr(module, "qconfig", None) is not None:
             theirs.add(name)
         if rule is None:

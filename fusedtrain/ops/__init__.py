@@ -6,6 +6,7 @@ from fusedtrain.ops.channel_scale import channel_scale
 from fusedtrain.ops.depthwise_bn_act_se import depthwise_bn_act_se
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
 from fusedtrain.ops.grad_norm import grad_norm
+from fusedtrain.ops.linear import linear
 from fusedtrain.ops.optimizer_step import optimizer_step_
 from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
 from fusedtrain.ops.squeeze_excite import squeeze_excite
@@ -17,6 +18,7 @@ __all__ = [
     "depthwise_bn_act_se",
     "depthwise_conv2d",
     "grad_norm",
+    "linear",
     "optimizer_step_",
     "pointwise_conv2d",
     "squeeze_excite",

@@ -94,7 +94,10 @@ def dense_like(dy: Tensor, x: Tensor) -> Tensor:
 
 def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     """``dw``, laid out as ``w``, with its strides where a size of 1 leaves them open: DDP asks for the very same."""
-    return dw if dw.shape != w.shape or dw.stride() == w.stride() else dw.as_strided(w.shape, w.stride())
+    if dw.shape != w.shape or dw.stride() == w.stride():
+        return dw
+    same = all(size == 1 or own == its for size, own, its in zip(w.shape, dw.stride(), w.stride()))
+    return dw.as_strided(w.shape, w.stride()) if same else dw  # else w has its dimensions in another order
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

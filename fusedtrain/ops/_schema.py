@@ -15,6 +15,8 @@ import importlib
 
 import torch
 
+BUILT_ON = {"linear": "pointwise_conv2d"}  # ops without operators of their own
+
 _STEP = (
     "int rule, float lr, float weight_decay, bool decoupled, float[] coefficients, bool maximize, float ema_decay,"
     " bool zero_grads, Tensor? norm, float max_norm, bool skip_nonfinite, Tensor? grad_scale, Tensor? found_inf,"

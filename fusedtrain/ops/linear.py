@@ -1,0 +1,150 @@
+r"""linear: the last dimension times a matrix, as a 1x1 convolution of as many pixels as there are rows.
+
+.. math:: y_{r,o} = b_o + \sum_c w_{oc}\, x_{r,c}
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain import _extension
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _common
+
+_PRODUCT, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+_ZEN5 = 26  # family
+_FEW = 32  # rows: the weight is packed for each call
+_SMALL = 1 << 22  # products
+
+
+def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
+    """MKL, which PyTorch multiplies float32 with, takes AVX2 on AMD's CPUs; the first whose AVX-512 is twice as wide is
+    Zen 5 (benchmarks/LOG.md, 2026-11-24)."""
+    cpu = _extension.BUILD_INFO
+    wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= _ZEN5
+    if not wide or not cpu.get("isa_active", "").startswith("avx512"):
+        return "stock PyTorch was not measured to be slower on this CPU"
+    if x.dtype != torch.float32:
+        return f"stock PyTorch was not measured to be slower: {x.dtype}"
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows < _FEW or rows * weight.numel() < _SMALL:
+        return f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
+    return None
+
+
+def _pixels(rows: Tensor) -> Tensor:
+    """``[R, C]`` as one channels_last image ``[1, C, R, 1]``."""
+    return rows.view(1, rows.shape[0], 1, rows.shape[1]).permute(0, 3, 1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if rows.dtype != torch.float32:
+        return F.linear(rows, weight, bias)
+    y = _PRODUCT(_pixels(rows), weight[:, :, None, None], bias, [1, 1])
+    return y.permute(0, 2, 3, 1).reshape(rows.shape[0], weight.shape[0])
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _multiply(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    need_dx, need_dw, need_db = need
+    dx = dw = db = None
+    rows = _rows(dy if dy.dtype == x.dtype else dy.to(x.dtype))
+    if need_dx:
+        dx = _multiply(rows, weight.t(), None).view(x.shape)
+    if need_dw and x.dtype != torch.float32:
+        dw = rows.t() @ _rows(x)
+    elif need_dw:
+        dw = _common.strided_like(_DW(_pixels(rows), _pixels(_rows(x)), [1, 1]).view(weight.shape), weight)
+    if need_db:
+        db = rows.sum(0)
+    return dx, dw, db
+
+
+# On a GPU this is a matrix product, which PyTorch's own libraries run: every backend there is stock PyTorch.
+IMPLS = register(
+    "linear",
+    {
+        "cuda": Impl(reference, None, _common.why_not_cuda),
+        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _slower),
+        "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _backward(dy, *ctx.saved_tensors, ctx.needs_input_grad)
+
+
+def _check_x(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"linear: x must be a Tensor, got {type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError("linear: x must have shape [..., C], got a scalar")
+    if x.dtype not in _common.DTYPES:
+        raise TypeError(f"linear: x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"linear: weight must have shape [D, C] = [D, {x.shape[-1]}], got {got}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}")
+    _common.check_same_dtype("linear", x, weight=weight, bias=bias)
+    _common.check_same_device("linear", x, weight=weight, bias=bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Multiplies the last dimension by a matrix: ``F.linear``, trained faster on some CPUs.
+
+    .. math:: y_{r,o} = b_o + \sum_c w_{oc}\, x_{r,c}
+
+    Args:
+        x: ``[..., C]``, any strides (others than contiguous through one copy); float32, bfloat16, float16 or float64.
+        weight: ``[D, C]``, in the dtype of ``x``.
+        bias: ``[D]``, or None.
+
+    Returns:
+        ``[..., D]`` in the dtype of ``x``, contiguous; under autocast in its dtype. For backward x and weight are kept.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run, or tensors are on different devices.
+
+    Cost: the products of ``F.linear``. float32 on AMD's CPUs from Zen 5 on runs in the kernel of ``pointwise_conv2d``,
+        with all 512 bits of the vectors, which the library behind ``F.linear`` does not use there. Elsewhere, on GPUs
+        and for few rows stock PyTorch runs; ``fusedtrain.explain("linear", x, weight)`` tells.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of threads.
+    Source: ``torch.nn.functional.linear``
+    """
+    _check_x(x)
+    x, weight, bias = _common.autocast(x, weight, bias)
+    _check(x, weight, bias)
+    impl = select("linear", IMPLS, x, weight, bias)
+    if impl.backward is None or x.numel() == 0 or weight.shape[0] == 0:
+        return reference(x, weight, bias)
+    return (_Linear.apply if _common.needs_autograd(x, weight, bias) else _forward)(x, weight, bias)
