@@ -169,6 +169,23 @@ def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, shape, dt
     assert name == "cpu" or "stock" in fusedtrain.explain("linear", *inputs.values())
 
 
+class Quantised(torch.Tensor):
+    """Stands for the weights of another library: only functions of torch know it."""
+
+
+def test_weights_of_another_class_are_left_to_torch(monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "linear"):
+        pytest.skip(reason)
+    for key, value in (("cpu_vendor", "amd"), ("cpu_family", 26), ("isa_active", "avx512_bf16")):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    x, weight, bias = make(shape=(64, 256), out=512).values()
+    special = weight.as_subclass(Quantised)
+    assert backends.select("linear", IMPLS, x, special, bias) is IMPLS["reference"]
+    assert torch.equal(linear(x, special, bias), F.linear(x, weight, bias))
+    with fusedtrain.use_backend("cpu"), pytest.raises(RuntimeError, match="a Quantised stands in the place"):
+        linear(x, special, bias)
+
+
 def test_the_layer_is_torchs(device, backend):
     torch.manual_seed(0)
     stock = nn.Linear(13, 20, device=device)

@@ -19,12 +19,21 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _why_not_cpu(x: Tensor, *others) -> str | None:
+    """Tools that quantise or shard a network look for Linear layers, and give them weights of other classes."""
+    special = next((type(t).__name__ for t in (x, *others) if t is not None and type(t) not in _PLAIN), None)
+    return _common.why_not_cpu(x) or (special and f"a {special} stands in the place of a tensor")
+
+
 _ZEN5 = 26  # family
 _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
 
 
-def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
+def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     """MKL, which PyTorch multiplies float32 with, takes AVX2 on AMD's CPUs; the first whose AVX-512 is twice as wide is
     Zen 5 (benchmarks/LOG.md, 2026-11-24)."""
     cpu = _extension.BUILD_INFO
@@ -34,7 +43,7 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
     if x.dtype != torch.float32:
         return f"stock PyTorch was not measured to be slower: {x.dtype}"
     rows = x.numel() // max(1, x.shape[-1])
-    if rows < _FEW or rows * weight.numel() < _SMALL:
+    if rows < _FEW or (weight is not None and rows * weight.numel() < _SMALL):
         return f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
     return None
 
@@ -79,7 +88,7 @@ IMPLS = register(
     "linear",
     {
         "cuda": Impl(reference, None, _common.why_not_cuda),
-        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _slower),
+        "cpu": Impl(_forward, _backward, _why_not_cpu, _slower),
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
