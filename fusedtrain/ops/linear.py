@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedtrain import _extension
-from fusedtrain.backend import Impl, register, select
+from fusedtrain import _extension, _tuned
+from fusedtrain.backend import Impl, current_backend, register, select
 from fusedtrain.ops import _common
 
 _PRODUCT, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
@@ -31,20 +31,21 @@ def _why_not_cpu(x: Tensor, *others) -> str | None:
 _ZEN5 = 26  # family
 _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
+_TOO_SMALL = f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
 
 
 def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     """MKL, which PyTorch multiplies float32 with, takes AVX2 on AMD's CPUs; the first whose AVX-512 is twice as wide is
     Zen 5 (benchmarks/LOG.md, 2026-11-24)."""
+    if x.dtype != torch.float32:
+        return "stock PyTorch was not measured to be slower outside float32"
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows < _FEW or (weight is not None and rows * weight.numel() < _SMALL):
+        return _TOO_SMALL
     cpu = _extension.BUILD_INFO
     wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= _ZEN5
     if not wide or not cpu.get("isa_active", "").startswith("avx512"):
         return "stock PyTorch was not measured to be slower on this CPU"
-    if x.dtype != torch.float32:
-        return f"stock PyTorch was not measured to be slower: {x.dtype}"
-    rows = x.numel() // max(1, x.shape[-1])
-    if rows < _FEW or (weight is not None and rows * weight.numel() < _SMALL):
-        return f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
     return None
 
 
@@ -117,10 +118,10 @@ def _check_x(x: Tensor) -> None:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.size(1) != x.size(-1):
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"linear: weight must have shape [D, C] = [D, {x.shape[-1]}], got {got}")
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and (bias.dim() != 1 or bias.size(0) != weight.size(0)):
         raise ValueError(f"linear: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}")
     _common.check_same_dtype("linear", x, weight=weight, bias=bias)
     _common.check_same_device("linear", x, weight=weight, bias=bias)
@@ -153,6 +154,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_x(x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
+    if current_backend() is None and not _tuned.active and _slower(x, weight):
+        return reference(x, weight, bias)  # as select() would say, which takes as long as a small product
     impl = select("linear", IMPLS, x, weight, bias)
     if impl.backward is None or x.numel() == 0 or weight.shape[0] == 0:
         return reference(x, weight, bias)
