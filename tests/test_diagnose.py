@@ -581,7 +581,7 @@ def test_weights_that_are_updated_by_hand_are_trained_all_the_same(update, loadi
     assert known == [optimizer] * (update == "object") and not watched.optimizers
     assert (driver.loader is not None) is loading
     if not loading:
-        assert driver.optimizer is (optimizer if known else instrument.BACKWARD)
+        assert driver.optimizer is (optimizer if known else "backward")
     parts = found["facts"].parts
     assert parts["forward"] > 0 and parts["backward"] > 0 and (parts["optimizer"] > 0) is bool(known)
     # Between bare steps nothing is wrapped but what marks their boundaries.
@@ -591,6 +591,72 @@ def test_weights_that_are_updated_by_hand_are_trained_all_the_same(update, loadi
         check = found["check"]
         assert check.holds and (check.difference > 0) is (update == "at once"), check
         assert ("do not repeat" in check.note) is (update == "at once")
+
+
+@pytest.mark.parametrize("way", ["autograd", "func", "per sample"])
+def test_gradients_without_a_backward_pass(way):
+    torch.manual_seed(0)
+    images, targets = torch.rand(4, 3, 8, 8), torch.randint(10, (4,))
+    model = Net().eval()
+    weights = dict(model.named_parameters())
+    optimizer = None if way == "autograd" else torch.optim.SGD(weights.values(), lr=0.01)
+    losses, found = [], {}
+
+    def loss(weights, images, targets):
+        return nn.functional.cross_entropy(torch.func.functional_call(model, weights, images), targets)
+
+    def one(weights, image, target):
+        return loss(weights, image[None], target[None])
+
+    def step():
+        if way == "autograd":
+            value = loss(weights, images, targets)
+            losses.append(value.item())
+            grads = torch.autograd.grad(value, tuple(weights.values()))
+            with torch.no_grad():
+                for weight, grad in zip(weights.values(), grads):
+                    weight -= 0.01 * grad
+            return
+        if way == "func":
+            grads, value = torch.func.grad_and_value(loss)(weights, images, targets)
+        else:
+            each, values = torch.vmap(torch.func.grad_and_value(one), (None, 0, 0))(weights, images, targets)
+            grads, value = {name: grad.mean(0) for name, grad in each.items()}, values.mean()
+        losses.append(value.item())
+        for name, weight in weights.items():
+            weight.grad = grads[name].detach()
+        optimizer.step()
+
+    def plan(driver):
+        sizes = yield from measure.warm_up(driver)
+        inputs = watched.inputs
+        found["facts"] = yield from measure.observe(driver, sizes, Arm(), 5, {})
+        found["error"] = verify.rehearse(driver, remedies.SetToNone(), inputs or {})
+        driver.losses = found["losses"] = []
+        yield Run(3, parts=True)
+
+    with Instrument() as watched, pytest.raises(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        while True:
+            step()
+    assert driver.optimizer is (optimizer or "grad") and not watched.by_hand and found["error"] is None
+    assert found["facts"].parts["forward"] > 0 and found["facts"].parts["backward"] > 0
+    assert len(found["losses"]) == 3 and found["losses"] == pytest.approx(losses[-3:], rel=1e-6)
+
+
+def test_a_gradient_within_the_loss_is_no_step():
+    model = Net()
+    with Instrument() as watched, pytest.raises(Finished):
+        driver = Driver(watched, lambda driver: iter(()))
+        driver.install()
+        while True:
+            images = torch.rand(2, 3, 8, 8, requires_grad=True)
+            value = model(images).sum()
+            (slope,) = torch.autograd.grad(value, images, create_graph=True)
+            (value + slope.square().sum()).backward()
+            assert driver.optimizer is None or driver.optimizer == "backward"
+    assert driver.optimizer == "backward"
 
 
 def test_an_optimizer_of_torch_is_waited_for_however_often_gradients_are_accumulated():

@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from fusedtrain._waits import TeamWaits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
-from fusedtrain.diagnose.instrument import BACKWARD, PARTS, Instrument, Step
+from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
 from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, spread_waits
 
 _clock = time.perf_counter
@@ -82,7 +83,7 @@ def _faults() -> int:
 
 SETTLING = 4  # steps of a script that was started again, before it is measured
 BY_HAND = 4  # backward passes without an optimizer of torch.optim, after which weights are updated by hand
-UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and no other backward() repeated"
+UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and gradients did not repeat"
 
 
 class Driver:
@@ -127,7 +128,7 @@ class Driver:
         self._looked = False  # for the threads of the run that is under way
         self._timed_next = instrument.timed("loader")(next)
         self._timed_fetch = instrument.timed("loader")(lambda source: source.fetch())
-        self._backwards = 0  # until the training loop is recognised
+        self._passes = Counter()  # by name, until the training loop is recognised
         self._taken = 0  # steps, but for bare ones of the run that is under way
         self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
 
@@ -157,7 +158,7 @@ class Driver:
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
         self.instrument.before_optimizer = self._before_optimizer
         self.instrument.on_optimizer = self._after_optimizer
-        self.instrument.on_backward = self._after_backward
+        self.instrument.on_pass = self._after_pass
 
     @contextlib.contextmanager
     def aside(self):
@@ -245,16 +246,18 @@ class Driver:
         self.loader, self._last.adopted = self._last.loader, True
         self.source = LoaderSource(self.loader, self._last.inner)
 
-    def _after_backward(self) -> None:
-        if self.optimizer is BACKWARD:
-            self._after_optimizer(BACKWARD)
+    def _after_pass(self, name: str) -> None:
+        if self.optimizer == name:
+            self._after_optimizer(name)
         elif self.loader is None and self.optimizer is None and not self.instrument.made_optimizer:
-            self._backwards += 1
-            if self._backwards < BY_HAND:
+            self._passes[name] += 1
+            if name == "grad" and self._passes["backward"]:
+                return  # it is part of the loss
+            if self._passes[name] < BY_HAND:
                 self.instrument.watch_updates(True)
                 return
             self.instrument.watch_updates(False)
-            self._recognise(next((owner for owner, _ in self.instrument.by_hand), BACKWARD))
+            self._recognise(next((owner for owner, _ in self.instrument.by_hand), name))
 
     def _after_optimizer(self, optimizer) -> None:
         if self._open is not None:
@@ -286,7 +289,7 @@ class Driver:
         if self.source is not None:
             self.source.close()
         self.loader = self.source = self.optimizer = self._last = self._current = self._open = None
-        self._backwards = 0
+        self._passes.clear()
         self.instrument.forget()
         self.starts += 1
         self._settling = SETTLING
@@ -367,7 +370,7 @@ class Driver:
             # A whole switch of threads may lie between the two clocks.
             step.all_waits = self._waits.since(self._waited)
         if self.losses is not None and self.instrument.loss is not None:
-            self.losses.append(float(self.instrument.loss))
+            self.losses.append(self.instrument.loss.mean().item())  # of each sample, under vmap
         self._taken += 1
         if self._settling:
             self._settle()

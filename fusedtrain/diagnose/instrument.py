@@ -37,8 +37,11 @@ _OWN = (
     "<frozen",
     os.path.dirname(os.__file__),
 )
-BACKWARD = object()  # stands for an optimizer where the weights are updated by hand: every backward pass is a step
+# Functions of torch.autograd that compute gradients. Where weights are updated by hand, the name of one stands for an
+# optimizer: every call is a step.
+PASSES = ("backward", "grad")
 _clock = time.perf_counter
+functorch = torch._C._functorch
 _ACTIVE: weakref.WeakSet["Instrument"] = weakref.WeakSet()
 
 
@@ -106,6 +109,7 @@ class Site:
 _RUNNING = {
     Tensor.backward.__code__: "backward",
     torch.autograd.backward.__code__: "backward",
+    torch.autograd.grad.__code__: "backward",
     nn.Module._call_impl.__code__: "forward",
     nn.Module.zero_grad.__code__: "zero_grad",
     inspect.unwrap(Optimizer.zero_grad).__code__: "zero_grad",
@@ -160,6 +164,17 @@ def with_non_blocking(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (args, kwargs | {"non_blocking": True}) if at is None else ((*args[:at], True, *args[at + 1 :]), kwargs)
 
 
+def _loss(outputs: object) -> Tensor | None:
+    """Returns what a pass begins at, without what torch.func's transforms have put around it; None: at several."""
+    if isinstance(outputs, (tuple, list)) and len(outputs) == 1:
+        outputs = outputs[0]
+    if not isinstance(outputs, Tensor):
+        return None
+    while functorch.is_functorch_wrapped_tensor(outputs):
+        outputs = functorch.get_unwrapped(outputs)
+    return outputs.detach()
+
+
 def wrap(owner: object, name: str, make) -> Callable[[], None]:
     """Replaces ``owner.name`` by ``make(original)``; returns what puts it back."""
     original = getattr(owner, name)
@@ -182,7 +197,7 @@ class Instrument:
 
     Attributes:
         attached: whether the methods that every step calls are wrapped.
-        marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or BACKWARD.
+        marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
         optimizers: those of torch.optim that took a step.
@@ -209,7 +224,7 @@ class Instrument:
         self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
-        self.on_backward = lambda: None  # after a backward pass, outside all parts
+        self.on_pass = lambda name: None  # after one of PASSES, outside all parts
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
         self._inputs, self._hooks = self.inputs, []
@@ -261,13 +276,13 @@ class Instrument:
         self._hooks = []
         while self._detach:
             self._detach.pop()()
-        by_hand = {id(owner): name for owner, name in self.by_hand}
-        if self._after is not None and (self.marks is None or self.marks is BACKWARD or id(self.marks) in by_hand):
+        if self._after is not None and not isinstance(self.marks, Optimizer):
             self._after.remove()  # else it is it that marks
             self._after = None
         self.close()
-        if self.attached and self.marks is BACKWARD:
-            self._unmark = wrap(torch.autograd, "backward", self._marked)
+        by_hand = {id(owner): name for owner, name in self.by_hand}
+        if self.attached and self.marks in PASSES:
+            self._unmark = wrap(torch.autograd, self.marks, self._marked)
         elif self.attached and id(self.marks) in by_hand:
             self._unmark = wrap(self.marks, by_hand[id(self.marks)], self._marked)
         self.attached = False
@@ -400,7 +415,7 @@ class Instrument:
         self._open("forward", module)
 
     def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and functorch.maybe_current_level() is None:  # else they do not outlive the call
             self._inputs[id(module)] = args, kwargs
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
@@ -451,21 +466,8 @@ class Instrument:
         return wrapper
 
     def _patch_training(self) -> None:
-        def backward(original):
-            timed = self.timed("backward")(original)
-
-            def wrapper(tensors, *args, **kwargs):
-                outermost = self.part is None and threading.get_ident() == self._thread
-                if outermost:
-                    self.loss = tensors.detach() if isinstance(tensors, Tensor) else None
-                result = timed(tensors, *args, **kwargs)
-                if outermost:
-                    self.on_backward()
-                return result
-
-            return wrapper
-
-        self._patch(torch.autograd, "backward", backward)  # Tensor.backward calls it
+        for name in PASSES:
+            self._patch(torch.autograd, name, functools.partial(self._pass, name))  # Tensor.backward calls "backward"
         for owner, name in self.by_hand:
             self._patch_by_hand(owner, name)
         if self.inputs is None:
@@ -487,6 +489,20 @@ class Instrument:
             return wrapper
 
         self._patch(torch.autocast, "__enter__", enter)
+
+    def _pass(self, name: str, original):
+        timed = self.timed("backward")(original)
+
+        def wrapper(outputs, *args, **kwargs):
+            outermost = self.part is None and threading.get_ident() == self._thread
+            if outermost:
+                self.loss = _loss(outputs)
+            result = timed(outputs, *args, **kwargs)
+            if outermost and functorch.maybe_current_level() is None:  # within torch.func the plan could change nothing
+                self.on_pass(name)
+            return result
+
+        return wrapper
 
     def _patch_by_hand(self, owner: object, name: str) -> None:
         timed = self.timed("optimizer")

@@ -54,7 +54,8 @@ class Updates:
             self._call = self._before = None
 
     def _state(self) -> list[tuple[Tensor, Tensor]]:
-        weights = sorted((p for p in self._weights() if p.grad is not None), key=Tensor.numel)
+        weights = [p for p in self._weights() if p.requires_grad]
+        weights = sorted([p for p in weights if p.grad is not None] or weights, key=Tensor.numel)
         return [(p, p.detach().clone()) for p in weights[:WEIGHTS]]
 
     def _changed(self) -> bool:
