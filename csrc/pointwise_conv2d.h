@@ -23,14 +23,15 @@ struct PixelStrides {
 struct PointwiseConv2d {
   int64_t n, c, o, h, w;  // h and w of y
   DType dtype;            // of x, weight, bias and y: kFloat32, or kBFloat16 where rounds_to_bf16_by_instruction
+  Layout layout;          // of y; contiguous images are made of contiguous ones with a weight [o, c] without gaps
   PixelStrides x_strides;
   const void* x;       // [n, c, h, w] under its strides: the pixels that y is made of
   const void* weight;  // [o, c], weight_strides apart
   int64_t weight_strides[2];
   const float* bias;  // [o], or null
-  void* packed;       // the weight as the kernel reads it
-  void* y;            // [n, h, w, o]
-  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2
+  void* packed;       // the weight as the kernel reads it, for channels_last images
+  void* y;            // [n, h, w, o] or [n, o, h, w]
+  float* moments;     // [pixel_blocks, 3, o], or null: shift, sum (y - shift), sum (y - shift)^2; channels_last only
   bool large;         // y leaves the caches before anyone reads it; set for the whole of it when parts are made
 };
 
@@ -51,30 +52,54 @@ constexpr int64_t kWideLanes = 16;  // vectors of any instruction set divide thi
 constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 constexpr int64_t chunks(int64_t count, int64_t most) { return (count + most - 1) / most; }
 
-// ---- y: pixels are taken in blocks small enough for L2, of whole tiles of any height ----
+// ---- y: pixels are taken in blocks small enough for L2, of whole tiles of any height. In contiguous images those are
+// strips of an image, packed as the weight of channels_last images is ----
 
 constexpr int64_t kBlockBytes = 256 << 10, kTilePixels = 24, kMostPixels = 96, kLargeBytes = 8 << 20;
+constexpr int64_t kStripPixels = 64;
 
-constexpr int64_t bytes_per_pixel(const PointwiseConv2d& a) { return a.c * (a.dtype == DType::kFloat32 ? 4 : 2); }
+constexpr int64_t element_bytes(const PointwiseConv2d& a) { return a.dtype == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t bytes_per_pixel(const PointwiseConv2d& a) { return a.c * element_bytes(a); }
 constexpr int64_t block_pixels(const PointwiseConv2d& a) {
   const int64_t fit = kBlockBytes / std::max<int64_t>(1, bytes_per_pixel(a));
   return std::clamp(fit / kTilePixels * kTilePixels, kTilePixels, kMostPixels);
 }
 constexpr int64_t pixel_blocks(const PointwiseConv2d& a) { return chunks(a.n * a.h * a.w, block_pixels(a)); }
-// Bytes of `packed`: [vector][step][lane]; a step is one channel in float32, or two in bfloat16.
-constexpr int64_t packed_size(const PointwiseConv2d& a) {
-  return round_up(a.o, kWideLanes) * (a.dtype == DType::kFloat32 ? a.c : chunks(a.c, 2)) * 4;
+// Bytes of packed columns, output channels or pixels: [vector][step][lane]; a step is one channel in float32, or two in
+// bfloat16.
+constexpr int64_t packed_size(const PointwiseConv2d& a, int64_t columns) {
+  return round_up(columns, kWideLanes) * (a.dtype == DType::kFloat32 ? a.c : chunks(a.c, 2)) * 4;
 }
-// Bytes of working memory per thread: the moments of a block of pixels, and the block itself.
+// Pixels of an image that are whole vectors, and of its strips, which are nearly the same size. The rest of all images
+// makes strips of its own.
+constexpr int64_t whole_pixels(const PointwiseConv2d& a) { return a.h * a.w / kWideLanes * kWideLanes; }
+constexpr int64_t strip_pixels(const PointwiseConv2d& a) {
+  const int64_t most =
+      std::clamp(kBlockBytes / std::max<int64_t>(1, bytes_per_pixel(a)), kStripPixels, 8 * kStripPixels);
+  const int64_t count = std::max<int64_t>(1, chunks(whole_pixels(a), most));
+  return std::max(kWideLanes, round_up(chunks(whole_pixels(a), count), kWideLanes));
+}
+constexpr int64_t strips(const PointwiseConv2d& a) {
+  return a.n * chunks(whole_pixels(a), strip_pixels(a)) + chunks(a.n * (a.h * a.w - whole_pixels(a)), kStripPixels);
+}
+constexpr int64_t pointwise_conv2d_items(const PointwiseConv2d& a) {
+  return a.layout == Layout::kContiguous ? strips(a) : pixel_blocks(a);
+}
+// Bytes of working memory per thread: a packed strip, and channels of pixels before and after; or the moments of a
+// block of pixels, and the block itself.
 constexpr int64_t moments_pitch(const PointwiseConv2d& a) { return a.moments ? round_up(a.o, kWideLanes) : 0; }
 constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2d& a) {
+  if (a.layout == Layout::kContiguous) {
+    return packed_size(a, std::max(strip_pixels(a), kStripPixels)) +
+           kStripPixels * std::max(a.c, a.o) * element_bytes(a);
+  }
   return 3 * 4 * moments_pitch(a) + block_pixels(a) * bytes_per_pixel(a);
 }
 
-// Items: output channels, by kWideLanes. Writes packed.
+// Items: output channels, by kWideLanes. Writes packed; not for contiguous images.
 template <Isa I>
 void pointwise_conv2d_pack(const PointwiseConv2d& a, int64_t begin, int64_t end);
-// Items: blocks of pixels. Writes y and moments, whose bits do not depend on how the items are shared out.
+// Items: blocks or strips of pixels. Writes y and moments, whose bits do not depend on how the items are shared out.
 template <Isa I>
 void pointwise_conv2d(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end);
 

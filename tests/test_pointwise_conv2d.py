@@ -157,6 +157,74 @@ def test_kernel_adds_long_sums_as_well_as_torch(kernel_dtype, shape, out, transp
         assert_kernel_is_as_good_as_torch(inputs)
 
 
+KERNEL_ON_PLANES = torch.ops.fusedtrain.pointwise_conv2d_contiguous
+
+
+def assert_kernel_on_planes_is_as_good_as_torch(inputs: dict):
+    stock = reference(*inputs.values(), [1, 1])
+    truth = reference(*(None if t is None else t.double() for t in inputs.values()), [1, 1])
+    ours = KERNEL_ON_PLANES(*inputs.values())
+    assert ours.is_contiguous()
+    harness.assert_as_good_as_torch(ours, stock, truth, "y")
+
+
+@pytest.mark.parametrize("out", [1, 5, 16, 24, 72, 130])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((1, 1, 1, 1), (3, 16, 1, 5), (0, 4, 3, 3), (2, 4, 8, 8)),  # less than a vector, none, vectors alone
+        *((2, 13, 7, 9), (5, 40, 7, 7), (70, 3, 7, 7)),  # pixels left over, of all images in one strip or in several
+        *((1, 700, 16, 17), (2, 5, 40, 37)),  # several strips an image
+    ],
+)
+def test_kernel_on_planes_is_as_good_as_torch(kernel_dtype, shape, out):
+    for bias in (True, False):
+        assert_kernel_on_planes_is_as_good_as_torch(make("cpu", shape, "contiguous", kernel_dtype, out, bias))
+
+
+def test_kernel_on_planes_adds_long_sums_as_well_as_torch(kernel_dtype):
+    for shape, out in (((1, 1152, 7, 7), 40), ((3, 161, 9, 9), 50), ((2, 8, 112, 112), 96)):  # the last past the caches
+        for seed in range(2):
+            inputs = make("cpu", shape, "contiguous", kernel_dtype, out, seed=seed)
+            assert_kernel_on_planes_is_as_good_as_torch(inputs)
+            turned = inputs["w"].transpose(0, 1).contiguous().transpose(0, 1)
+            assert torch.equal(KERNEL_ON_PLANES(*inputs.values()), KERNEL_ON_PLANES(inputs["x"], turned, inputs["b"]))
+
+
+def test_pixels_of_a_strip_do_not_mix(kernel_dtype):
+    inputs = make("cpu", (6, 13, 7, 7), "contiguous", kernel_dtype)
+    inputs["x"][2, 12, 6, 6] = float("nan")  # left over, beside the same pixel of the others
+    y = KERNEL_ON_PLANES(*inputs.values())
+    assert y[2, :, 6, 6].isnan().all() and y.isnan().sum() == y.shape[1]
+
+
+def test_kernel_on_planes_does_not_depend_on_threads(kernel_dtype):
+    inputs = make("cpu", (7, 40, 23, 21), "contiguous", kernel_dtype, 70).values()
+    assert torch.equal(KERNEL_ON_PLANES(*inputs), with_more_threads(lambda: KERNEL_ON_PLANES(*inputs)))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:3])  # torch in float64 is the truth
+@pytest.mark.parametrize(
+    ("shape", "out"),
+    [((5, 40, 7, 7), 24), ((3, 9, 13, 11), 50), ((2, 70, 16, 16), 17), ((1, 17, 40, 41), 3), ((9, 5, 1, 3), 20)],
+)
+def test_weight_gradient_reads_planes(shape, out, dtype):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    x = harness.images(shape, "contiguous", dtype)
+    dy = harness.images((shape[0], out, *shape[2:]), "contiguous", dtype, seed=1)
+
+    def gradient(dy, x):
+        weight = torch.zeros(out, shape[1], 1, 1, dtype=x.dtype)
+        return MODULE.reference_backward(dy, x, weight, [1, 1], [False, True, False])[1]
+
+    truth, stock = gradient(dy.double(), x.double()), gradient(dy, x)
+    for a in (dy, dy.contiguous(memory_format=torch.channels_last)):
+        for b in (x, x.contiguous(memory_format=torch.channels_last)):
+            ours = torch.ops.fusedtrain.pointwise_conv2d_dw(a, b, [1, 1])
+            harness.assert_as_good_as_torch(ours, stock, truth, "dw")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_kernel_spreads_nan_and_infinity_as_torch(kernel_dtype, value):
     inputs = make("cpu", (2, 13, 7, 9), dtype=kernel_dtype)
@@ -233,25 +301,27 @@ def test_kernel_refuses_what_it_does_not_multiply():
 
 
 @pytest.mark.parametrize(
-    ("vendor", "family", "isa", "dtype", "forward", "dx", "few"),  # 16 channels to 80, and back; 16 of 16
+    # 16 channels to 80, and back; 16 of 16; contiguous
+    ("vendor", "family", "isa", "dtype", "forward", "dx", "few", "planes"),
     [
-        ("amd", 23, "avx2", torch.float32, True, True, True),
-        ("amd", 25, "avx512_bf16", torch.float32, True, True, True),
-        ("amd", 25, "avx512_bf16", torch.bfloat16, False, True, False),
-        ("amd", 26, "avx512_bf16", torch.bfloat16, False, True, False),
-        ("amd", 25, "avx512", torch.bfloat16, False, False, False),
-        ("amd", 26, "portable", torch.float32, False, False, False),
-        ("intel", 6, "avx512", torch.float32, False, False, False),
+        ("amd", 23, "avx2", torch.float32, True, True, True, False),
+        ("amd", 25, "avx512_bf16", torch.float32, True, True, True, True),
+        ("amd", 25, "avx512_bf16", torch.bfloat16, False, True, False, True),
+        ("amd", 26, "avx512_bf16", torch.bfloat16, False, True, False, True),
+        ("amd", 25, "avx512", torch.bfloat16, False, False, False, False),
+        ("amd", 26, "portable", torch.float32, False, False, False, False),
+        ("intel", 6, "avx512", torch.float32, False, False, False, False),
     ],
 )
-def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, forward, dx, few, monkeypatch):
+def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, forward, dx, few, planes, monkeypatch):
     for name, value in (("vendor", vendor), ("family", family)):
         monkeypatch.setitem(_extension.BUILD_INFO, f"cpu_{name}", value)
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     x = harness.images((2, 16, 5, 5), "channels_last", dtype)
     dy = harness.images((2, 80, 5, 5), "channels_last", dtype)
     assert (MODULE._by_kernel(x, 80), MODULE._by_kernel(dy, 16), MODULE._by_kernel(x, 16)) == (forward, dx, few)
-    assert not MODULE._by_kernel(dy.contiguous(), 16)
+    assert not MODULE._by_kernel(dy.contiguous(), 16) and not MODULE._by_planes(x, [1, 1])
+    assert MODULE._by_planes(x.contiguous(), [1, 1]) == planes and not MODULE._by_planes(x.contiguous(), [2, 1])
 
 
 @pytest.mark.parametrize(
@@ -281,6 +351,7 @@ def test_operators_agree_with_schema_and_fake(dtype):
         operator = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
         properties.assert_opcheck(operator, image, weight, None, [2, 1])
         if dtype == torch.float32:
+            properties.assert_opcheck(KERNEL_ON_PLANES.default, x.contiguous(), weight, None)
             properties.assert_opcheck(KERNEL.default, image, weight, None, [2, 1])
             properties.assert_opcheck(KERNEL_STATS.default, image, weight, None, [2, 1])
 
@@ -394,15 +465,23 @@ def test_automatic_choice_is_as_good_as_torch(device, dtype, monkeypatch):
         harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, layout)
 
 
-def test_automatic_choice_leaves_contiguous_and_small_images_to_stock():
+@pytest.mark.parametrize(("isa", "contiguous"), [("avx512", "cpu"), ("avx2", "reference")])
+def test_automatic_choice_leaves_small_images_to_stock_and_contiguous_ones_where_it_is_faster(
+    isa, contiguous, monkeypatch
+):
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
         pytest.skip(reason)
-    for shape, layout, name in (
-        ((16, 32, 28, 28), "channels_last", "cpu"),
-        ((16, 32, 28, 28), "contiguous", "reference"),
-        ((1, 32, 7, 7), "channels_last", "reference"),
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    for shape, layout, stride, name in (
+        ((16, 32, 28, 28), "channels_last", [1, 1], "cpu"),
+        ((16, 32, 28, 28), "contiguous", [1, 1], contiguous),
+        ((16, 32, 28, 28), "contiguous", [2, 2], "reference"),
+        ((1, 32, 7, 7), "channels_last", [1, 1], "reference"),
+        ((1, 32, 7, 7), "contiguous", [1, 1], "reference"),
     ):
-        assert backends.select("pointwise_conv2d", IMPLS, *make("cpu", shape, layout).values()) is IMPLS[name]
+        inputs = make("cpu", shape, layout).values()
+        assert backends.select("pointwise_conv2d", IMPLS, *inputs, stride) is IMPLS[name], (shape, layout, stride)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ PointwiseConv2d contract_of(const Tensor& x, const Tensor& weight, const std::ve
                     .h = (x.size(2) + stride[0] - 1) / stride[0],
                     .w = (x.size(3) + stride[1] - 1) / stride[1],
                     .dtype = dtype_of(x),
+                    .layout = Layout::kChannelsLast,
                     .x_strides = strides_of(x, stride[0], stride[1]),
                     .x = x.const_data_ptr(),
                     .weight = weight.const_data_ptr(),
@@ -45,7 +46,7 @@ PointwiseConv2d contract_of(const Tensor& x, const Tensor& weight, const std::ve
 
 // The weight as the kernel reads it.
 Tensor packed_weight(PointwiseConv2d& a, const Tensor& x) {
-  const Tensor packed = torch::stable::new_empty(x, {cpu::packed_size(a) / 4}, ScalarType::Float);
+  const Tensor packed = torch::stable::new_empty(x, {cpu::packed_size(a, a.o) / 4}, ScalarType::Float);
   a.packed = packed.mutable_data_ptr();
   parallel_items(0, cpu::chunks(a.o, cpu::kWideLanes), a.c * cpu::kWideLanes,
                  [&]<Isa I>(int64_t begin, int64_t end) { cpu::pointwise_conv2d_pack<I>(a, begin, end); });
@@ -54,13 +55,14 @@ Tensor packed_weight(PointwiseConv2d& a, const Tensor& x) {
 
 // Computes y, and moments where a.moments is set.
 Tensor multiply(PointwiseConv2d a, const Tensor& x, const std::optional<Tensor>& bias) {
-  const Tensor y = empty_images(x, Layout::kChannelsLast, a.o, a.h, a.w);
+  const Tensor y = empty_images(x, a.layout, a.o, a.h, a.w);
   if (y.numel() == 0) return y;
   const std::optional<Tensor> sums = bias ? std::optional(small_input("bias", *bias, x, a.o)) : std::nullopt;
-  const Tensor packed = packed_weight(a, x);
+  const auto packed = a.layout == Layout::kContiguous ? std::nullopt : std::optional(packed_weight(a, x));
   a.bias = sums ? static_cast<const float*>(sums->const_data_ptr()) : nullptr;
   a.y = y.mutable_data_ptr();
-  parallel_items(0, cpu::pixel_blocks(a), cpu::block_pixels(a) * (a.c + a.o), [&]<Isa I>(int64_t begin, int64_t end) {
+  const int64_t items = cpu::pointwise_conv2d_items(a);
+  parallel_items(0, items, (x.numel() + y.numel()) / items, [&]<Isa I>(int64_t begin, int64_t end) {
     const Scratch scratch(cpu::pointwise_conv2d_scratch(a));
     cpu::pointwise_conv2d<I>(a, scratch.data(), begin, end);
   });
@@ -70,6 +72,15 @@ Tensor multiply(PointwiseConv2d a, const Tensor& x, const std::optional<Tensor>&
 Tensor pointwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const std::vector<int64_t>& stride) {
   return multiply(contract_of(x, weight, stride), x, bias);
+}
+
+Tensor pointwise_conv2d_contiguous(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.is_contiguous(), "fusedtrain: contiguous images expected");
+  const Tensor dense = torch::stable::contiguous(weight);
+  PointwiseConv2d a = contract_of(x, dense, {1, 1});
+  a.layout = Layout::kContiguous;
+  a.x_strides = {.image = a.c * a.h * a.w, .row = a.w, .col = 1, .channel = a.h * a.w};
+  return multiply(a, x, bias);
 }
 
 std::tuple<Tensor, Tensor, Tensor> pointwise_conv2d_stats(const Tensor& x, const Tensor& weight,
@@ -232,6 +243,7 @@ std::tuple<Tensor, Tensor> pointwise_conv2d_norm_backward(const Tensor& dy, cons
 
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("pointwise_conv2d", TORCH_BOX(&pointwise_conv2d));
+  m.impl("pointwise_conv2d_contiguous", TORCH_BOX(&pointwise_conv2d_contiguous));
   m.impl("pointwise_conv2d_dw", TORCH_BOX(&pointwise_conv2d_dw));
   m.impl("pointwise_conv2d_norm_backward", TORCH_BOX(&pointwise_conv2d_norm_backward));
   m.impl("pointwise_conv2d_stats", TORCH_BOX(&pointwise_conv2d_stats));

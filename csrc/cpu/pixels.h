@@ -21,11 +21,16 @@ struct Side {
     if (h == 1) strides.row = w * strides.col;
     if (n == 1) strides.image = h * strides.row;
     if (channels == 1) strides.channel = 1;
-    even = strides.row == w * strides.col && strides.image == h * strides.row;
-    if (even) w = n * h * w, h = 1;
+    if (strides.row == w * strides.col) w *= h, strides.row *= h, h = 1;  // the rows of an image are one
+    even = h == 1 && strides.image == strides.row;
+    if (even) w *= n;
   }
   // Whether the channels of all pixels can be read in place, pixels strides.col apart.
   bool is_matrix() const { return even && strides.channel == 1; }
+  // Whether pixels lie side by side, and channels do not: contiguous images.
+  bool has_planes() const { return strides.col == 1 && strides.channel != 1; }
+  // Pixels from this one on that lie strides.col apart.
+  int64_t run(int64_t pixel) const { return w - pixel % w; }
   const T* at(int64_t pixel) const {
     const int64_t row = pixel / w;
     return data + row / h * strides.image + row % h * strides.row + pixel % w * strides.col;

@@ -1,9 +1,9 @@
-// pointwise_conv2d on the CPU: the product itself, of channels_last images.
+// pointwise_conv2d on the CPU: the product itself.
 //   y[p, o] = b[o] + sum_c x[p, c] * w[o, c]
-// A tile of sums stays in registers: kRows pixels, whose channels are broadcast, times up to kTileVecs vectors of
-// output channels, whose weights were packed in the order of reading. Both lie in L2 or closer; while a tile is
-// computed the pixels of the next are asked for. bfloat16 is multiplied two channels at a time, by the instruction for
-// that.
+// A tile of sums stays in registers: kRows rows, whose channels are broadcast, times up to kTileVecs vectors of
+// columns, which were packed in the order of reading. In channels_last images rows are pixels and columns output
+// channels, in contiguous ones the other way round. Both lie in L2 or closer; while a tile is computed the rows of the
+// next are asked for. bfloat16 is multiplied two channels at a time, by the instruction for that.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-split-wide-types")  // else g++ 12 keeps a third of the sums of 16 registers in memory
 #endif
@@ -18,19 +18,19 @@ namespace {
 constexpr int kTileVecs = kVecBytes == 64 ? 4 : 3;
 constexpr int kMostSums = kVecBytes == 64 ? 24 : 12;  // vectors: with the weights and a pixel the registers are full
 constexpr int kLanes = Vec<float>::kLanes;
-// Pixels of a tile. With one vector of each they would wait for memory in turns: no more than a dozen.
+// Rows of a tile. With one vector of each they would wait for memory in turns: no more than a dozen.
 template <int kVecs>
 constexpr int kRows = std::min(12, kMostSums / kVecs);
-constexpr int64_t kLine = 16;    // steps in a cache line of x
+constexpr int64_t kLine = 16;    // steps in a cache line of a row
 constexpr int64_t kChain = 160;  // summands, at most: the error of a sum grows with them
 
 template <class T>
 constexpr int kChannels = std::is_same_v<T, float> ? 1 : 2;  // of a step
 
-// Vectors of output channels are shared out evenly over panels.
+// Vectors of columns are shared out evenly over panels.
 class Panels {
  public:
-  explicit Panels(int64_t channels) : vecs_(chunks(channels, kLanes)), count_(chunks(vecs_, kTileVecs)) {}
+  explicit Panels(int64_t columns) : vecs_(chunks(columns, kLanes)), count_(chunks(vecs_, kTileVecs)) {}
   int64_t count() const { return count_; }
   int64_t begin(int64_t panel) const { return vecs_ * panel / count_; }
   int64_t of(int64_t vec) const { return ((vec + 1) * count_ - 1) / vecs_; }
@@ -41,20 +41,21 @@ class Panels {
 
 template <class T>
 struct Tile {
-  const T* x;  // of the first pixel
+  const T* x;  // of the first row
   int64_t pitch;
   const float* weight;      // packed, of the first vector
   int64_t channels, chain;  // steps of a chain of sums, at most
   float* before;            // the sums of earlier chains
   T* y;
   int64_t y_pitch;
-  const float* bias;  // or null
-  int last;           // lanes of the last vector
-  bool streams;       // y is written past the caches
-  float* moments;     // three rows of sums of the block's pixels, moments_pitch apart; or null
+  const float* bias;  // of the first column, or the first row; or null
+  bool bias_of_rows;
+  int last;        // lanes of the last vector
+  bool streams;    // y is written past the caches
+  float* moments;  // three rows of sums of the block's rows, moments_pitch apart; or null
   int64_t moments_pitch;
   bool opens;        // it is the first of the block
-  int64_t repeated;  // pixels that it shares with the tile before
+  int64_t repeated;  // rows that it shares with the tile before
 };
 
 // Adds a tile's results to the moments of its channels. The shift is the mean of the first tile.
@@ -84,7 +85,9 @@ template <class T, int kVecs, int kHeight, class V>
 // Past the caches go large results, in stores of whole lines.
 template <class T>
 bool streams(const PointwiseConv2d& a) {
-  return a.large && kLanes * sizeof(T) == 64 && a.o * sizeof(T) % 64 == 0 && reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
+  const int64_t pitch = a.layout == Layout::kContiguous ? a.h * a.w : a.o;
+  return a.large && kLanes * sizeof(T) == 64 && pitch * sizeof(T) % 64 == 0 &&
+         reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
 }
 
 template <class T>
@@ -178,7 +181,9 @@ template <class T, int kVecs, int kHeight>
                  __attribute__((always_inline)) { sums[row][v] += load<V>(t.before + (row * kVecs + v) * kLanes); });
   }
   const bool whole_vectors = t.last == kLanes;
-  if (t.bias != nullptr) {
+  if (t.bias != nullptr && t.bias_of_rows) {
+    each_sum([&](auto row, auto v) __attribute__((always_inline)) { sums[row][v] += V(t.bias[row]); });
+  } else if (t.bias != nullptr) {
     unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
       const bool part = v == kVecs - 1 && !whole_vectors;
       const V bias = part ? load<V>(t.bias + v * kLanes, FirstLanes{t.last}) : load<V>(t.bias + v * kLanes);
@@ -197,36 +202,52 @@ template <class T, int kVecs, int kHeight>
   }
 }
 
-// All output channels of pixels [begin, end), whose channels lie at x. Writes y and, [3, moments_pitch], `moments`.
+// Rows times packed columns.
 template <class T>
-void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t begin, int64_t end, float* moments) {
+struct Block {
+  const T* x;  // [rows, channels], pitch apart
+  int64_t rows, pitch;
+  const float* packed;
+  int64_t columns;
+  T* y;  // [rows, columns], y_pitch apart
+  int64_t y_pitch;
+  const float* bias;
+  float* moments;  // [3, moments_pitch(a)], or null
+};
+
+template <class T>
+void multiply_block(const PointwiseConv2d& a, const Block<T>& b) {
   alignas(64) float before[kMostSums * kLanes];
-  const Panels panels(a.o);
-  const int64_t steps = chunks(a.c, kChannels<T>), count = end - begin;
+  const Panels panels(b.columns);
+  const int64_t steps = chunks(a.c, kChannels<T>);
   const int64_t chains = std::max<int64_t>(1, chunks(steps, kChain)), chain = chunks(steps, chains);
+  const bool bias_of_rows = a.layout == Layout::kContiguous;
   for (int64_t panel = 0; panel < panels.count(); ++panel) {
     const int64_t from = panels.begin(panel), to = panels.begin(panel + 1);
-    Tile<T> tile{.x = x,
-                 .pitch = pitch,
-                 .weight = static_cast<const float*>(a.packed) + from * kLanes * steps,
+    const float* const bias = b.bias == nullptr || bias_of_rows ? b.bias : b.bias + from * kLanes;
+    Tile<T> tile{.x = b.x,
+                 .pitch = b.pitch,
+                 .weight = b.packed + from * kLanes * steps,
                  .channels = a.c,
                  .chain = chain,
                  .before = before,
-                 .y = static_cast<T*>(a.y) + begin * a.o + from * kLanes,
-                 .y_pitch = a.o,
-                 .bias = a.bias == nullptr ? nullptr : a.bias + from * kLanes,
-                 .last = int(std::min<int64_t>(kLanes, a.o - (to - 1) * kLanes)),
+                 .y = b.y + from * kLanes,
+                 .y_pitch = b.y_pitch,
+                 .bias = bias,
+                 .bias_of_rows = bias_of_rows,
+                 .last = int(std::min<int64_t>(kLanes, b.columns - (to - 1) * kLanes)),
                  .streams = streams<T>(a),
-                 .moments = a.moments == nullptr ? nullptr : moments + from * kLanes,
+                 .moments = b.moments == nullptr ? nullptr : b.moments + from * kLanes,
                  .moments_pitch = moments_pitch(a),
                  .opens = false,
                  .repeated = 0};
     const auto multiply_tiles = [&]<int kVecs, int kHeight>() {
       T* const y = tile.y;
-      for (int64_t i = 0; i < count; i += kHeight) {
-        const int64_t first = std::min(i, count - kHeight);  // the last tile may begin within the one before
-        tile.x = x + first * pitch;
-        tile.y = y + first * a.o;
+      for (int64_t i = 0; i < b.rows; i += kHeight) {
+        const int64_t first = std::min(i, b.rows - kHeight);  // the last tile may begin within the one before
+        tile.x = b.x + first * b.pitch;
+        tile.y = y + first * tile.y_pitch;
+        if (bias != nullptr && bias_of_rows) tile.bias = bias + first;
         tile.opens = i == 0;
         tile.repeated = i - first;
         multiply_tile<T, kVecs, kHeight>(tile);
@@ -234,13 +255,14 @@ void multiply_block(const PointwiseConv2d& a, const T* x, int64_t pitch, int64_t
     };
     visit<1, 2, 3, 4>(to - from, [&]<int kVecs>() {
       if constexpr (kVecs <= kTileVecs) {
-        if (count >= kRows<kVecs>) return multiply_tiles.template operator()<kVecs, kRows<kVecs>>();
+        if (b.rows >= kRows<kVecs>) return multiply_tiles.template operator()<kVecs, kRows<kVecs>>();
         multiply_tiles.template operator()<kVecs, 1>();
       }
     });
   }
 }
 
+// Blocks of pixels of channels_last images.
 template <class T>
 void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int64_t block_end) {
   const Side<T> x(a.x, a.c, a.x_strides, a.n, a.h, a.w);
@@ -250,8 +272,18 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int6
   auto* const copies = reinterpret_cast<T*>(moments + 3 * row);
   for (int64_t block = block_begin; block < block_end; ++block) {
     const int64_t begin = block * most, end = std::min(all, begin + most);
+    Block<T> b{.x = copies,
+               .rows = end - begin,
+               .pitch = a.c,
+               .packed = static_cast<const float*>(a.packed),
+               .columns = a.o,
+               .y = static_cast<T*>(a.y) + begin * a.o,
+               .y_pitch = a.o,
+               .bias = a.bias,
+               .moments = a.moments == nullptr ? nullptr : moments};
     if (x.is_matrix()) {
-      multiply_block(a, x.at(begin), x.strides.col, begin, end, moments);
+      b.x = x.at(begin);
+      b.pitch = x.strides.col;
     } else {
       Pixels<T> pixels(x, begin, 0);
       for (T* to = copies; to < copies + (end - begin) * a.c; to += a.c) {
@@ -262,8 +294,8 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int6
           for (int64_t c = 0; c < a.c; ++c) to[c] = from[c * x.strides.channel];
         }
       }
-      multiply_block<T>(a, copies, a.c, begin, end, moments);
     }
+    multiply_block(a, b);
     for (int k = 0; a.moments != nullptr && k < 3; ++k) {
       std::copy_n(moments + k * row, a.o, a.moments + (3 * block + k) * a.o);
     }
@@ -271,47 +303,136 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int6
   if (streams<T>(a)) stream_fence();
 }
 
-// The weights of a vector of output channels, from the first step on.
+// What is packed: columns, of which each step reads one or two channels.
 template <class T>
-void pack_vector(const PointwiseConv2d& a, int64_t first, T* to, int64_t pitch) {
+struct Columns {
+  const T* data;
+  int64_t count, channels;
+  int64_t stride, channel_stride;
+};
+
+#if defined(__AVX512F__)
+inline void pack_step(const BFloat16* p, const BFloat16* second, int lanes, BFloat16* to) {
+  const auto widened = [&](const BFloat16* from) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << lanes) - 1), from));
+  };
+  __m512i pairs = widened(p);
+  if (second != nullptr) pairs = _mm512_or_si512(pairs, _mm512_slli_epi32(widened(second), 16));
+  _mm512_storeu_si512(to, pairs);
+}
+#endif
+inline void pack_step(const float* p, const float* /*second*/, int lanes, float* to) {
+  store(to, lanes == kLanes ? load<Vec<float>>(p) : load<Vec<float>>(p, FirstLanes{lanes}));
+}
+
+// A vector of columns from `first` on.
+template <class T>
+void pack_vector(const Columns<T>& a, int64_t first, T* to, int64_t pitch) {
   constexpr int64_t kWide = kLanes * kChannels<T>;
-  const int64_t o_stride = a.weight_strides[0], c_stride = a.weight_strides[1];
-  const auto* from = static_cast<const T*>(a.weight) + first * o_stride;
-  const int64_t lanes = std::min<int64_t>(kLanes, a.o - first), whole = a.c / kChannels<T>;
+  const auto* from = a.data + first * a.stride;
+  const int64_t lanes = std::min<int64_t>(kLanes, a.count - first);
   int64_t step = 0;
-  if (lanes == kLanes && c_stride == 1) {
-    for (; step + kLanes <= whole; step += kLanes) {
+  if (a.stride == 1) {
+    for (; step * kChannels<T> < a.channels; ++step) {
+      const T* p = from + step * kChannels<T> * a.channel_stride;
+      const bool whole = (step + 1) * kChannels<T> <= a.channels;
+      pack_step(p, whole ? p + a.channel_stride : nullptr, int(lanes), to + step * pitch);
+    }
+  } else if (lanes == kLanes && a.channel_stride == 1) {
+    for (; step + kLanes <= a.channels / kChannels<T>; step += kLanes) {
       Vec<float> rows[kLanes];
-      for (int i = 0; i < kLanes; ++i) std::memcpy(&rows[i], from + i * o_stride + step * kChannels<T>, sizeof rows[i]);
+      for (int i = 0; i < kLanes; ++i) std::memcpy(&rows[i], from + i * a.stride + step * kChannels<T>, sizeof rows[i]);
       transpose(rows);
       for (int i = 0; i < kLanes; ++i) std::memcpy(to + (step + i) * pitch, &rows[i], sizeof rows[i]);
     }
-  } else if (lanes == kLanes && o_stride == 1) {
-    for (; step < whole; ++step) {
-      T copies[kChannels<T>][kLanes];
-      for (int i = 0; i < kChannels<T>; ++i) {
-        std::memcpy(copies[i], from + (step * kChannels<T> + i) * c_stride, sizeof copies[i]);
-      }
-      for (int64_t i = 0; i < kWide; ++i) to[step * pitch + i] = copies[i % kChannels<T>][i / kChannels<T>];
-    }
   }
-  for (; step * kChannels<T> < a.c; ++step) {
+  for (; step * kChannels<T> < a.channels; ++step) {
     for (int64_t i = 0; i < kWide; ++i) {
       const int64_t lane = i / kChannels<T>, c = step * kChannels<T> + i % kChannels<T>;
-      to[step * pitch + i] = lane < lanes && c < a.c ? from[lane * o_stride + c * c_stride] : T{};
+      to[step * pitch + i] = lane < lanes && c < a.channels ? from[lane * a.stride + c * a.channel_stride] : T{};
     }
   }
 }
 
+// Columns [begin, end), of which begin is the first of a vector.
 template <class T>
-void pack(const PointwiseConv2d& a, int64_t begin, int64_t end) {
-  const Panels panels(a.o);
-  const int64_t steps = chunks(a.c, kChannels<T>);
-  for (int64_t o = begin * kWideLanes; o < std::min(end * kWideLanes, round_up(a.o, kLanes)); o += kLanes) {
-    const int64_t vec = o / kLanes, panel = panels.of(vec), from = panels.begin(panel);
-    auto* to = static_cast<T*>(a.packed) + (from * steps + vec - from) * kLanes * kChannels<T>;
-    pack_vector(a, o, to, (panels.begin(panel + 1) - from) * kLanes * kChannels<T>);
+void pack(const Columns<T>& a, int64_t begin, int64_t end, void* packed) {
+  const Panels panels(a.count);
+  const int64_t steps = chunks(a.channels, kChannels<T>);
+  for (int64_t first = begin; first < end; first += kLanes) {
+    const int64_t vec = first / kLanes, panel = panels.of(vec), from = panels.begin(panel);
+    auto* to = static_cast<T*>(packed) + (from * steps + vec - from) * kLanes * kChannels<T>;
+    pack_vector(a, first, to, (panels.begin(panel + 1) - from) * kLanes * kChannels<T>);
   }
+}
+
+// Columns that lie side by side, channel after channel.
+template <class T>
+void pack_strip(const Columns<T>& a, T* packed) {
+  constexpr int64_t kWide = kLanes * kChannels<T>;
+  const Panels panels(a.count);
+  const int64_t steps = chunks(a.channels, kChannels<T>);
+  for (int64_t step = 0; step < steps; ++step) {
+    const T* const p = a.data + step * kChannels<T> * a.channel_stride;
+    const T* const second = (step + 1) * kChannels<T> <= a.channels ? p + a.channel_stride : nullptr;
+    for (int64_t panel = 0; panel < panels.count(); ++panel) {
+      const int64_t from = panels.begin(panel), to = panels.begin(panel + 1);
+      T* out = packed + (from * steps + step * (to - from)) * kWide;
+      for (int64_t vec = from; vec < to; ++vec, out += kWide) {
+        const int64_t first = vec * kLanes;
+        for (int i = 0; i < kChannels<T>; ++i) __builtin_prefetch(p + i * a.channel_stride + a.count + first, 0, 2);
+        pack_step(p + first, second == nullptr ? second : second + first,
+                  int(std::min<int64_t>(kLanes, a.count - first)), out);
+      }
+    }
+  }
+}
+
+// Strips of pixels of contiguous images. What is left of an image's whole vectors shares strips with that of others.
+template <class T>
+void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end) {
+  const int64_t pixels = a.h * a.w, whole = whole_pixels(a), rest = pixels - whole, most = strip_pixels(a);
+  const int64_t count = chunks(whole, most), c = a.x_strides.channel;
+  auto* const packed = static_cast<T*>(scratch);
+  auto* const copies = reinterpret_cast<T*>(static_cast<char*>(scratch) + packed_size(a, std::max(most, kStripPixels)));
+  const auto* const x = static_cast<const T*>(a.x);
+  auto* const y = static_cast<T*>(a.y);
+  Block<T> b{.x = static_cast<const T*>(a.weight),
+             .rows = a.o,
+             .pitch = a.weight_strides[0],
+             .packed = static_cast<const float*>(scratch),
+             .columns = 0,
+             .y = nullptr,
+             .y_pitch = pixels,
+             .bias = a.bias,
+             .moments = nullptr};
+  for (int64_t strip = begin; strip < std::min(end, a.n * count); ++strip) {
+    const int64_t image = strip / count, first = strip % count * most;
+    b.columns = std::min(most, whole - first);
+    b.y = y + image * a.o * pixels + first;
+    pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, packed);
+    multiply_block(a, b);
+  }
+  for (int64_t strip = std::max(begin, a.n * count); strip < end; ++strip) {
+    const int64_t first = (strip - a.n * count) * kStripPixels;
+    b.columns = std::min(kStripPixels, a.n * rest - first);
+    const auto each = [&](auto f) {  // (column, image, pixel)
+      for (int64_t i = 0; i < b.columns; ++i) f(i, (first + i) / rest, whole + (first + i) % rest);
+    };
+    each([&](int64_t i, int64_t image, int64_t pixel) {
+      const T* const from = x + image * a.x_strides.image + pixel;
+      for (int64_t k = 0; k < a.c; ++k) copies[k * kStripPixels + i] = from[k * c];
+    });
+    pack_strip<T>({copies, b.columns, a.c, 1, kStripPixels}, packed);
+    b.y = copies;
+    b.y_pitch = kStripPixels;
+    multiply_block(a, b);
+    each([&](int64_t i, int64_t image, int64_t pixel) {
+      T* const to = y + image * a.o * pixels + pixel;
+      for (int64_t k = 0; k < a.o; ++k) to[k * pixels] = copies[k * kStripPixels + i];
+    });
+  }
+  if (streams<T>(a)) stream_fence();
 }
 
 // f<T>()
@@ -327,12 +448,17 @@ void visit_elements(DType dtype, F&& f) {
 
 template <>
 void pointwise_conv2d_pack<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, int64_t begin, int64_t end) {
-  visit_elements(a.dtype, [&]<class T>() { pack<T>(a, begin, end); });
+  visit_elements(a.dtype, [&]<class T>() {
+    const Columns<T> weight{static_cast<const T*>(a.weight), a.o, a.c, a.weight_strides[0], a.weight_strides[1]};
+    pack(weight, begin * kWideLanes, std::min(end * kWideLanes, round_up(a.o, kLanes)), a.packed);
+  });
 }
 
 template <>
 void pointwise_conv2d<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end) {
-  visit_elements(a.dtype, [&]<class T>() { multiply<T>(a, scratch, begin, end); });
+  visit_elements(a.dtype, [&]<class T>() {
+    a.layout == Layout::kContiguous ? multiply_strips<T>(a, scratch, begin, end) : multiply<T>(a, scratch, begin, end);
+  });
 }
 
 }  // namespace fusedtrain::cpu

@@ -117,6 +117,33 @@ void gather(const T* p, int64_t stride, int channels, T* out) {
   for (int i = 0; i < kMost; ++i) out[i] = i < channels ? p[i * stride] : T{};
 }
 
+// Up to kLanes<E> steps of a vector of channels, read from planes that are `plane` apart; zeros behind the channels.
+// What is read in the next block is asked for.
+template <class E, class T>
+void stage_planes(const T* p, int64_t plane, int channels, int steps, int64_t ahead, E* out) {
+  constexpr bool kPairs = std::is_same_v<E, Pair>;  // which lie in planes as they are wanted
+  using V = Vec<std::conditional_t<kPairs, float, E>>;
+  V rows[kLanes<E>];
+  if (channels >= kLanes<E> && steps == kLanes<E>) {
+    unroll<kLanes<E>>([&](auto i) __attribute__((always_inline)) {
+      const T* const from = p + i * plane;
+      __builtin_prefetch(from + ahead, 0, 2);
+      rows[i] = load<V>(reinterpret_cast<const std::conditional_t<kPairs, float, T>*>(from));
+    });
+    transpose(rows);
+    unroll<kLanes<E>>([&](auto i) __attribute__((always_inline)) {
+      std::memcpy(out + i * kLanes<E>, &rows[i], sizeof rows[i]);
+    });
+    return;
+  }
+  for (int i = 0; i < kLanes<E>; ++i) {
+    const auto* from = reinterpret_cast<const std::conditional_t<kPairs, float, T>*>(p + i * plane);
+    rows[i] = i < channels ? load<V>(from, FirstLanes{steps}) : V(0);
+  }
+  transpose(rows);
+  for (int i = 0; i < steps; ++i) std::memcpy(out + i * kLanes<E>, &rows[i], sizeof rows[i]);
+}
+
 template <class E, int kVecs, class T>
 void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t begin, int64_t end, E* out) {
   constexpr int kMost = kVecs * kLanes<E>;
@@ -128,8 +155,24 @@ void stage_vectors(const Side<T>& side, int64_t first, int64_t channels, int64_t
     const T* p = side.at(begin) + first;
     for (; step < steps; ++step, p += kPixels<E> * col, out += kLanes<E>) stage_step<kVecs>(p, p + col, last, out);
   }
-  Pixels<T> pixels(side, begin + step * kPixels<E>, first);
   T copies[2][kMost] = {};
+  while (side.has_planes() && step < steps) {
+    const int64_t pixel = begin + step * kPixels<E>;
+    const T* p = side.at(pixel) + first * stride;
+    const int count = int(std::min({int64_t(kLanes<E>), steps - step, side.run(pixel) / kPixels<E>}));
+    if (count == 0) {  // a pair of two images
+      gather<kMost>(p, stride, int(channels), copies[0]);
+      gather<kMost>(side.at(pixel + 1) + first * stride, stride, int(channels), copies[1]);
+      stage_step<kVecs>(copies[0], copies[1], last, out);
+    }
+    for (int v = 0; count > 0 && v < kVecs; ++v) {
+      stage_planes(p + v * kLanes<E> * stride, stride, int(std::min<int64_t>(kLanes<E>, channels - v * kLanes<E>)),
+                   count, end - begin, out + v * kSteps * kLanes<E>);
+    }
+    step += std::max(count, 1);
+    out += std::max(count, 1) * kLanes<E>;
+  }
+  Pixels<T> pixels(side, begin + step * kPixels<E>, first);
   const auto next = [&](T* copy) {
     const T* p = pixels.next();
     if (stride != 1) gather<kMost>(p, stride, int(channels), copy);
@@ -168,8 +211,9 @@ struct Ahead {
 template <class E>
 struct Tile {
   Steps<E> wide;
-  int last;         // lanes of the last vector
-  Steps<E> narrow;  // at the first channel
+  int last;            // lanes of the last vector
+  Steps<E> narrow;     // at the first channel
+  int64_t narrow_row;  // bytes from a channel to the next in planes, whose steps lie side by side
   int64_t steps;
   Ahead ahead;
   Sum<E>* sums;  // [narrow][wide]
@@ -177,7 +221,7 @@ struct Tile {
   bool begins;  // the sums
 };
 
-template <class E, int kVecs, int kRows>
+template <class E, int kVecs, int kRows, bool kPlanes>
 void add_tile(const Tile<E>& t) {
   using V = Vec<Sum<E>>;
   V sums[kRows][kVecs];
@@ -190,8 +234,11 @@ void add_tile(const Tile<E>& t) {
     sums[row][v] = V(0);
     __builtin_prefetch(t.sums + row * t.pitch + v * V::kLanes, 1);
   });
-  const E *wide = t.wide.p, *narrow = t.narrow.p;
-  const int64_t wide_step = t.wide.step, wide_vec = t.wide.vec, narrow_step = t.narrow.step;
+  const E* wide = t.wide.p;
+  const char* narrow = reinterpret_cast<const char*>(t.narrow.p);
+  const int64_t wide_step = t.wide.step, wide_vec = t.wide.vec;
+  const int64_t narrow_step = (kPlanes ? 1 : t.narrow.step) * int64_t(sizeof(E));
+  const int64_t narrow_row = kPlanes ? t.narrow_row : int64_t(sizeof(E));
   const int last = t.last;
   const char* ahead = t.ahead.p;
   for (int64_t step = 0; step < t.steps; ++step) {
@@ -202,7 +249,9 @@ void add_tile(const Tile<E>& t) {
     __builtin_prefetch(ahead, 0, 2);
     __builtin_prefetch(ahead + t.ahead.second, 0, 2);
     unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-      const auto y = broadcast(narrow[row]);
+      E channel;
+      std::memcpy(&channel, narrow + row * narrow_row, sizeof channel);
+      const auto y = broadcast(channel);
       unroll<kVecs>([&](auto v) __attribute__((always_inline)) { sums[row][v] = multiply_add(sums[row][v], x[v], y); });
     });
     wide += wide_step;
@@ -361,26 +410,48 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   const bool wide_in_place = is_in_place<E>(wide) && (kHasMasks || wide_count % kWidth == 0) &&
                              !(shares_sets(wide) && narrow_count >= kOften * kRows);
   const bool narrow_in_place = is_in_place<E>(narrow) && !(shares_sets(narrow) && panels >= kOften);
+  constexpr bool kReadsPlanes = !kAmx && (std::is_same_v<E, Pair> || std::is_same_v<T, E>);
   E* panel_room = scratch;
   E* narrow_room = scratch + kTileVecs * kWidth * kSteps;
   const int64_t pitch = partial_pitch(a);
   auto* sums = static_cast<Sum<E>*>(a.partial) + (group * narrow.channels + narrow_begin) * pitch + wide_begin;
 
-  // The blocks of the group, of nearly the same size.
+  // The blocks of the group, of nearly the same size; of planes, each within an image.
   const int64_t all = a.n * a.h * a.w, first = all * group / groups(a), pixels = all * (group + 1) / groups(a) - first;
   const int64_t last_asked = wide_chunks * narrow_chunks == 1 ? all : first + pixels;  // else a chunk comes next
-  const int64_t blocks = (pixels + kBlock<T, E> - 1) / kBlock<T, E>;
-  const auto bound = [&](int64_t block) { return first + pixels * std::min(block, blocks) / blocks; };
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t begin = bound(block), end = bound(block + 1), steps = (end - begin + kPixels<E> - 1) / kPixels<E>;
+  const bool planes = wide.has_planes() || narrow.has_planes();
+  const auto end_of_block = [&](int64_t begin) {
+    int64_t rest = first + pixels - begin;
+    if (planes) rest = std::min({rest, wide.run(begin), narrow.run(begin)});
+    const int64_t blocks = chunks(rest, kBlock<T, E>);
+    if (!planes) return begin + rest / blocks;
+    // The odd pixel of pairs is a block of its own.
+    const int64_t even = std::min(rest, round_up(chunks(rest, blocks), kPixels<E>)) / kPixels<E> * kPixels<E>;
+    return begin + std::max<int64_t>(even, 1);
+  };
+  for (int64_t begin = first, end; begin < first + pixels; begin = end) {
+    end = end_of_block(begin);
+    const int64_t steps = chunks(end - begin, kPixels<E>);
     NextBlock<T, E> ahead((wide_count + narrow_count) * int64_t(sizeof(T)) / tiles);
     if (end < last_asked) {
       const int64_t next_end = std::min(2 * end - begin, last_asked);
       ahead.add(wide, end, next_end, wide_begin, wide_count);
       ahead.add(narrow, end, next_end, narrow_begin, narrow_count);
     }
-    const Steps<E> narrow_steps = narrow_in_place ? in_place<E>(narrow, begin, narrow_begin)
-                                                  : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
+    // The broadcast side is read from planes as it is, but for the odd pixel of a pair.
+    const bool from_planes = kReadsPlanes && narrow.has_planes() && (end - begin) % kPixels<E> == 0;
+    const T* const plane = narrow.at(begin) + narrow_begin * narrow.strides.channel;
+    Steps<E> narrow_steps{};
+    if (from_planes) {
+      for (int64_t c = 0; c < narrow_count; ++c) {
+        for (int64_t i = 0; i < end - begin; i += 64 / int64_t(sizeof(T))) {
+          __builtin_prefetch(plane + c * narrow.strides.channel + end - begin + i, 0, 2);
+        }
+      }
+    } else {
+      narrow_steps = narrow_in_place ? in_place<E>(narrow, begin, narrow_begin)
+                                     : stage(narrow, narrow_begin, narrow_count, begin, end, narrow_room);
+    }
     if constexpr (kAmx) transpose_tiles(narrow_room, narrow_count, steps);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t from = vecs * panel / panels * kWidth, to = vecs * (panel + 1) / panels * kWidth;
@@ -391,11 +462,12 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
       Tile<E> tile{.wide = wide_steps,
                    .last = wide_in_place ? int((count - 1) % kWidth + 1) : int(kWidth),
                    .narrow = narrow_steps,
+                   .narrow_row = narrow.strides.channel * int64_t(sizeof(T)),
                    .steps = steps,
                    .ahead = {},
                    .sums = sums + from,
                    .pitch = pitch,
-                   .begins = block == 0 && !a.adds};
+                   .begins = begin == first && !a.adds};
       visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
 #if defined(__AVX512F__)
         if constexpr (kAmx) {
@@ -409,10 +481,18 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
 #endif
         const auto add_tiles = [&]<int kTall>(int64_t row) {
           for (; row + kTall <= narrow_count; row += kTall) {
+            tile.ahead = ahead.next(tile.sums);
+            if constexpr (kReadsPlanes) {
+              if (from_planes) {
+                tile.narrow.p = reinterpret_cast<const E*>(plane + row * narrow.strides.channel);
+                add_tile<E, kVecs, kTall, true>(tile);
+                tile.sums += kTall * pitch;
+                continue;
+              }
+            }
             const int64_t vec = narrow_in_place ? 0 : row / kWidth;
             tile.narrow.p = narrow_steps.p + vec * narrow_steps.vec + (row - vec * kWidth);
-            tile.ahead = ahead.next(tile.sums);
-            add_tile<E, kVecs, kTall>(tile);
+            add_tile<E, kVecs, kTall, false>(tile);
             tile.sums += kTall * pitch;
           }
           return row;

@@ -60,6 +60,7 @@ SCHEMAS = {
     "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
     "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
+    "pointwise_conv2d_contiguous": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor y",
     "pointwise_conv2d_by_library": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_dw": "(Tensor dy, Tensor x, int[] stride) -> Tensor dw",
     "pointwise_conv2d_norm_backward": "(Tensor dy, Tensor z, Tensor mean, Tensor rstd, Tensor? norm_weight,"

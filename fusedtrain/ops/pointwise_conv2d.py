@@ -33,6 +33,11 @@ def _fake(x, weight, bias, stride):
     return _empty(x, weight, stride, torch.channels_last)
 
 
+@_schema.register_fake("pointwise_conv2d_contiguous")
+def _fake_contiguous(x, weight, bias):
+    return _empty(x, weight, [1, 1], torch.contiguous_format)
+
+
 @_schema.register_fake("pointwise_conv2d_stats")
 def _fake_stats(x, weight, bias, stride):
     mean = x.new_empty(weight.shape[0], dtype=_common.acc_dtype(x))
@@ -108,6 +113,20 @@ def _by_kernel(x: Tensor, channels: int) -> bool:
     return _common.is_channels_last(x)
 
 
+# The same for contiguous images (benchmarks/LOG.md, 2026-11-24).
+_KERNEL_IS_FASTER_ON_PLANES = {
+    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512")},
+    torch.bfloat16: {("amd", "avx512_bf16")},
+}
+
+
+def _by_planes(x: Tensor, stride: list[int]) -> bool:
+    """Whether contiguous x is multiplied in the kernel."""
+    cpu = _extension.BUILD_INFO
+    fast = (cpu.get("cpu_vendor"), cpu.get("isa_active")) in _KERNEL_IS_FASTER_ON_PLANES.get(x.dtype, ())
+    return fast and stride == [1, 1] and x.is_contiguous()
+
+
 class _Limits(NamedTuple):
     """Elements of a float32 weight up to which what runs here is faster than stock."""
 
@@ -142,13 +161,14 @@ def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
 
-def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
+def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[int] | None = None) -> str | None:
     if not _common.cpu_multiplies(x.dtype):
         return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
-    if not _common.is_channels_last(x):
-        return "stock PyTorch was measured faster: contiguous images"
+    planes = not _common.is_channels_last(x)
+    if planes and not _by_planes(x, stride or [1, 1]):
+        return "stock PyTorch was measured faster: contiguous images, or a stride over them"
     small = x.numel() < _SMALL
-    if small and _by_kernel(x, weight.shape[0]):  # which gains in y, too
+    if small and (planes or _by_kernel(x, weight.shape[0])):  # which gains in y, too
         small = x.shape[0] * x.shape[2] * x.shape[3] * (x.shape[1] + weight.shape[0]) < _SMALL
     if small:
         return f"fewer than {_SMALL} elements: stock calls cost less"
@@ -159,6 +179,7 @@ def _slower(x: Tensor, weight: Tensor, *_) -> str | None:
 
 
 _KERNEL, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
+_KERNEL_ON_PLANES = torch.ops.fusedtrain.pointwise_conv2d_contiguous.default
 _BY_LIBRARY = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
 _STATS = torch.ops.fusedtrain.pointwise_conv2d_stats.default
 
@@ -171,6 +192,8 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     if _by_kernel(x, weight.shape[0]):
         return _KERNEL(x, weight, bias, stride)
+    if _by_planes(x, stride):
+        return _KERNEL_ON_PLANES(x, weight, bias)
     float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
     run = _BY_LIBRARY if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
     return run(x, weight, bias, stride)
@@ -180,6 +203,8 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
     if stride == [1, 1] and _by_kernel(dy, x.shape[1]):
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
+    if _by_planes(dy, stride):
+        return _KERNEL_ON_PLANES(dy, weight.transpose(0, 1), None)
     if _common.cpu_multiplies(x.dtype):
         if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
@@ -262,8 +287,8 @@ def pointwise_conv2d(
     .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
 
     Args:
-        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, stock PyTorch runs
-            contiguous images; float32, bfloat16, float16 or float64.
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous without a stride
+            too on CPUs where that was measured faster, else by stock PyTorch; float32, bfloat16, float16 or float64.
         weight: ``[D, C, 1, 1]``, in the dtype of ``x``.
         bias: ``[D]``, or None.
         stride: of the output positions, one int or (height, width).
