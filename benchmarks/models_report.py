@@ -140,24 +140,30 @@ def section(folder: Path, report: Path) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """README's table of whole steps."""
-    blocks = []
+    """README's table of whole steps: one line per network."""
+    lines = []
     for file in sorted(folder.glob("*/models/steps.csv")):
-        rows = results.read(file, models.STEPS)
-        apart = [race[0] for race in races(rows) if all(row["backend"] != "compile" for row in race)]
-        rivals = "eager alone"
-        if len(apart) < len(races(rows)):
-            named = ", ".join(f"{row['network']} {row['shape']}" for row in apart)
-            rivals = f"eager and compiled ({named}: eager alone)" if apart else "eager and compiled"
-        load = max(row["load"] or 0.0 for row in rows)
-        title = (
-            f"{rows[0]['device']}, {rows[0]['threads']} thread; stock forms: {rivals}; load average up to {load:.0f}"
-        )
-        blocks.append(f"{title}:\n\n{overview(rows)}")
-    if not blocks:
+        for race in races(results.read(file, models.STEPS)):
+            rivals = "eager, compiled" if any(row["backend"] == "compile" for row in race) else "eager"
+            line = [race[0]["device"], f"{race[0]['network']} {race[0]['shape']}", rivals]
+            for dtype in models.DTYPES:
+                ours, same = best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)
+                if ours is None or same is None:
+                    line += ["no number"] * 3
+                    continue
+                saved = f"{ours['saved_mib'] / same['saved_mib']:.2f}"
+                line += [
+                    f"{ours['images_per_s']:.1f}",
+                    f"{mark(ours['speedup'])}, {mark(ours['speedup_same_dtype'])}",
+                    saved,
+                ]
+            lines.append(line)
+    if not lines:
         return ""
     what = (
-        "Whole training steps (forward, loss, backward, AdamW) after `fuse`, over the fastest stock form of any dtype"
-        " and of the same dtype, and the memory saved for backward and at the peak of the step, over that form's."
+        "Whole training steps (forward, loss, backward, AdamW) on one thread after `fuse`: images/s, speedup over the"
+        " fastest stock form of any dtype and of the same dtype, in either layout, and memory saved for backward over"
+        " that form's."
     )
-    return "\n\n".join([what, *blocks]) + "\n"
+    columns = [f"{dtype}: {name}" for dtype in models.DTYPES for name in ("images/s", "speedup, same dtype", "saved")]
+    return f"{what}\n\n{table(('device', 'network', 'stock', *columns), lines)}\n"

@@ -201,29 +201,26 @@ def op_section(file: Path, report: Path) -> str:
 
 
 def readme_block(files: list[Path]) -> str:
-    """README's table: one line per device, op, dtype and layout."""
+    """README's table: one line per device and op."""
+    columns = [(dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("channels_last", "contiguous")]
     lines = []
     for file in files:
         rows = [row for row in results.read(file) if row["mode"] in ("fwd+bwd", "step") and row["backend"] == "auto"]
         rows = [row for row in rows if row["allocator"] == results.primary_allocator(rows) and row["speedup"]]
-        groups: dict[tuple, list[Row]] = {}
-        for row in rows:
-            groups.setdefault((row["device"], row["op"], row["dtype"], row["layout"]), []).append(row)
-        for key, group in groups.items():
-            speedups = [row["speedup"] for row in group]
-            lost = sum(s < 0.98 for s in speedups)
-            extremes = f"{min(speedups):.2f} to {max(speedups):.2f}"
-            usual = mark(geometric_mean(row["speedup_usual"] for row in group))
-            lines.append([*key, mark(geometric_mean(speedups)), usual, extremes, f"{lost} of {len(group)}"])
-    best, usual = "over the best stock path", "over the usual module"
-    header = ("device", "op", "dtype", "layout", best, usual, "worst to best", "cases lost")
+        if not rows:
+            continue
+        cells = []
+        for column in columns:
+            speedups = [row["speedup"] for row in rows if (row["dtype"], row["layout"]) == column]
+            cells.append(f"{mark(geometric_mean(speedups))} ({min(speedups):.2f})" if speedups else "-")
+        lost = sum(row["speedup"] < 0.98 for row in rows)
+        lines.append([rows[0]["device"], rows[0]["op"], *cells, f"{lost} of {len(rows)}"])
+    header = ("device", "op", *(f"{dtype}, {layout}" for dtype, layout in columns), "cases lost")
     return (
-        "Forward and backward, geometric means over the layers of real networks (optimizers: whole steps, with"
-        " `torch.compile` only where a row of REPORT.md names it), against the"
-        " fastest of eager PyTorch"
-        " and `torch.compile` in either layout, in one process, taking turns: over the best way to write it, and"
-        " over the module that people use. Every case and how it was measured:"
-        " [benchmarks/REPORT.md](benchmarks/REPORT.md).\n\n" + table(header, lines)
+        "Ops, forward and backward, over the fastest of eager PyTorch and `torch.compile` in either layout, however"
+        " written: geometric mean over the layers of real networks (the worst of them). Optimizers: whole steps, with"
+        " `torch.compile` only where a row of REPORT.md names it. Every case, also over the usual modules, and how it"
+        " was measured: [benchmarks/REPORT.md](benchmarks/REPORT.md).\n\n" + table(header, lines)
     )
 
 

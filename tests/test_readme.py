@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+SNIPPETS = [code for path in DOCUMENTS for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(document):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text())
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
     assert missing == []
 
 
@@ -36,3 +36,10 @@ def test_the_fuse_snippet_runs(zoo):
     names = {}
     exec(snippet, names)
     assert "SqueezeExcite" in str(names["report"])
+
+
+def test_the_optimizer_snippet_runs():
+    (snippet,) = (code for code in SNIPPETS if "swap_ema" in code)
+    names = {}
+    exec(snippet, names)
+    assert names["optimizer"].grad_norm > 0
