@@ -439,6 +439,13 @@ def test_unfused_models_script_and_export_with_the_trained_weights(zoo):
     assert torch.equal(torch.export.export(model, (x,)).module()(x), stock)
 
 
+def test_torch_fx_traces_fused_models(zoo):
+    model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10).eval()
+    fusedtrain.fuse(model)
+    x = harness.images((2, 3, 32, 32))
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
 def test_layers_built_fused_get_the_stock_class_of_their_name(zoo):
     model = nn.Sequential(fusedtrain.nn.SEModule(16), fusedtrain.nn.SEBlock(16), fusedtrain.nn.SENetModule(16, 4))
     x = harness.images((2, 16, 4, 4))
