@@ -3,6 +3,7 @@
 ``function`` takes the values of ``inputs`` in order, as in harness.py.
 """
 
+import functools
 from collections.abc import Callable
 
 import harness
@@ -150,6 +151,76 @@ def assert_last_image_is_as_alone(function: Callable, backend: str, device: str,
     del y  # the gradients need its room
     (dx,) = torch.autograd.grad(edge, x, dy)
     assert torch.equal(dx[-1:], dlast)
+
+
+_OFTEN = 8192  # a power of two: exact as a factor in every dtype
+
+
+def _repeated(t: torch.Tensor) -> torch.Tensor:
+    """The three images ``t``, the middle one _OFTEN times."""
+    turned = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if turned else torch.contiguous_format
+    many = torch.empty((_OFTEN + 2, *t.shape[1:]), dtype=t.dtype, device=t.device, memory_format=layout)
+    many[:1], many[1:-1], many[-1:] = t.split(1)
+    return many
+
+
+def _three(t: torch.Tensor, what: str) -> torch.Tensor:
+    """The three images of which ``t`` was made, if all those in the middle are still the same."""
+    assert torch.equal(t[1:-1], t[1:2].expand_as(t[1:-1])), f"{what}: images that are alike differ"
+    return t[[0, 1, -1]]
+
+
+def weighted_batch_norm(counts: torch.Tensor, z: torch.Tensor, weight, bias, eps: float) -> torch.Tensor:
+    """Batch normalisation of a batch that holds image i ``counts[i]`` times; in float32 as torch's own."""
+    x = z.to(torch.promote_types(z.dtype, torch.float32))
+    share = (counts / (counts.sum() * x[0, 0].numel())).to(x)[:, None, None, None]
+    mean = (share * x).sum((0, 2, 3), keepdim=True)
+    rstd = ((share * (x - mean).square()).sum((0, 2, 3), keepdim=True) + eps).rsqrt()
+    return ((x - mean) * rstd * weight[:, None, None] + bias[:, None, None]).to(z.dtype)
+
+
+def assert_thousands_of_images_are_as_good_as_torch(
+    function: Callable,
+    reference: Callable,
+    inputs: dict,
+    backend: str,
+    device: str,
+    per_image: tuple[str, ...] = ("x",),
+) -> None:
+    """The rule beyond 2^31 elements, for the output and every gradient.
+
+    Args:
+        inputs: of three images, of which ``function`` gets the middle one _OFTEN times. Where it is zero, sums over all
+            images hold no more rounding errors than those over three.
+        reference: takes how often each image counts ``[3]``, and then ``inputs``.
+        per_image: the inputs of three images.
+    """
+    if harness.interpreted(backend, device):
+        pytest.skip("too much for Triton's interpreter")
+    counts = torch.tensor([1, _OFTEN, 1], dtype=torch.float64, device=device)
+    with torch.no_grad():
+        y = reference(counts, *inputs.values())
+    assert max(t[0].numel() for t in (y, *(inputs[name] for name in per_image))) * (_OFTEN + 2) > 2**31
+    dy = torch.empty_like(y).copy_(harness.normal(*y.shape, dtype=y.dtype, device=device, seed=1000))
+
+    def few(dtype):
+        factors = counts.to(dtype).view(-1, *[1] * (y.dim() - 1))
+        weighted = dy.to(dtype) * factors
+        results = harness.evaluate(functools.partial(reference, counts), harness.cast(inputs, dtype), dy=weighted)
+        return {key: t / factors if key[1:] in per_image else t for key, t in results.items()}
+
+    truth, stock = few(torch.float64), few(y.dtype)
+    given = {name: t for name, t in inputs.items() if t is not None}
+    leaves = {n: (_repeated(t) if n in per_image else t.clone()).requires_grad_() for n, t in given.items()}
+    many = function(*(leaves.get(name) for name in inputs))
+    ours, edge = {"y": _three(many.detach(), "y")}, torch.autograd.graph.get_gradient_edge(many)
+    del many  # the gradients need its room
+    gradients = torch.autograd.grad(edge, list(leaves.values()), _repeated(dy))
+    for name, gradient in zip(leaves, gradients):
+        ours[f"d{name}"] = _three(gradient, f"d{name}") if name in per_image else gradient
+    for key in ours:
+        harness.assert_as_good_as_torch(ours[key], stock[key], truth[key], key)
 
 
 def assert_images_do_not_mix(function: Callable, inputs: dict, per_image: tuple[str, ...] = ("x",)) -> None:

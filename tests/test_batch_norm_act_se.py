@@ -118,6 +118,20 @@ def test_rows_of_many_channels(device, kernels, layout, channels, dtype, residua
     harness.assert_op_as_good_as_torch(*calls, draws, layout)
 
 
+@harness.needs_memory(17)
+@dense_layouts
+def test_more_than_2_to_the_31_elements(device, kernels, layout):
+    inputs = make(device, (3, 64, 64, 64), layout, torch.bfloat16, residual=True)
+    inputs["x"][1] = inputs["residual"][1] = 0
+
+    def of_a_batch(counts, x, w1, w2, weight, bias, b1, b2, residual):
+        a = torch.nn.functional.silu(properties.weighted_batch_norm(counts, x, weight, bias, 1e-3))
+        return gate_reference(a, w1, b1, w2, b2, *OPTIONS[1:3], "avg", "identity") + residual
+
+    calls = functools.partial(run, tuple(inputs), ours, True, OPTIONS, False), of_a_batch
+    properties.assert_thousands_of_images_are_as_good_as_torch(*calls, inputs, kernels, device, ("x", "residual"))
+
+
 @dense_layouts
 def test_given_moments_are_taken(device, kernels, layout):
     skip_unless_runs(kernels, device)

@@ -15,6 +15,8 @@ import fusedtrain
 import fusedtrain.nn.depthwise_bn_act_se as layers
 from fusedtrain.ops import _codes, depthwise_bn_act_se, pointwise_conv2d
 from fusedtrain.ops.depthwise_bn_act_se import IMPLS, reference
+from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
+from fusedtrain.ops.squeeze_excite import reference as gate_reference
 
 R = 6  # squeeze channels: fewer than a vector holds
 SHAPES = [name for name in cases.SHAPES if name not in ("no_channels", "no_pixels")]  # refused by convolutions
@@ -146,6 +148,31 @@ def test_statistics_of_the_convolution_are_as_good_as_torch(device, kernels, lay
 def test_large_images_are_summed_as_well(device, kernels, layout):
     calls = (of(make(device), training=False) for of in (function, reference_of))
     properties.assert_large_images_are_summed_as_well(*calls, make, kernels, device, layout)
+
+
+def of_a_batch(names, training, form, counts, *tensors):
+    """The reference on a batch that holds image i ``counts[i]`` times."""
+
+    def norm_and_gate(x, conv, norm, se, geometry, act, se_act, gate):
+        if not training:
+            return reference(x, conv, norm, se, geometry, act, se_act, gate)
+        u = properties.weighted_batch_norm(counts, conv_reference(x, *conv, *geometry, 0), *norm[2:4], norm[6])
+        a = nn.functional.silu(u)
+        return a if se is None else gate_reference(a, *se, se_act, gate, "avg", "identity")
+
+    return run(norm_and_gate, names, training, form, OPTIONS, False, *tensors)
+
+
+@harness.needs_memory(17)
+@dense_layouts
+@modes
+@pytest.mark.parametrize("form", ["plain", "no gate"])
+def test_more_than_2_to_the_31_elements(device, kernels, layout, training, form):
+    inputs = make(device, (3, 64, 64, 64), layout, torch.bfloat16, form)
+    inputs["x"][1] = 0
+    del inputs["bias"]  # normalisation takes it out
+    calls = function(inputs, training, form), functools.partial(of_a_batch, tuple(inputs), training, form)
+    properties.assert_thousands_of_images_are_as_good_as_torch(*calls, inputs, kernels, device)
 
 
 @dense_layouts

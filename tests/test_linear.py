@@ -73,6 +73,15 @@ def test_images_whose_channels_were_moved_to_the_end_are_not_copied(device):
     assert MODULE._rows(x).data_ptr() == x.data_ptr()
 
 
+@harness.needs_memory(18)
+@pytest.mark.parametrize(("channels", "out"), [(64, 8), (8, 64)])
+def test_more_than_2_to_the_31_elements(device, backend, channels, out):
+    inputs = make(device, (3, 4096, channels), out=out, bias=False)
+    inputs["x"][1] = 0
+    calls = linear, lambda counts, x, w, b: reference(x, w, b)
+    properties.assert_thousands_of_images_are_as_good_as_torch(*calls, inputs, backend, device)
+
+
 @pytest.mark.parametrize("shape", [(13,), (0, 13), (2, 0, 13)], ids=str)
 def test_one_row_and_none(device, backend, shape):
     harness.assert_op_as_good_as_torch(linear, reference, make(device, shape), "linear")

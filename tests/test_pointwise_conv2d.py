@@ -395,6 +395,22 @@ def test_images_do_not_mix(device, backend):
     properties.assert_images_do_not_mix(function(), make(device, (3, 13, 17, 19)), ("x",))
 
 
+@harness.needs_memory(21)
+@pytest.mark.parametrize("layout", ["kernel", *harness.DENSE_LAYOUTS])
+def test_more_than_2_to_the_31_elements(device, layout, monkeypatch):
+    if reason := harness.why_not("cpu", device, "pointwise_conv2d"):
+        pytest.skip(reason)
+    if layout == "kernel":
+        if not _extension.BUILD_INFO["isa_active"].endswith("_bf16"):
+            pytest.skip("the kernel multiplies bfloat16 by instructions only")
+        monkeypatch.setattr(MODULE, "_by_kernel", lambda x, channels: _common.is_channels_last(x))
+    inputs = make(device, (3, 64, 64, 64), layout.replace("kernel", "channels_last"), torch.bfloat16, 64)
+    inputs["x"][1] = 0
+    with fusedtrain.use_backend("cpu"):
+        calls = function(), lambda counts, x, w, b: reference(x, w, b, [1, 1])
+        properties.assert_thousands_of_images_are_as_good_as_torch(*calls, inputs, "cpu", device)
+
+
 @dense_layouts
 def test_frozen_inputs_change_nothing(device, backend, layout):
     properties.assert_frozen_inputs_change_nothing(function(), make(device, layout=layout))

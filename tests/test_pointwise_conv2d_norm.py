@@ -118,6 +118,20 @@ def test_layers_of_real_networks(shape, out, dtype):
     harness.assert_op_as_good_as_torch(function(), function(of=stock), draws)
 
 
+@harness.needs_memory(17)
+def test_more_than_2_to_the_31_elements(calls):
+    if not takes(torch.bfloat16):
+        pytest.skip("the kernel multiplies bfloat16 by instructions only")
+    inputs = make((3, 64, 64, 64), 64, torch.bfloat16)
+    inputs["x"][1] = 0
+
+    def of_a_batch(counts, x, w, gamma, beta):
+        return F.silu(properties.weighted_batch_norm(counts, F.conv2d(x, w), gamma, beta, 1e-3))
+
+    properties.assert_thousands_of_images_are_as_good_as_torch(function(), of_a_batch, inputs, "cpu", "cpu")
+    assert len(calls) == 1
+
+
 def test_results_written_past_the_caches():
     fused, torchs = function("identity"), function("identity", of=stock)
     harness.assert_op_as_good_as_torch(fused, torchs, make((2, 96, 105, 105), 16))

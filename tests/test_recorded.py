@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from test_fuse import assert_model_as_good_as_torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from fusedtrain.nn import _channel_gate, batch_norm_act, depthwise_bn_act_se
@@ -232,7 +233,18 @@ def another_container(block):
     block.fc = nn.Sequential(*block.fc, nn.Dropout(0.0))
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, another_container], ids=lambda change: change.__name__)
+def hooked_pool(block):
+    block.avg_pool.register_forward_hook(lambda *args: 2 * args[-1])
+
+
+def another_pool(block):
+    block.avg_pool = nn.AdaptiveMaxPool2d(1)
+
+
+CHANGES = [hooked, replaced, another_container, hooked_pool, another_pool]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_of_a_fused_gate_count(change, calls):
     block, stock, _ = fused(LinearGate)
     change(block)
@@ -242,6 +254,14 @@ def test_changes_of_a_fused_gate_count(change, calls):
     truth = copy.deepcopy(stock).double()(x.double())
     harness.assert_as_good_as_torch(block(x), stock(x), truth, change.__name__)
     assert calls == (["squeeze_excite"] if change is replaced else [])
+
+
+def test_a_layer_of_a_gate_in_a_wrapper_gets_maps_as_before(calls):
+    block, stock, _ = fused(ConvGate)
+    for model in (block, stock):
+        model.reduce = nn.Sequential(model.reduce, nn.BatchNorm2d(4))
+    x = harness.images((2, 16, 9, 9))
+    assert torch.equal(block(x), stock(x)) and calls == []
 
 
 def narrow(block, x):
@@ -317,6 +337,12 @@ def test_recording_counts_no_batch():
     assert block[1].num_batches_tracked == 1
 
 
+def test_fusing_a_sequence_around_blocks_counts_no_batch():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), Bottleneck(16))
+    fusedtrain.fuse(model)
+    assert isinstance(model[3], Recorded) and model[1].num_batches_tracked == 0
+
+
 class Around(nn.Module):
     def __init__(self, inside):
         super().__init__()
@@ -336,6 +362,68 @@ def test_attributes_and_further_arguments_count(calls):
     assert calls == [] and block(x, 0.9).eq(x).sum() > 0.8 * x.numel() and calls == []
     block(x)
     assert calls == ["norm", "depthwise_bn_act_se", "sum"]
+
+
+class Listed(nn.Module):
+    """Its blocks stand in a list in a list, and are called together with layers of its own."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([ConvNormAct(c, c, 3, 1, c)]), nn.ModuleList()])
+        self.conv, self.norm = nn.Conv2d(c, c, 3, padding=1, groups=c), nn.BatchNorm2d(c)
+
+    def forward(self, x):
+        for block in [*self.blocks[0], *self.blocks[1]]:
+            x = block(x)
+        return self.norm(self.conv(x))
+
+
+def test_blocks_that_join_a_list_or_leave_it_count():
+    block, stock, _ = fused(Listed)
+    assert isinstance(block, Recorded)
+    x = harness.images((2, 16, 9, 9))
+
+    def assert_same(what):
+        truth = copy.deepcopy(stock).double()(x.double())
+        harness.assert_as_good_as_torch(block(x), stock(x), truth, what)
+
+    another = ConvNormAct(16, 16, 3)
+    for model in (block, stock):
+        model.blocks[1].append(copy.deepcopy(another))
+    assert_same("one more")
+    for model in (block, stock):
+        model.blocks[0].pop(0)
+    assert_same("one less")
+
+
+def test_a_forward_replaced_in_the_class_counts(monkeypatch):
+    block, stock, _ = fused(Bottleneck)
+    monkeypatch.setattr(Bottleneck, "forward", lambda self, x: 2 * x)
+    x = harness.images((2, 16, 9, 9))
+    assert torch.equal(block(x), 2 * x) and torch.equal(stock(x), 2 * x)
+
+
+class Decays(ConvNormAct):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        y = super().forward(x) * self.scale
+        self.scale.mul_(0.5)
+        return y * self.scale.item()
+
+
+def test_buffers_are_read_and_written_in_each_call():
+    stock = Decays(16, 16, 3, 1, 16)
+    block = copy.deepcopy(stock)
+    fusedtrain.fuse(block)
+    assert isinstance(block, Recorded) and block.scale == 1
+    x = harness.images((2, 16, 9, 9))
+    for call in range(3):
+        truth = copy.deepcopy(stock).double()(x.double())
+        harness.assert_as_good_as_torch(block(x), stock(x), truth, f"call {call}")
+    assert block.scale == stock.scale == 0.125
 
 
 class Draws(ConvNormAct):
@@ -361,7 +449,65 @@ class Holds(ConvNormAct):
         return super().forward(x) * torch.ones(())
 
 
+class Remembers(ConvNormAct):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return super().forward(x)
+
+
+class Replaces(Decays):
+    def forward(self, x):
+        self.scale = self.scale + 1
+        return super().forward(x)
+
+
+class WarmsUp(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if self.norm.num_batches_tracked < 10 else x
+
+
+class Detaches(ConvNormAct):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.conv(x)
+        return self.act(self.norm(x))
+
+
+class BreaksOff(ConvNormAct):
+    def forward(self, x):
+        torch.set_grad_enabled(False)
+        x = self.conv(x)
+        torch.set_grad_enabled(True)
+        return self.act(self.norm(x))
+
+
+class KeepsFloat32(ConvNormAct):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class Narrows(ConvNormAct):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Recomputes(ConvNormAct):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
+    **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
+    **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
+    WarmsUp: "torch.fx cannot record its forward: "
+    "symbolically traced variables cannot be used as inputs to control flow",
     Draws: "its forward draws random numbers outside of layers",
     Counts: "its forward changes its attributes, or holds tensors that are no buffers",
     Decides: "torch.fx cannot record its forward: "
@@ -374,7 +520,9 @@ REASONS = {
 def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     model = nn.Sequential(kind(16, 16, 3, 1, 16).eval(), nn.ReLU())
     state, before = random.getstate(), [dict(vars(m)) for m in model.modules()]
+    buffers = list(model.buffers())
     planned = fusedtrain.fuse(model, dry_run=True)
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True)) and torch.is_grad_enabled()
     assert random.getstate() == state and [vars(m) for m in model.modules()] == before
     report = fusedtrain.fuse(model)
     assert report == planned and type(model[0]) is kind and not model[0].training

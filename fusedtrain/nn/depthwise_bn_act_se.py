@@ -46,11 +46,14 @@ class Gate(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = gates.fused(x, *self)
-        return gates.scale(x, functools.reduce(_on_vectors, self, gates.pool(x))) if y is None else y
+        return gates.scale(x, functools.reduce(_pass_on, self, gates.pool(x))) if y is None else y
 
 
-def _on_vectors(vectors: Tensor, layer: nn.Module) -> Tensor:
-    return layer(gates.as_map(vectors)).flatten(1) if isinstance(layer, nn.Conv2d) else layer(vectors)
+def _pass_on(pooled: Tensor, layer: nn.Module) -> Tensor:
+    """Convolutions take maps ``[N, C, 1, 1]``, Linear layers vectors, and activations what these made."""
+    if isinstance(layer, nn.Conv2d) and pooled.dim() == 2:
+        return layer(gates.as_map(pooled))
+    return layer(pooled.flatten(1) if isinstance(layer, nn.Linear) else pooled)
 
 
 def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:

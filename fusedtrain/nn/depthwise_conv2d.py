@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedtrain import ops
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
+from fusedtrain.ops import depthwise_conv2d
+
+torch.fx.wrap("depthwise_conv2d")  # recorded as a single node
 
 
 class DepthwiseConv2d(nn.Conv2d):
@@ -69,7 +72,7 @@ class DepthwiseConv2d(nn.Conv2d):
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return ops.depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
+        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
 
 
 def same_padding(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
@@ -96,7 +99,7 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
         return left, right, top, bottom
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
+        return depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
 
 
 class DepthwiseSeparableConv(nn.Module):

@@ -1,8 +1,11 @@
 """Linear layers on the fused op."""
 
+import torch
 from torch import Tensor, nn
 
-from fusedtrain import ops
+from fusedtrain.ops import linear
+
+torch.fx.wrap("linear")  # recorded as a single node
 
 
 class Linear(nn.Linear):
@@ -29,4 +32,4 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)

@@ -1,8 +1,11 @@
 """1x1 convolutions as layers: nn.Conv2d with a kernel of one pixel, on the fused op."""
 
+import torch
 from torch import Tensor, nn
 
-from fusedtrain import ops
+from fusedtrain.ops import pointwise_conv2d
+
+torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
 
 
 class PointwiseConv2d(nn.Conv2d):
@@ -61,7 +64,7 @@ class PointwiseConv2d(nn.Conv2d):
             )
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.pointwise_conv2d(input, weight, bias, self.stride)
+        return pointwise_conv2d(input, weight, bias, self.stride)
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:

@@ -9,6 +9,7 @@ one by one. What a recording cannot know is looked at in each call: where a plai
 changed, or the block is called with more than its images, its own forward runs.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -78,13 +79,15 @@ class _Seen(NamedTuple):
     """What of an inlined module decides what its forward does."""
 
     kind: type
+    forward: Callable  # of the class
     children: list[str]
     plain: dict
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Seen":
         plain = {k: v for k, v in vars(module).items() if type(v) in _PLAIN and k != "training"}
-        return cls(type(module), list(module._modules), plain)
+        stock = stock_class(module) if isinstance(module, Recorded) else type(module)
+        return cls(type(module), stock.forward, list(module._modules), plain)
 
 
 class Recording(NamedTuple):
@@ -278,17 +281,49 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
+_AUTOCAST = ("cpu", "cuda")
+
+
+def _modes() -> tuple:
+    """What a ``with`` in a forward may switch: it would be over before the recorded calls run."""
+    autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, hooks
+
+
+@contextlib.contextmanager
+def _switched(autocast: bool) -> Iterator[None]:
+    """Gradients on, and autocast on once and off once, so that a forward which switches it the other way shows."""
+    before = [torch.is_autocast_enabled(device) for device in _AUTOCAST]
+    try:
+        for device in _AUTOCAST:
+            torch.set_autocast_enabled(device, autocast)
+        with torch.enable_grad():
+            yield
+    finally:
+        for device, enabled in zip(_AUTOCAST, before):
+            torch.set_autocast_enabled(device, enabled)
+
+
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # their values may change
+
     def __init__(self, block: nn.Module):
         super().__init__()
         self.inlined: list[str] = [""]
         self.block_by_block = is_of_a_zoo(type(block))
+        self.modes = _modes()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
             return True
         self.inlined.append(module_qualified_name)
         return False
+
+    def create_node(self, *args, **kwargs) -> fx.Node:
+        if _modes() != self.modes:
+            raise RuntimeError("gradients, autocast or hooks on saved tensors are switched in it")
+        return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -301,6 +336,8 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Of all its arguments the images alone; the others have their defaults."""
+        if _is_sequence(self.root):
+            root_fn = nn.Sequential.forward
         name = next(iter(inspect.signature(self.root.forward).parameters))
         images = self.create_proxy("placeholder", name, (), {})
         return lambda block, x: root_fn(block, x), [self.root, images]
@@ -314,8 +351,9 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         for training in (False, True):
             for module in modes:
                 module.training = training
-            tracer = _Tracer(block)
-            graph = _trace(tracer, block)
+            with _switched(autocast=training):
+                tracer = _Tracer(block)
+                graph = _trace(tracer, block)
             if isinstance(graph, str):
                 return graph
             pattern = _Pattern(graph, block, kind)
@@ -325,8 +363,25 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     finally:
         for module, training in modes.items():
             module.training = training
+    for path in list(inlined):  # the modules that it calls may stand in lists
+        inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: _Seen.of(block.get_submodule(path)) for path in sorted(inlined)}
     return Recording(tuple(map(_compile, graphs)), seen, min(saved))
+
+
+def _containers(module: nn.Module) -> Iterator[str]:
+    """The names of lists and dicts of modules or parameters that ``module`` holds, and of those in them."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            yield name
+            yield from (f"{name}.{inner}" for inner in _containers(child))
+
+
+_HOLDERS = (dict, collections.OrderedDict, list, set)
+
+
+def _ids(holder: dict | list | set) -> list:
+    return [(key, id(value)) for key, value in holder.items()] if isinstance(holder, dict) else list(map(id, holder))
 
 
 @contextlib.contextmanager
@@ -334,11 +389,13 @@ def _untouched(modules: list[nn.Module]):
     """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
     numpy, changes = sys.modules.get("numpy"), []
     before, seen = [dict(vars(m)) for m in modules], [_Seen.of(m) for m in modules]
+    held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
     third = None if numpy is None else numpy.random.get_state()
     try:
         yield changes
-        if [_Seen.of(m) for m in modules] != seen or any(vars(m).keys() != b.keys() for m, b in zip(modules, before)):
+        changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
+        if changed or [_Seen.of(m) for m in modules] != seen or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
         if drawn or (third is not None and repr(numpy.random.get_state()) != repr(third)):
@@ -347,6 +404,9 @@ def _untouched(modules: list[nn.Module]):
         for module, old in zip(modules, before):
             vars(module).clear()
             vars(module).update(old)
+        for now, old in held:
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(old)
         random.setstate(mine)
         torch.set_rng_state(theirs)
         if third is not None:
@@ -476,6 +536,7 @@ class _Pattern:
             nodes += behind
         if self.is_changed_within(start.args[0], nodes):
             return 0
+        self.watch(inside)
         if is_pair(self.module(start)):
             self.inlined.add(start.target)
 
@@ -534,6 +595,7 @@ class _Pattern:
             nodes.append(project)
         else:
             project = None
+        self.watch(inside)
 
         def call() -> fx.Node:
             layers = [self.layer(node) for node in (conv, norm, *acts)]
@@ -550,6 +612,11 @@ class _Pattern:
         inside = None if multiply is None else self.inside_gate(multiply, last)
         return inside if inside is not None and set(last.users) <= {*inside[1], multiply} else (None, [])
 
+    def watch(self, nodes: list[fx.Node]) -> None:
+        """Of the layers of a gate nothing may change but the activations: the op knows the others by their shapes."""
+        layers = (node for node in nodes if node.op == "call_module")
+        self.inlined.update(node.target for node in layers if self.only_shapes(node) or self.activation(node) is None)
+
     def gate_layer(self, gate: fx.Node | tuple[fx.Node, ...] | None) -> fx.Node | None:
         return self.gate_object(gate) if isinstance(gate, tuple) else None if gate is None else self.layer(gate)
 
@@ -558,6 +625,7 @@ class _Pattern:
         for x in multiply.all_input_nodes:
             inside = self.inside_gate(multiply, x) if self._factors(multiply, x) is not None else None
             if inside is not None:
+                self.watch(inside[1])
                 return self.replace(inside[1], functools.partial(self.gated, x, inside[0]))
         return 0
 
