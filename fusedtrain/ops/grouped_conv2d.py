@@ -60,21 +60,21 @@ _DX, _DW = torch.ops.fusedtrain.grouped_conv2d_dx.default, torch.ops.fusedtrain.
 
 class _Where(NamedTuple):
     """Where the kernel was measured faster than stock PyTorch: columns of y at least, without and with a stride, and
-    channels of a group at most; ``whole``: in multiples of 16."""
+    channels of a group at most, in multiples of some."""
 
     columns: int
     strided: int
     width: int
-    whole: bool = True
+    multiple: int = 16
 
     def holds_for(self, columns: int, strided: bool, width: int) -> bool:
         enough = columns >= (self.strided if strided else self.columns)
-        return enough and width <= self.width and (not self.whole or width % 16 == 0)
+        return enough and width <= self.width and width % self.multiple == 0
 
 
 # By the CPU's vendor, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24). Without instructions for
 # bfloat16 oneDNN takes 3 to 24 times as long.
-_EVERYWHERE = _Where(columns=1, strided=1, width=64, whole=False)
+_ON_AVX2 = _Where(columns=7, strided=7, width=32, multiple=8)
 _FASTER = {
     ("amd", "avx512_bf16", torch.float32): {
         "forward": _Where(columns=28, strided=14, width=32),
@@ -84,14 +84,10 @@ _FASTER = {
     ("amd", "avx512_bf16", torch.bfloat16): {
         "forward": _Where(columns=28, strided=28, width=64),
         "dx": _Where(columns=28, strided=14, width=64),
-        "dw": _Where(columns=7, strided=7, width=64, whole=False),
+        "dw": _Where(columns=7, strided=7, width=64, multiple=4),
     },
-    ("amd", "avx2", torch.float32): {
-        "forward": _Where(columns=7, strided=7, width=16),
-        "dx": _Where(columns=28, strided=7, width=16),
-        "dw": _Where(columns=28, strided=28, width=16),
-    },
-    ("amd", "avx2", torch.bfloat16): {"forward": _EVERYWHERE, "dx": _EVERYWHERE, "dw": _EVERYWHERE},
+    ("amd", "avx2", torch.float32): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
+    ("amd", "avx2", torch.bfloat16): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
 }
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
