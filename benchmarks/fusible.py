@@ -43,7 +43,7 @@ class Architecture:
 
 def is_usual(report) -> bool:
     """True where every layer is a batch normalisation, a 1x1 convolution or a Linear, in whatever block."""
-    blocks = ("PointwiseConv2d", "Linear", "ConvNormAct", "Recorded", "Sequential")
+    blocks = ("PointwiseConv2d", "GroupedConv2d", "Linear", "ConvNormAct", "Recorded", "Sequential")
     return all("batchnorm" in c.before.lower() or (c.after or "").endswith(blocks) for c in report)
 
 

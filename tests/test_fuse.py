@@ -148,13 +148,17 @@ def is_pointwise(module):
     )
 
 
+def is_grouped(module):
+    return type(module) is nn.Conv2d and 1 < module.groups < module.in_channels
+
+
 def candidates_of(model):
-    """The names of all candidates: those by their class, and 1x1 convolutions and Linear layers outside of channel
-    attention."""
+    """The names of all candidates: those by their class, and grouped and 1x1 convolutions and Linear layers outside of
+    channel attention."""
     found, gates = set(), ()
     convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
     for name, module in model.named_modules():
-        mixes_channels = is_pointwise(module) or (convolves and type(module) is nn.Linear)
+        mixes_channels = is_pointwise(module) or is_grouped(module) or (convolves and type(module) is nn.Linear)
         if is_candidate(module) or (mixes_channels and not name.startswith(gates)):
             found.add(name)
         if type(module).__name__ in ATTENTION:
@@ -207,7 +211,7 @@ def test_every_network_of_timm(zoo):
         with torch.device("meta"):
             model = zoo.timm.create_model(name)
         report = check_sweep(model)
-        usual = ("PointwiseConv2d", "Linear", "ConvNormAct", "Recorded", "Sequential")
+        usual = ("PointwiseConv2d", "GroupedConv2d", "Linear", "ConvNormAct", "Recorded", "Sequential")
         if not all("batchnorm" in c.before.lower() or (c.after or "").endswith(usual) for c in report):
             held.add(type(model).__module__.removeprefix("timm.models."))
     assert held == set(ARCHITECTURES)

@@ -4,6 +4,7 @@ from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchN
 from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
+from fusedtrain.nn.grouped_conv2d import GroupedConv2d
 from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import (
@@ -25,6 +26,7 @@ __all__ = [
     "DepthwiseSeparableConv",
     "EcaModule",
     "EffectiveSEModule",
+    "GroupedConv2d",
     "Linear",
     "PointwiseConv2d",
     "SEBlock",

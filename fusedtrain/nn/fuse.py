@@ -18,6 +18,7 @@ from fusedtrain.nn import (
     depthwise_bn_act_se,
     depthwise_conv2d,
     eca,
+    grouped_conv2d,
     linear,
     pointwise_conv2d,
     recorded,
@@ -101,6 +102,12 @@ RULES = (
         applies=lambda module: type(module) is nn.Conv2d and pointwise_conv2d.is_pointwise(module),
     ),
     Rule(
+        "torch.nn.modules.conv.Conv2d",
+        grouped_conv2d.GroupedConv2d,
+        ("weight",),
+        applies=lambda module: type(module) is nn.Conv2d and 1 < module.groups < module.in_channels,
+    ),
+    Rule(
         "torch.nn.modules.linear.Linear",
         linear.Linear,
         ("weight",),
@@ -159,6 +166,9 @@ _STOCK_OF = {rule.fused: rule.stock for rule in reversed(RULES) if rule.fused is
 _GATES = {
     rule.fused for rule in RULES if rule.fused is None or rule.fused.__module__.endswith(("squeeze_excite", "eca"))
 }
+
+# What is left to a gate that holds it.
+_ON_ONE_PIXEL = (pointwise_conv2d.PointwiseConv2d, grouped_conv2d.GroupedConv2d, linear.Linear)
 
 # A model inside one of these has been sharded, replicated or compiled with the classes that it has.
 _WRAPPERS = {
@@ -263,10 +273,10 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
     Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
-    activation behind it, and over processes), depthwise and 1x1 convolutions, Linear layers of networks that convolve,
-    and the blocks in which these follow each other: timm's inverted residual and separable blocks and its ConvNormAct,
-    any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of ResNet, and
-    blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
+    activation behind it, and over processes), depthwise, grouped and 1x1 convolutions, Linear layers of networks that
+    convolve, and the blocks in which these follow each other: timm's inverted residual and separable blocks and its
+    ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of
+    ResNet, and blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
     A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
     it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
 
@@ -295,7 +305,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
             inside_gates.add(name)
         elif name.rpartition(".")[0] in inside_gates:
             inside_gates.add(name)
-            if rule is not None and rule.fused in (pointwise_conv2d.PointwiseConv2d, linear.Linear):
+            if rule is not None and rule.fused in _ON_ONE_PIXEL:
                 continue  # it sees one pixel, and the gate's op takes its weights
         if rule is not None and rule.fused is linear.Linear and not convolves:
             continue

@@ -6,6 +6,7 @@ from fusedtrain.ops.channel_scale import channel_scale
 from fusedtrain.ops.depthwise_bn_act_se import depthwise_bn_act_se
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
 from fusedtrain.ops.grad_norm import grad_norm
+from fusedtrain.ops.grouped_conv2d import grouped_conv2d
 from fusedtrain.ops.linear import linear
 from fusedtrain.ops.optimizer_step import optimizer_step_
 from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
@@ -18,6 +19,7 @@ __all__ = [
     "depthwise_bn_act_se",
     "depthwise_conv2d",
     "grad_norm",
+    "grouped_conv2d",
     "linear",
     "optimizer_step_",
     "pointwise_conv2d",

@@ -59,6 +59,12 @@ SCHEMAS = {
     " -> Tensor y",
     "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+    "grouped_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> Tensor y",
+    "grouped_conv2d_dw": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> Tensor dw",
+    "grouped_conv2d_dx": "(Tensor dy, Tensor weight, int h, int w, int[] stride, int[] padding, int[] dilation,"
+    " int groups) -> Tensor dx",
     "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_contiguous": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor y",
     "pointwise_conv2d_by_library": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
@@ -86,7 +92,10 @@ TABLES = {
     "optimizer_step_table_": f"(Tensor table, {_STEP}, {_NARROW}) -> ()",
 }
 
-CPU_ONLY = ("pointwise_conv2d",)  # ops that are matrix products on a GPU, where PyTorch's own libraries run them
+CPU_ONLY = (
+    "grouped_conv2d",
+    "pointwise_conv2d",
+)  # ops that are matrix products on a GPU, where PyTorch's own libraries run them
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

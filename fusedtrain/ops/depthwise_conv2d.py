@@ -15,25 +15,18 @@ from torch.autograd.function import once_differentiable
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
-from fusedtrain.ops import _activation, _codes, _common, _schema
-
-
-def _stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
-    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest."""
-    left, right, top, bottom = padding
-    if left == right and top == bottom:
-        return x, (top, left)
-    return F.pad(x, padding), (0, 0)
+from fusedtrain.ops import _activation, _codes, _common, _schema, _windows
+from fusedtrain.ops._windows import output_size, stock_padding
 
 
 def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], act: int) -> Tensor:
-    padded, rest = _stock_padding(x, padding)
+    padded, rest = stock_padding(x, padding)
     y = F.conv2d(padded, weight, bias, stride, rest, dilation, groups=x.shape[1])
     return _activation.REFERENCE[_codes.ACTIVATIONS[act]](y)
 
 
 def reference_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, need_db):
-    padded, rest = _stock_padding(x, padding)
+    padded, rest = stock_padding(x, padding)
     dx, dw, db = torch.ops.aten.convolution_backward(
         *(dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], x.shape[1]),
         [need_dx, need_dw, need_db],
@@ -41,11 +34,6 @@ def reference_backward(dy, x, weight, stride, padding, dilation, need_dx, need_d
     if need_dx and padded is not x:
         dx = F.pad(dx, [-p for p in padding])
     return dx, dw, db
-
-
-def output_size(size: int, kernel: int, stride: int, before: int, after: int, dilation: int) -> int:
-    """Returns the length of the output along one dimension; below 1 where the kernel does not fit."""
-    return (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
 
 
 @_schema.register_fake("depthwise_conv2d")
@@ -198,25 +186,6 @@ class _DepthwiseConv2d(torch.autograd.Function):
         return *(grad if needed else None for grad, needed in zip(grads, need)), None, None, None
 
 
-def _sides(padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
-    """Returns ``padding`` as (left, right, top, bottom)."""
-    if padding == "valid":
-        return [0, 0, 0, 0]
-    if padding == "same":
-        if stride != [1, 1]:
-            raise ValueError(f"depthwise_conv2d: padding='same' needs stride 1, got {stride}")
-        total_h, total_w = (d * (k - 1) for k, d in zip(kernel, dilation))
-        return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
-    if isinstance(padding, str):
-        raise ValueError(f"depthwise_conv2d: padding must be 'same', 'valid' or numbers, got {padding!r}")
-    if not isinstance(padding, int) and len(padding) == 4:
-        if not all(isinstance(p, int) and p >= 0 for p in padding):
-            raise ValueError(f"depthwise_conv2d: padding must not be negative, got {padding!r}")
-        return list(padding)
-    h, w = _common.pair("depthwise_conv2d", "padding", padding, 0)
-    return [w, w, h, h]
-
-
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     c = x.shape[1]
     if weight.dim() != 4 or weight.shape[1] != 1 or c == 0 or weight.shape[0] % c or 0 in weight.shape:
@@ -233,20 +202,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _geometry(x: Tensor, weight: Tensor, stride, padding, dilation) -> tuple[tuple[list[int], ...], tuple[int, int]]:
-    """Returns stride, padding and dilation as the operators take them, and the height and width of the output."""
-    kernel = (weight.shape[2], weight.shape[3])
-    stride = _common.pair("depthwise_conv2d", "stride", stride, 1)
-    dilation = _common.pair("depthwise_conv2d", "dilation", dilation, 1)
-    sides = _sides(padding, kernel, stride, dilation)
-    left, right, top, bottom = sides
-    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
-    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
-        raise ValueError(
-            f"depthwise_conv2d: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
-            f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
-        )
-    return (stride, sides, dilation), (ho, wo)
+    return _windows.geometry("depthwise_conv2d", x, weight, stride, padding, dilation)
 
 
 def depthwise_conv2d(

@@ -16,7 +16,15 @@ from fusedtrain.ops import _common
 from fusedtrain.tune.target import Target, TuneError
 
 # Those that layers call.
-OPS = ("squeeze_excite", "channel_pool", "channel_scale", "depthwise_conv2d", "linear", "pointwise_conv2d")
+OPS = (
+    "squeeze_excite",
+    "channel_pool",
+    "channel_scale",
+    "depthwise_conv2d",
+    "grouped_conv2d",
+    "linear",
+    "pointwise_conv2d",
+)
 ROUNDS = 9  # in which the backends take turns
 SECONDS = 0.01  # of one backend in one round
 GAIN = 1.05  # another backend must be faster by this factor, times what noise makes of nothing, and in 8 of 9 rounds

@@ -1,0 +1,57 @@
+"""The geometry of convolutions with a window: sizes, padding, and what stock PyTorch needs for it."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtrain.ops import _common
+
+
+def output_size(size: int, kernel: int, stride: int, before: int, after: int, dilation: int) -> int:
+    """Returns the length of the output along one dimension; below 1 where the kernel does not fit."""
+    return (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
+    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest."""
+    left, right, top, bottom = padding
+    if left == right and top == bottom:
+        return x, (top, left)
+    return F.pad(x, padding), (0, 0)
+
+
+def _sides(op: str, padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
+    """Returns ``padding`` as (left, right, top, bottom)."""
+    if padding == "valid":
+        return [0, 0, 0, 0]
+    if padding == "same":
+        if stride != [1, 1]:
+            raise ValueError(f"{op}: padding='same' needs stride 1, got {stride}")
+        total_h, total_w = (d * (k - 1) for k, d in zip(kernel, dilation))
+        return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
+    if isinstance(padding, str):
+        raise ValueError(f"{op}: padding must be 'same', 'valid' or numbers, got {padding!r}")
+    if not isinstance(padding, int) and len(padding) == 4:
+        if not all(isinstance(p, int) and p >= 0 for p in padding):
+            raise ValueError(f"{op}: padding must not be negative, got {padding!r}")
+        return list(padding)
+    h, w = _common.pair(op, "padding", padding, 0)
+    return [w, w, h, h]
+
+
+def geometry(
+    op: str, x: Tensor, weight: Tensor, stride, padding, dilation
+) -> tuple[tuple[list[int], ...], tuple[int, int]]:
+    """Returns stride, padding and dilation as the operators take them, and the height and width of the output."""
+    kernel = (weight.shape[2], weight.shape[3])
+    stride = _common.pair(op, "stride", stride, 1)
+    dilation = _common.pair(op, "dilation", dilation, 1)
+    sides = _sides(op, padding, kernel, stride, dilation)
+    left, right, top, bottom = sides
+    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
+    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
+    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
+        raise ValueError(
+            f"{op}: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
+            f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
+        )
+    return (stride, sides, dilation), (ho, wo)

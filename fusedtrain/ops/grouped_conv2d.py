@@ -1,0 +1,235 @@
+r"""grouped_conv2d: a convolution whose channels stand in groups, each with kernels of its own.
+
+.. math::
+    y_{n,gO+o,p,q} = b_{gO+o} + \sum_{i,k,l} w_{gO+o,i,k,l}\,
+    x_{n,\,gI+i,\;p s + k d - \mathrm{top},\; q s + l d - \mathrm{left}}
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedtrain import _extension
+from fusedtrain.backend import Impl, register, select
+from fusedtrain.ops import _common, _schema
+from fusedtrain.ops._windows import geometry, output_size, stock_padding
+
+
+def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
+    padded, rest = stock_padding(x, padding)
+    return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
+
+
+def reference_backward(dy, x, weight, stride, padding, dilation, groups, need) -> tuple[Tensor, Tensor, Tensor]:
+    padded, rest = stock_padding(x, padding)
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
+    )
+    return F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx, dw, db
+
+
+def _empty(x: Tensor, channels: int, h: int, w: int) -> Tensor:
+    shape = (x.shape[0], channels, h, w)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+@_schema.register_fake("grouped_conv2d")
+def _fake(x, weight, bias, stride, padding, dilation, groups):
+    left, right, top, bottom = padding
+    ho = output_size(x.shape[2], weight.shape[2], stride[0], top, bottom, dilation[0])
+    wo = output_size(x.shape[3], weight.shape[3], stride[1], left, right, dilation[1])
+    return _empty(x, weight.shape[0], ho, wo)
+
+
+@_schema.register_fake("grouped_conv2d_dx")
+def _fake_dx(dy, weight, h, w, stride, padding, dilation, groups):
+    return _empty(dy, groups * weight.shape[1], h, w)
+
+
+@_schema.register_fake("grouped_conv2d_dw")
+def _fake_dw(dy, x, weight, stride, padding, dilation, groups):
+    return torch.empty_like(weight)
+
+
+_OP = torch.ops.fusedtrain.grouped_conv2d.default
+_DX, _DW = torch.ops.fusedtrain.grouped_conv2d_dx.default, torch.ops.fusedtrain.grouped_conv2d_dw.default
+
+
+class _Where(NamedTuple):
+    """Where the kernel was measured faster than stock PyTorch: columns of y at least, without and with a stride, and
+    channels of a group at most, in multiples of some."""
+
+    columns: int
+    strided: int
+    width: int
+    multiple: int = 16
+
+    def holds_for(self, columns: int, strided: bool, width: int) -> bool:
+        enough = columns >= (self.strided if strided else self.columns)
+        return enough and width <= self.width and width % self.multiple == 0
+
+
+# By the CPU's vendor, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24). Without instructions for
+# bfloat16 oneDNN takes 3 to 24 times as long.
+_ON_AVX2 = _Where(columns=7, strided=7, width=32, multiple=8)
+_FASTER = {
+    ("amd", "avx512_bf16", torch.float32): {
+        "forward": _Where(columns=28, strided=14, width=32),
+        "dx": _Where(columns=28, strided=14, width=64),
+        "dw": _Where(columns=28, strided=7, width=64),
+    },
+    ("amd", "avx512_bf16", torch.bfloat16): {
+        "forward": _Where(columns=28, strided=28, width=64),
+        "dx": _Where(columns=28, strided=14, width=64),
+        "dw": _Where(columns=7, strided=7, width=64, multiple=4),
+    },
+    ("amd", "avx2", torch.float32): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
+    ("amd", "avx2", torch.bfloat16): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
+}
+_SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
+
+
+def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
+    """Which of "forward", "dx" and "dw" were measured faster here than in stock PyTorch, for 3x3 kernels."""
+    cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
+    table = _FASTER.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
+    width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
+    return tuple(part for part, where in table.items() if where.holds_for(columns, max(stride) > 1, width))
+
+
+def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
+    if not _common.is_channels_last(x):
+        return "stock PyTorch was measured faster: contiguous images"
+    if x.numel() < _SMALL:
+        return f"fewer than {_SMALL} elements: stock calls cost less"
+    if tuple(weight.shape[2:]) != (3, 3) or max(dilation) > 1:
+        return "stock PyTorch runs what was not measured: kernels other than 3x3"
+    if not _faster_parts(x, weight, stride):
+        return (
+            "stock PyTorch was measured faster, or nothing was measured: this CPU, dtype, width of a group, stride and"
+            " size of the images"
+        )
+    return None
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last)  # of a weight: the kernel's fast way to read it
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry) -> Tensor:
+    if "forward" not in _faster_parts(x, weight, geometry[0]):
+        return reference(x, weight, bias, *geometry)
+    return _common.dense_like(_OP(_channels_last(x), _channels_last(weight), bias, *geometry), x)
+
+
+def _backward(dy, x, weight, *geometry, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    faster = _faster_parts(x, weight, geometry[0])
+    by_kernel = ["dx" in faster, "dw" in faster]
+    by_stock = [needed and not kernel for needed, kernel in zip(need, by_kernel)]
+    dx, dw = reference_backward(dy, x, weight, *geometry, [*by_stock, False])[:2] if any(by_stock) else (None, None)
+    if need[0] and by_kernel[0]:
+        dx = _common.dense_like(_DX(_channels_last(dy), _channels_last(weight), *x.shape[2:], *geometry), x)
+    if need[1] and by_kernel[1]:
+        dw = _common.strided_like(_DW(_channels_last(dy), _channels_last(x), weight, *geometry), weight)
+    return None if dx is None else _common.in_format_of(dx, x), dw, dy.sum((0, 2, 3)) if need[2] else None
+
+
+# On a GPU cuDNN runs this: every backend there is stock PyTorch.
+IMPLS = register(
+    "grouped_conv2d",
+    {
+        "cuda": Impl(reference, None, _common.why_not_cuda),
+        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _slower),
+        "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
+        "reference": Impl(reference, None, _common.never_why_not),
+    },
+)
+
+
+class _GroupedConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, *geometry):
+        ctx.save_for_backward(x, weight)
+        ctx.geometry = geometry
+        return _forward(x, weight, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = _common.dense_like(dy, x)
+        return *_backward(dy, x, weight, *ctx.geometry, need=ctx.needs_input_grad[:3]), None, None, None, None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
+    if not isinstance(groups, int) or groups < 1 or x.shape[1] % groups or x.shape[1] == 0:
+        raise ValueError(f"grouped_conv2d: groups must divide the {x.shape[1]} channels of x, got {groups!r}")
+    if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[1] != x.shape[1] // groups:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(
+            f"grouped_conv2d: weight must have shape [D, C / groups, kh, kw] = [D, {x.shape[1] // groups}, kh, kw],"
+            f" got {got}"
+        )
+    if weight.shape[0] % groups or 0 in weight.shape:
+        raise ValueError(
+            f"grouped_conv2d: groups must divide the output channels, got {groups} and weight {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"grouped_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}")
+    _common.check_same_dtype("grouped_conv2d", x, weight=weight, bias=bias)
+    _common.check_same_device("grouped_conv2d", x, weight=weight, bias=bias)
+
+
+def grouped_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | tuple[int, int, int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    r"""Convolves groups of channels with kernels of their own: ``F.conv2d(..., groups=G)``, trained faster on CPUs.
+
+    .. math:: y_{n,gO+o} = b_{gO+o} + \sum_{i<I} w_{gO+o,i} \star x_{n,gI+i}
+
+    Args:
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, stock PyTorch runs
+            contiguous images; float32, bfloat16, float16 or float64.
+        weight: kernels ``[D, I, kh, kw]`` with I = C / G, in the dtype of ``x``; G divides D, too.
+        bias: ``[D]``, or None.
+        stride: of the output positions, one int or (height, width).
+        padding: zeros around x: an int, (height, width), "valid", "same" (stride 1), or (left, right, top, bottom).
+        dilation: distance of the kernel's taps, one int or (height, width).
+        groups: G.
+
+    Returns:
+        ``[N, D, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and
+        weight are kept.
+
+    Raises:
+        ValueError: a shape does not fit, or the kernel is larger than the padded image.
+        TypeError: a dtype is not supported, or differs from that of ``x`` outside autocast.
+        RuntimeError: a forced backend cannot run, or tensors are on different devices.
+
+    Cost: the products of ``F.conv2d``. Forward and both gradients each read their images once, through copies of
+        bands of rows that stay in the caches. Stock PyTorch runs, direction by direction, where it was measured
+        faster, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight)``.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
+    Source: Krizhevsky et al., 2012; Xie et al., ResNeXt, https://arxiv.org/abs/1611.05431
+    """
+    if isinstance(x, Tensor) and x.dim() == 3:
+        return grouped_conv2d(x[None], weight, bias, stride, padding, dilation, groups)[0]
+    _common.check_images("grouped_conv2d", x)
+    x, weight, bias = _common.autocast(x, weight, bias)
+    _check(x, weight, bias, groups)
+    window, _ = geometry("grouped_conv2d", x, weight, stride, padding, dilation)
+    impl = select("grouped_conv2d", IMPLS, x, weight, bias, *window, groups)
+    if impl.backward is None:
+        return reference(x, weight, bias, *window, groups)
+    x = _common.dense(x)
+    run = _GroupedConv2d.apply if _common.needs_autograd(x, weight, bias) else _forward
+    return _common.in_format_of(run(x, weight, bias, *window, groups), x)

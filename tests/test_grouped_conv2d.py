@@ -1,0 +1,388 @@
+"""grouped_conv2d: a convolution in groups of channels; and its layer."""
+
+import copy
+import sys
+
+import cases
+import harness
+import properties
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+import fusedtrain
+from fusedtrain import _extension
+from fusedtrain import backend as backends
+from fusedtrain.nn import GroupedConv2d
+from fusedtrain.ops import grouped_conv2d
+from fusedtrain.ops._windows import output_size
+from fusedtrain.ops.grouped_conv2d import IMPLS, reference
+
+MODULE = sys.modules["fusedtrain.ops.grouped_conv2d"]
+# groups, channels of a group of x and of y, and why
+GROUPS = {
+    "regnet": (3, 16, 16),
+    "one_group": (1, 20, 12),
+    "resnext": (5, 4, 4),  # many to a block
+    "resnext_wide": (2, 32, 32),  # two blocks in float32
+    "odd": (3, 5, 7),  # no pairs, no whole vectors
+    "part_of_a_block": (2, 24, 24),
+    "expanding": (2, 6, 70),  # more than a panel of vectors
+    "long_sums": (2, 70, 3),  # chains
+}
+SIZES = {
+    "rows_of_7": (2, 7, 7),
+    "rows_of_14": (1, 14, 14),
+    "odd_size": (2, 9, 11),
+    "one_row": (1, 1, 23),
+    "one_column": (3, 13, 1),
+    "many_bands": (1, 61, 45),
+    "empty_batch": (0, 6, 6),
+}
+# kernel, stride, padding, dilation
+GEOMETRIES = {
+    "3x3": ((3, 3), (1, 1), 1, (1, 1)),
+    "3x3_s2": ((3, 3), (2, 2), 1, (1, 1)),
+    "5x5_s3": ((5, 5), (3, 3), 2, (1, 1)),
+    "1x1_s2": ((1, 1), (2, 2), 0, (1, 1)),  # phases without a tap
+    "dilated": ((3, 3), (1, 1), 3, (3, 2)),
+    "dilated_s2": ((3, 3), (2, 2), 2, (2, 2)),  # taps of one phase alone
+    "asymmetric": ((3, 2), (2, 1), (0, 1, 2, 1), (1, 1)),
+    "4x4_s2": ((4, 4), (2, 2), 3, (1, 1)),
+}
+CASES = cases.pairwise(
+    groups=list(GROUPS),
+    size=list(SIZES),
+    geometry=list(GEOMETRIES),
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    bias=[True, False],
+)
+dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+
+
+@pytest.fixture
+def backend(backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("on GPUs every backend is stock PyTorch")
+    return backend
+
+
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """In all directions."""
+    monkeypatch.setattr(MODULE, "_faster_parts", lambda *_: ("forward", "dx", "dw"))
+
+
+pytestmark = pytest.mark.usefixtures("by_kernel")
+
+
+def make(
+    device="cpu", size=(2, 9, 11), groups=(3, 16, 16), kernel=(3, 3), layout="channels_last", dtype=torch.float32,
+    bias=True, seed=0,
+) -> dict:  # fmt: skip
+    n, h, w = size
+    g, ci, co = groups
+    return {
+        "x": harness.images((n, g * ci, h, w), layout, dtype, device, seed=3 * seed),
+        "w": harness.normal(g * co, ci, *kernel, dtype=dtype, device=device, seed=3 * seed + 1),
+        "b": harness.normal(g * co, dtype=dtype, device=device, seed=3 * seed + 2) if bias else None,
+    }
+
+
+def function(stride=1, padding=1, dilation=1, groups=3):
+    return lambda x, w, b: grouped_conv2d(x, w, b, stride, padding, dilation, groups)
+
+
+def reference_of(stride=(1, 1), padding=1, dilation=(1, 1), groups=3):
+    sides = [padding] * 4 if isinstance(padding, int) else list(padding)
+    return lambda x, w, b: reference(x, w, b, list(stride), sides, list(dilation), groups)
+
+
+def fits(size, kernel, stride, padding, dilation) -> bool:
+    left, right, top, bottom = [padding] * 4 if isinstance(padding, int) else padding
+    h = output_size(size[1], kernel[0], stride[0], top, bottom, dilation[0])
+    return min(h, output_size(size[2], kernel[1], stride[1], left, right, dilation[1])) > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=cases.label)
+def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    groups, size, geometry = GROUPS[case["groups"]], SIZES[case["size"]], GEOMETRIES[case["geometry"]]
+    if not fits(size, *geometry):
+        pytest.skip("the kernel does not fit into the image")
+    kernel, *window = geometry
+
+    def draw(seed):
+        return make(device, size, groups, kernel, case["layout"], case["dtype"], case["bias"], seed)
+
+    draws = harness.draws(draw, device, backend)
+    args = (*window, groups[0])
+    harness.assert_op_as_good_as_torch(function(*args), reference_of(*args), draws, "grouped_conv2d")
+
+
+@given(
+    size=st.tuples(st.integers(1, 3), st.integers(1, 33), st.integers(1, 33)),
+    groups=st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40)),
+    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(*[st.integers(0, 4)] * 4),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dtype=st.sampled_from(harness.DTYPES[:3]),
+)
+def test_any_shape_and_geometry(device, backend, size, groups, kernel, stride, padding, dilation, dtype):
+    assume(fits(size, kernel, stride, padding, dilation))
+    args = (stride, padding, dilation, groups[0])
+    inputs = make(device, size, groups, kernel, dtype=dtype)
+    harness.assert_op_as_good_as_torch(function(*args), reference_of(*args), inputs, "grouped_conv2d")
+
+
+def test_a_weight_of_any_strides(device, backend):
+    for dtype in harness.DTYPES[:2]:
+        inputs = make(device, dtype=dtype)
+        for order in ((1, 0, 2, 3), (0, 2, 3, 1), (2, 3, 0, 1)):
+            back = [order.index(d) for d in range(4)]
+            weight = inputs["w"].permute(order).contiguous().permute(back)
+            harness.assert_op_as_good_as_torch(function(), reference_of(), inputs | {"w": weight}, str(order))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize(
+    ("size", "channels", "stride"),
+    [((2, 56, 56), 64, 2), ((2, 28, 28), 128, 1), ((4, 14, 14), 320, 1), ((4, 14, 14), 768, 2), ((4, 7, 7), 768, 1)],
+)
+def test_layers_of_regnet(device, backend, size, channels, stride, dtype):
+    groups = (channels // 16, 16, 16)
+    args = ((stride, stride), 1, (1, 1), groups[0])
+    draws = harness.draws(lambda seed: make(device, size, groups, dtype=dtype, bias=False, seed=seed), device, backend)
+    for draw in draws:
+        draw["w"] = draw["w"].to(memory_format=torch.channels_last)
+    harness.assert_op_as_good_as_torch(function(*args), reference_of(*args), draws, "grouped_conv2d")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+def test_not_finite_reaches_what_torch_lets_it_reach(device, backend, value, dtype):
+    inputs = make(device, dtype=dtype)
+    inputs["x"][1, 37, 4, 4] = value
+    harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, "grouped_conv2d", frozen=("w",))
+
+
+@dense_layouts
+def test_gradients_are_derivatives(device, backend, layout):
+    inputs = make(device, (2, 4, 5), (2, 3, 2), layout=layout, dtype=torch.float64)
+    properties.assert_gradients_are_derivatives(function(2, 1, 1, 2), inputs)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_operators_agree_with_schema_and_fake(dtype):
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    inputs = make(dtype=dtype)
+    dy = harness.images((2, 48, 5, 11), "channels_last", dtype, seed=1)
+    geometry = ([2, 1], [1, 1, 1, 1], [1, 1], 3)
+    operators = torch.ops.fusedtrain
+    for weight in (inputs["w"], inputs["w"].to(memory_format=torch.channels_last)):
+        properties.assert_opcheck(operators.grouped_conv2d.default, inputs["x"], weight, inputs["b"], *geometry)
+        properties.assert_opcheck(operators.grouped_conv2d_dx.default, dy, weight, 9, 11, *geometry)
+        properties.assert_opcheck(operators.grouped_conv2d_dw.default, dy, inputs["x"], weight, *geometry)
+
+
+def test_operators_refuse_what_does_not_fit():
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    x, weight, geometry = torch.ones(1, 6, 4, 5), torch.ones(4, 3, 3, 3), ([1, 1], [1] * 4, [1, 1])
+    images = x.contiguous(memory_format=torch.channels_last)
+    operator = torch.ops.fusedtrain.grouped_conv2d
+    for message, args in {
+        "x in channels_last expected": (x, weight, None, *geometry, 2),
+        "x must have 9 channels": (images, weight, None, *geometry, 3),
+        r"weight must have the shape \[groups \* o, i, kh, kw\]": (images, weight, None, *geometry, 5),
+        "two strides, four paddings and two dilations expected": (images, weight, None, [1], [1] * 4, [1, 1], 2),
+        "the kernel does not fit into the padded image": (images, weight, None, [1, 1], [0] * 4, [3, 1], 2),
+    }.items():
+        if "9 channels" in message:
+            args = (images, torch.ones(6, 3, 3, 3), None, *geometry, 3)
+        with pytest.raises(RuntimeError, match=message):
+            operator(*args)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:3])
+@dense_layouts
+def test_compiles_as_one_graph_and_once(device, backend, layout, dtype):
+    properties.assert_compiles(function(2), make(device, layout=layout, dtype=dtype))
+
+
+def test_keeps_only_its_inputs_for_backward(device, backend):
+    for layout in harness.DENSE_LAYOUTS:
+        leaves = [t.requires_grad_() for t in make(device, layout=layout, dtype=torch.bfloat16).values()]
+        assert harness.extra_saved_bytes(function(), *leaves) == 0
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    properties.assert_repeats_bitwise(function(2), make(device, layout=layout, dtype=dtype))
+    properties.assert_writes_every_element(function(2), make(device, layout=layout, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("size", [(5, 33, 31), (2, 60, 70), (16, 7, 7)])
+def test_threads_change_nothing(device, backend, size, dtype):
+    if backend == "reference":
+        pytest.skip("stock PyTorch promises nothing of its sums")
+    properties.assert_threads_change_nothing(function(), make(device, size, dtype=dtype, bias=False))
+
+
+def test_images_do_not_mix(device, backend):
+    properties.assert_images_do_not_mix(function(), make(device, (3, 17, 19)), ("x",))
+
+
+@dense_layouts
+def test_frozen_inputs_change_nothing(device, backend, layout):
+    properties.assert_frozen_inputs_change_nothing(function(), make(device, layout=layout))
+
+
+@pytest.mark.parametrize("layout", harness.LAYOUTS)
+def test_any_incoming_gradient(device, backend, layout):
+    if backend == "reference":
+        pytest.skip("the bits of stock PyTorch's gradient of the bias depend on strides")
+    properties.assert_takes_any_incoming_gradient(function(), make(device, layout=layout))
+
+
+def test_second_derivative_is_refused(device, backend):
+    if backend == "reference":
+        pytest.skip("stock PyTorch differentiates twice")
+    properties.assert_second_derivative_is_refused(function(), make(device))
+
+
+def test_one_image_without_a_batch(device, backend):
+    inputs = make(device, (1, 9, 11))
+    y = function()(inputs["x"][0], inputs["w"], inputs["b"])
+    assert torch.equal(y, function()(*inputs.values())[0])
+
+
+def test_autocast_casts_as_convolutions_do(device, backend):
+    inputs = make(device)
+    with torch.autocast(device, torch.bfloat16):
+        y = function()(*inputs.values())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, function()(*(t.bfloat16() for t in inputs.values())))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(groups=5), ValueError, "groups must divide the 48 channels of x, got 5"),
+        (dict(groups=0), ValueError, "groups must divide the 48 channels of x, got 0"),
+        (dict(weight=torch.ones(48, 8, 3, 3)), ValueError, r"weight must have shape \[D, C / groups, kh, kw\]"),
+        (dict(weight=torch.ones(47, 16, 3, 3)), ValueError, "groups must divide the output channels, got 3"),
+        (dict(weight=None), ValueError, "weight must have shape .* got NoneType"),
+        (dict(weight=torch.ones(48, 16, 3, 3).double()), TypeError, "weight must have the dtype of x"),
+        (dict(bias=torch.ones(3)), ValueError, r"bias must have shape \[48\] or be None, got \[3\]"),
+        (dict(padding="some"), ValueError, "padding must be 'same', 'valid' or numbers"),
+        (dict(padding="same", stride=2), ValueError, "padding='same' needs stride 1"),
+        (dict(padding=-1), ValueError, "padding must be an int or a pair of ints >= 0"),
+        (dict(dilation=9), ValueError, "does not fit into x of shape"),
+        (dict(stride=0), ValueError, "stride must be an int or a pair of ints >= 1"),
+        (dict(x=torch.ones(2, 48, 9)[0][0]), ValueError, r"x must have shape \[N, C, H, W\]"),
+        (dict(x=torch.ones(2, 48, 9, 11).int()), TypeError, "x must be float32, bfloat16, float16 or float64"),
+    ],
+)
+def test_bad_inputs_are_named(change, error, message):
+    inputs = make()
+    arguments = {"x": inputs["x"], "weight": inputs["w"], "bias": inputs["b"], "groups": 3, **change}
+    with pytest.raises(error, match=f"grouped_conv2d: .*{message}"):
+        grouped_conv2d(**arguments)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """What runs of RegNet's layers, given a CPU."""
+    monkeypatch.undo()
+
+    def parts(isa, dtype, columns, stride, width=16, vendor="amd"):
+        monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
+        monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+        x = harness.images((16, 8 * width, columns * stride, columns * stride), "channels_last", dtype)
+        weight = harness.normal(8 * width, width, 3, 3, dtype=dtype)
+        impl = backends.select("grouped_conv2d", IMPLS, x, weight, None, [stride] * 2)
+        assert impl is IMPLS["reference"] or impl is IMPLS["cpu"]
+        return MODULE._faster_parts(x, weight, [stride] * 2) if impl is IMPLS["cpu"] else ()
+
+    return parts
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+def test_each_direction_runs_where_it_was_measured_faster(chosen):
+    fp32, bf16, all_of_them = torch.float32, torch.bfloat16, ("forward", "dx", "dw")
+    assert chosen("avx512_bf16", fp32, 28, 1) == chosen("avx512_bf16", fp32, 14, 2) == all_of_them
+    assert chosen("avx512_bf16", fp32, 14, 1) == chosen("avx512_bf16", fp32, 28, 1, width=24) == ()
+    assert chosen("avx512_bf16", fp32, 7, 2) == ("dw",)
+    assert chosen("avx512_bf16", bf16, 28, 2) == all_of_them and chosen("avx512_bf16", bf16, 14, 2) == ("dx", "dw")
+    assert chosen("avx512_bf16", bf16, 14, 1) == chosen("avx512_bf16", bf16, 28, 1, width=24) == ("dw",)
+    assert chosen("avx2", bf16, 14, 1) == chosen("avx2", fp32, 14, 1, width=24) == all_of_them
+    assert chosen("avx2", fp32, 28, 1, width=48) == chosen("avx512", fp32, 28, 1) == ()
+    assert chosen("avx512_bf16", fp32, 28, 1, vendor="intel") == ()
+    assert chosen("avx512_bf16", torch.float64, 28, 1) == ()
+
+
+def test_what_was_not_measured_is_left_to_stock(chosen):
+    x = harness.images((16, 64, 28, 28), "channels_last")
+    chosen("avx512_bf16", torch.float32, 28, 1)
+    for args, reason in {
+        (x.contiguous(), (3, 3)): "contiguous images",
+        (x, (5, 5)): "kernels other than 3x3",
+        (x[:1], (3, 3)): "fewer than 200000 elements",
+    }.items():
+        images, kernel = args
+        assert reason in MODULE._slower(images, harness.normal(64, 16, *kernel))
+
+
+def test_the_automatic_choice_compiles(chosen):
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    assert chosen("avx512_bf16", torch.float32, 28, 1)
+    properties.assert_compiles(function(groups=4), make(size=(4, 28, 28), groups=(4, 16, 16)))
+
+
+def test_stock_runs_the_directions_that_it_does_faster(monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    for parts in ((), ("forward",), ("dx",), ("dw",)):
+        monkeypatch.setattr(MODULE, "_faster_parts", lambda *_, parts=parts: parts)
+        with fusedtrain.use_backend("cpu"):
+            harness.assert_op_as_good_as_torch(function(2), reference_of((2, 2)), make(), str(parts))
+
+
+def test_forced_backend_never_falls_back():
+    with fusedtrain.use_backend("cuda"), pytest.raises(RuntimeError, match="cannot run grouped_conv2d"):
+        function()(*make().values())
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(stride=2, bias=False), dict(padding="same"), dict(padding=2, padding_mode="reflect")]
+)
+def test_layer_is_a_conv2d(device, backend, options):
+    torch.manual_seed(0)
+    stock = nn.Conv2d(12, 18, 3, groups=3, device=device, **options)
+    torch.manual_seed(0)
+    ours = GroupedConv2d(12, 18, 3, groups=3, device=device, **options)
+    assert isinstance(ours, nn.Conv2d) and ours.extra_repr() == stock.extra_repr()
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True))
+    harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 12, 9, 8), "channels_last", device=device))
+
+
+def test_fuse_takes_the_grouped_convolutions_of_regnet(device, backend, zoo):
+    torch.manual_seed(0)
+    stock = zoo.timm.create_model("regnety_008", num_classes=10).to(memory_format=torch.channels_last)
+    fused = copy.deepcopy(stock)
+    keys, grouped = list(fused.state_dict()), {n for n, m in stock.named_modules() if getattr(m, "groups", 1) > 1}
+    report = fusedtrain.fuse(fused)
+    assert {c.name for c in report.swapped if c.after.endswith("GroupedConv2d")} == grouped and len(grouped) == 14
+    assert list(fused.state_dict()) == keys
+    block, x = "s2.b2", harness.images((2, 128, 14, 14), "channels_last")
+    harness.assert_module_as_good_as_torch(fused.get_submodule(block), stock.get_submodule(block), x)
+    fusedtrain.unfuse(fused)
+    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
