@@ -46,6 +46,7 @@ from fusedtrain.diagnose import (
     script,
     verify,
 )
+from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.diagnosis import ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
@@ -673,6 +674,18 @@ def test_an_optimizer_of_torch_is_waited_for_however_often_gradients_are_accumul
     assert driver.optimizer is optimizer and not watched.by_hand
 
 
+def test_an_optimizer_that_is_made_and_never_steps_is_not_waited_for_for_ever():
+    w = torch.ones(3, requires_grad=True)
+    with Instrument() as watched, pytest.raises(Finished):
+        torch.optim.SGD([w], lr=0.01)
+        driver = Driver(watched, lambda driver: iter(()))
+        driver.install()
+        for i in range(2 * drive.IDLE):
+            assert i <= drive.IDLE
+            w.sum().backward()
+    assert driver.optimizer == "backward"
+
+
 def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     watched = types.SimpleNamespace(by_hand=[(ByHand(model), "step")], roots=[model], optimizers=[])
@@ -686,6 +699,95 @@ def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
     assert isinstance(rule.look(facts, driver), str)
     facts.parts["optimizer"] = 0.01
     assert rule.look(facts, driver) == "it is written by hand and takes 1.0% of the step"
+
+
+def test_a_model_that_is_evaluated_amid_the_training_is_told_from_one_that_trains():
+    model, teacher, x = Net(), Net().eval(), torch.rand(2, 3, 8, 8)
+    with Instrument() as watched:
+        watched.step = step = Step(0.0)
+        model.eval()(x)  # before the first step, as a check
+        (model.train()(x) - teacher(x)).sum().backward()
+        watched.settle()
+        with torch.no_grad():
+            teacher(x), model(x)
+            model.eval()(x)
+        assert not watched.records_evaluation
+        model(x)
+        assert watched.records_evaluation
+        model.train()(x)
+    parts = [part for part, *_ in step.spans]
+    assert parts == ["forward"] * 3 + ["backward"] + ["forward"] * 2 + ["evaluation"] * 2 + ["forward"]
+
+
+def test_an_evaluation_amid_the_training_is_named_with_its_lines():
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"evaluation": 0.6}, None, {})
+    facts.lines = [("forward", Site("a.py", 1), 0.4), ("evaluation", Site("a.py", 2), 0.6)]
+    driver = types.SimpleNamespace(instrument=types.SimpleNamespace(records_evaluation=False))
+    finding = rules._evaluation(facts, driver)
+    assert finding.gain == 0.6 and finding.lines == ((Site("a.py", 2), 0.6),) and "no_grad" not in finding.advice
+    driver.instrument.records_evaluation = True
+    assert "no_grad" in rules._evaluation(facts, driver).advice
+    facts.parts["evaluation"] = 0.09
+    assert isinstance(rules._evaluation(facts, driver), str)
+
+
+def test_a_graph_that_goes_back_into_earlier_steps_grows():
+    w, state, sizes = torch.ones(3, requires_grad=True), torch.ones(3), []
+    for _ in range(4):
+        state = state * w
+        loss = state.sum()
+        loss = loss + loss
+        sizes.append(instrument.graph_size(loss))
+        torch.autograd.backward([loss], retain_graph=True)
+    assert sizes == [4, 5, 6, 7]  # two sums, a product each, and one end
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"backward": 0.9}, None, {}, graphs=[800, 900, 1000])
+    assert rules._growth(facts, None).gain == pytest.approx(0.9 * 0.9)
+    for sizes in ([], [7, 7, 7], [7, 9, 8]):
+        facts.graphs = sizes
+        assert isinstance(rules._growth(facts, None), str)
+
+
+def test_what_comes_out_the_same_in_every_step_is_found():
+    samples, model, noise = torch.rand(50, 8), nn.Linear(8, 2), torch.zeros(8)
+    outside, hidden = torch.zeros(8), torch.zeros(8)
+    optimizer, numbered = torch.optim.SGD(model.parameters(), lr=0.1), Constants()
+    for i in range(3):
+        with numbered:
+            mean = samples.mean(0)
+            scale = (mean * mean).sum().sqrt()
+            table = torch.zeros(16, 8)
+            table[:8].copy_(samples[:8])
+            half = table.sum(0)
+            batch = samples[torch.randint(50, (16,))]
+            rows = table[8:]
+            torch.add(rows, batch[:8], out=rows)
+            whole = table.sum(0)
+            noise.normal_()
+            noisy = noise.abs()
+            written = outside.abs()
+            hidden.data.add_(1)
+            uncounted = hidden.abs()
+            row = samples[i].abs()
+            model((batch - mean) / scale + half + whole + noisy + written + uncounted + row).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outside.add_(1)
+        code = Path(__file__).read_text().splitlines()
+        found = {code[site.line - 1].strip().partition(" = ")[0] for site in numbered.seconds}
+        if i:
+            assert found == {"mean", "scale", "half", "rows", "table[:8].copy_(samples[:8])"}
+        numbered.next_step()
+
+
+def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
+    line = Site("train.py", 7)
+    facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.8}, None, {})
+    facts.lines, facts.constants = [("rest", line, 0.8)], [(line, 0.7)]
+    driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
+    findings = [rules._own_code(facts, driver), rules._constants(facts, driver)]
+    assert [finding.rule for finding in ranked(findings)] == ["recomputed", "own_code"]
+    facts.constants = [(line, 0.05)]
+    assert isinstance(rules._constants(facts, driver), str)
 
 
 class Recurrent(nn.Module):

@@ -126,6 +126,7 @@ class Diagnosis:
         if first:
             self.stage("sampling lines")
             yield from measure.sample(driver, facts, sizes, arm)
+            yield from measure.constants(driver, facts, arm)
             self.stage("torch.profiler")
             yield from measure.profile(driver, facts, cached)
         if replicas(driver):

@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fusedtrain._waits import TeamWaits
 from fusedtrain.diagnose.updates import Updates, method_code
 
-PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "rest")
+PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "evaluation", "rest")
 # Reading one of these from a tensor on a device waits until the device has computed it.
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__repr__")
 _OWN = (
@@ -175,6 +175,17 @@ def _loss(outputs: object) -> Tensor | None:
     return outputs.detach()
 
 
+def graph_size(outputs: object) -> int:
+    """Returns how many operations a pass that begins at these tensors goes back through."""
+    nodes = [t.grad_fn for t in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        found = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
+        seen |= found
+        nodes += found
+    return len(seen)
+
+
 def wrap(owner: object, name: str, make) -> Callable[[], None]:
     """Replaces ``owner.name`` by ``make(original)``; returns what puts it back."""
     original = getattr(owner, name)
@@ -200,6 +211,8 @@ class Instrument:
         marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
+        graphs: receives how many operations each outermost backward pass goes back through; None: not counted.
+        records_evaluation: whether an evaluation amid the training was recorded for a backward pass.
         optimizers: those of torch.optim that took a step.
         by_hand: objects that update weights and are not of torch.optim, with the names of their methods.
         sites: where the user made or called what: objects by id, and "zero_grad", "set_num_threads", "autocast".
@@ -212,6 +225,9 @@ class Instrument:
         self.marks: object = None
         self.part: str | None = None  # the part that is running now
         self.roots: list[nn.Module] = []
+        self._trained: set[nn.Module] = set()  # those that were in training mode then
+        self.records_evaluation = False
+        self.graphs: list[int] | None = None
         self.optimizers: list[Optimizer] = []
         self.by_hand: list[tuple[object, str]] = []
         self.made_optimizer = False  # of torch.optim
@@ -380,7 +396,7 @@ class Instrument:
         self.watch_updates(False)
         self.detach()
         self._unmark()
-        found = (self.roots, self.optimizers, self.by_hand, self._updates.found, self.sites)
+        found = (self.roots, self._trained, self.optimizers, self.by_hand, self._updates.found, self.sites)
         for known in (*found, self._inputs, self._compiled, self._made):
             known.clear()
         self.made_optimizer = False
@@ -406,20 +422,29 @@ class Instrument:
             root.register_forward_hook(self._leave_module, always_call=True),
         ]
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the models that train in training mode are out of it."""
+        return bool(self._trained) and not any(module.training for module in self._trained)
+
     def _enter_module(self, module: nn.Module, args) -> None:
         if self.part is not None or not self.attached or threading.get_ident() != self._thread:
             return
-        if self.inputs is not None and torch.is_grad_enabled() and not any(module is root for root in self.roots):
+        recorded = torch.is_grad_enabled()
+        if self.inputs is not None and recorded and not any(module is root for root in self.roots):
             self.roots.append(module)
             self._hooks.append(module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
-        self._open("forward", module)
+        if self.inputs is not None and recorded and module.training and any(True for _ in module.parameters()):
+            self._trained.add(module)
+        self.records_evaluation |= self.evaluating and recorded
+        self._open("evaluation" if self.evaluating else "forward", module)
 
     def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled() and functorch.maybe_current_level() is None:  # else they do not outlive the call
             self._inputs[id(module)] = args, kwargs
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
-        if self.part == "forward" and self._root is module:
+        if self._root is module:
             self._finish()
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
@@ -497,6 +522,8 @@ class Instrument:
             outermost = self.part is None and threading.get_ident() == self._thread
             if outermost:
                 self.loss = _loss(outputs)
+                if self.graphs is not None:
+                    self.graphs.append(graph_size(outputs))
             result = timed(outputs, *args, **kwargs)
             if outermost and functorch.maybe_current_level() is None:  # within torch.func the plan could change nothing
                 self.on_pass(name)

@@ -21,10 +21,11 @@ from torch.autograd import DeviceType
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
+from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.drive import Driver, agree
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, running, user_frame
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
-from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, replicas, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -37,6 +38,7 @@ BUDGET = 0.008  # share of the time that watching steps in parts may take; switc
 CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
+GRAPHS = 8  # steps whose backward passes are counted through
 STALL = 3.0  # times the median: a step that something held up
 
 
@@ -72,6 +74,8 @@ class Facts:
     call_cost: float | None = None  # seconds of such a call on a few numbers
     repeats: dict[Site, int] = field(default_factory=dict)  # how often one object carries a line out in a step
     fused_step: float | None = None  # seconds of a fused optimizer on the weights, where theirs is written by hand
+    graphs: list[int] = field(default_factory=list)  # operations that backward passes go through, by step
+    constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
@@ -350,7 +354,8 @@ class Sampler:
             site = user_frame(stack)
             now = time.perf_counter()
             if site is not None and self.driver.stepping:
-                self.times[running(stack, self.parts), site] += now - last
+                part = "evaluation" if self.driver.instrument.evaluating else running(stack, self.parts)
+                self.times[part, site] += now - last
             last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
@@ -398,13 +403,32 @@ class LineCounter:
 
 
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
-    """Finds the user's lines that the time goes to, and how often each is carried out."""
+    """Finds the user's lines that the time goes to, how often each is carried out, and how far gradients go back."""
     with Sampler(driver) as sampler:
         yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
     facts.lines = agree(sampler.lines())
     with LineCounter() as counter:
         yield Run(1, arm)
     facts.repeats = agree(counter.repeats())
+    for _ in range(GRAPHS):
+        driver.instrument.graphs = []
+        yield Run(1, arm, parts=True)
+        facts.graphs.append(max(driver.instrument.graphs, default=0))
+    driver.instrument.graphs = None
+    facts.graphs = agree(facts.graphs)
+
+
+def constants(driver: Driver, facts: Facts, arm: Arm):
+    """Finds what every step computes anew from what does not change."""
+    compiled = sys.modules.get("torch._dynamo")
+    if replicas(driver) or (compiled is not None and compiled.utils.counters):
+        return  # the exchange and compiled code are not for other eyes
+    with Constants() as numbered:
+        yield Run(1, arm)
+        for _ in range(2):
+            numbered.next_step()
+            (step,) = yield Run(1, arm)
+        facts.constants = [(site, s / step.wall) for site, s in numbered.seconds.most_common(4) if site is not None]
 
 
 def profile(driver: Driver, facts: Facts, arm: Arm):

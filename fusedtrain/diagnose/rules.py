@@ -1,5 +1,6 @@
 """The decision tree as a table: from what was measured to a cause, its remedies and the gain they promise."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -147,12 +148,12 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
         refused = [facts.refused[r.name] for r in remedies if r.name in facts.refused]
         if refused and len(refused) == len(remedies):
             return f"tried, but it fails: {refused[0]}"
-        best = best_probe(facts, remedies)
+        best, how = best_probe(facts, remedies), "" if facts.cached is None else " with cached batches"
         gain = gain_of_computing(facts, best[1]) if best else 0.0
         if best is None or gain < LEAST:
-            return "tried: no gain with cached batches" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
+            return f"tried: no gain{how}" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
         before, after = facts.probes[best[0].name].seconds()
-        numbers = f"with cached batches {1e3 * before:.3g} ms per step become {1e3 * after:.3g} ms with {best[0].name}"
+        numbers = f"{1e3 * before:.3g} ms per step become {1e3 * after:.3g} ms with {best[0].name}{how and ',' + how}"
         if evidence is not None:
             numbers = f"{evidence(facts, driver)}; {numbers}"
         order = (best[0], *(r for r in remedies if r is not best[0] and r.name in facts.probes))
@@ -203,6 +204,8 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
     shared = ("loader_restart", lost_to_restarts(facts))
     if best < LEAST:
+        why = "what it waits for has a limit of its own" if busy < 0.5 else "the cores have no time left for them"
+        cause += f"; more workers do not help: {why}"
         return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
@@ -515,6 +518,49 @@ def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _evaluation(facts: Facts, driver: Driver) -> Finding | str:
+    share = facts.parts["evaluation"] / facts.step.value
+    if share < 0.1:
+        return f"calls of the model in evaluation mode take {share:.1%} of the time"
+    evidence = f"calls of the model in evaluation mode, with their data, take {share:.0%} of the time between updates"
+    advice = "evaluate less often, or on fewer samples"
+    if driver.instrument.records_evaluation:
+        evidence += "; they are recorded for a backward pass that never comes"
+        advice = f"evaluate under torch.no_grad(); {advice}"
+    lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "evaluation")
+    cause = "the model is evaluated amid the training"
+    return Finding("evaluation", cause, evidence, share, advice=advice, lines=lines)
+
+
+def _constants(facts: Facts, driver: Driver) -> Finding | str:
+    share = sum(share for _, share in facts.constants)
+    evidence = f"operations on what does not change from step to step take {share:.1%} of a step"
+    if share < 0.1:
+        return evidence
+    advice = "compute it once, before the loop or in __init__"
+    cause = "every step computes anew what comes out the same"
+    return Finding("recomputed", cause, evidence, share, advice=advice, lines=tuple(facts.constants))
+
+
+def _growth(facts: Facts, driver: Driver) -> Finding | str:
+    sizes = facts.graphs
+    if len(sizes) < 2 or any(b <= a for a, b in itertools.pairwise(sizes)):
+        return "a backward pass does not go back into earlier steps"
+    first, last = sizes[0], sizes[-1]
+    own = (last - first) / (len(sizes) - 1)  # of a step
+    evidence = f"a backward pass goes through {last:,} operations, in every step {own:,.0f} more than in the one before"
+    gain = gain_of_computing(facts, facts.parts["backward"] * max(0.0, 1 - own / last))
+    if gain < LEAST:
+        return evidence
+    return Finding(
+        "growing_graph",
+        "the backward pass goes back through all earlier steps, and every step is slower than the last",
+        evidence,
+        gain,
+        advice="detach() what is carried from step to step, and leave retain_graph=True out",
+    )
+
+
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["rest"] / facts.step.value
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
@@ -530,7 +576,9 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
         cause = "the loop waits in its own code, as for storage"
         advice = "see the lines below; read data in the workers of a DataLoader, write in a thread"
-    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines)
+    within = {site for site, _ in lines}
+    shared = ("recomputed", sum(share for site, share in facts.constants if site in within))
+    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines, shared=shared)
 
 
 RULES = (
@@ -540,6 +588,9 @@ RULES = (
     Rule("syncs", _syncs),
     Rule("launches", _launches),
     Rule("communication", _communication),
+    Rule("evaluation", _evaluation),
+    Rule("recomputed", _constants),
+    Rule("growing_graph", _growth),
     Rule("own_code", _own_code),
     Rule("python_loop", _python_loop),
     Rule("allocator", _allocator),
