@@ -47,7 +47,7 @@ from fusedtrain.diagnose import (
     verify,
 )
 from fusedtrain.diagnose.constants import Constants
-from fusedtrain.diagnose.diagnosis import ranked
+from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
@@ -334,6 +334,27 @@ def test_a_step_is_the_sum_of_its_parts():
     for step in steps:
         assert set(step.parts) >= {"loader", "forward", "backward", "optimizer", "zero_grad", "rest"}
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and min(step.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("how", ["by place", "by name"])
+def test_what_an_optimizer_calls_in_its_step_is_not_the_optimizers(how):
+    model, seen = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure():
+        seen.append(instrument.running(sys._getframe(), {}))
+        optimizer.zero_grad()
+        loss = model(torch.rand(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with Instrument() as watched:
+        watched.step = step = Step(0.0)
+        loss = optimizer.step(closure) if how == "by place" else optimizer.step(closure=closure)
+        optimizer.step(None)
+    parts = [part for part, *_ in step.spans]
+    assert parts == ["optimizer", "zero_grad", "forward", "backward", "optimizer", "optimizer"]
+    assert seen == ["rest"] and loss.requires_grad and watched.roots == [model]
 
 
 @pytest.mark.parametrize(("threads", "fine"), [(1, False), (1, True), (2, False)])
@@ -698,7 +719,21 @@ def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
     facts.fused_step = 0.39  # for large weights
     assert isinstance(rule.look(facts, driver), str)
     facts.parts["optimizer"] = 0.01
-    assert rule.look(facts, driver) == "it is written by hand and takes 1.0% of the step"
+    assert rule.look(facts, driver) == "ByHand.step() takes 1.0% of the step"
+
+
+def test_an_optimizer_without_a_fused_form_is_held_against_a_fused_one():
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.NAdam(model.parameters())]
+    watched = types.SimpleNamespace(by_hand=[], roots=[model], optimizers=optimizers)
+    driver = types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
+    rule = next(rule for rule in rules.RULES if rule.name == "optimizer")
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {}, fused_step=0.1)
+    finding = rule.look(facts, driver)
+    assert finding.gain == pytest.approx(0.3) and "NAdam.step() takes 400 ms" in finding.evidence
+    watched.optimizers = [torch.optim.Adam(model.parameters())]
+    facts.candidates = {"optimizer": "the optimizer is fused already"}
+    assert rule.look(facts, driver) == "the optimizer is fused already"
 
 
 def test_a_model_that_is_evaluated_amid_the_training_is_told_from_one_that_trains():
@@ -737,14 +772,35 @@ def test_a_graph_that_goes_back_into_earlier_steps_grows():
         state = state * w
         loss = state.sum()
         loss = loss + loss
-        sizes.append(instrument.graph_size(loss))
+        sizes.append(len(instrument.graph_of(loss)))
         torch.autograd.backward([loss], retain_graph=True)
-    assert sizes == [4, 5, 6, 7]  # two sums, a product each, and one end
-    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"backward": 0.9}, None, {}, graphs=[800, 900, 1000])
-    assert rules._growth(facts, None).gain == pytest.approx(0.9 * 0.9)
-    for sizes in ([], [7, 7, 7], [7, 9, 8]):
-        facts.graphs = sizes
-        assert isinstance(rules._growth(facts, None), str)
+    assert sizes == [3, 4, 5, 6]  # two sums, and a product of each step
+
+
+@pytest.mark.parametrize("carry", ["all", "one", "none"])
+def test_steps_that_go_back_through_all_earlier_ones_are_told_from_those_that_do_not(carry):
+    w, facts = torch.ones(3, requires_grad=True), None
+
+    def plan(driver):
+        nonlocal facts
+        sizes = yield from measure.graphs(driver)
+        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"backward": 0.9}, None, {}, graphs=sizes)
+
+    with Instrument() as watched, contextlib.suppress(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        state = torch.ones(3)
+        optimizer = torch.optim.SGD([w], lr=0.0)
+        for i in range(20):
+            last, state = state, (state if carry == "all" else i) + w
+            (state + (last if carry == "one" else 1.0)).sum().backward(retain_graph=True)
+            optimizer.step()
+            state = state.detach() if carry == "none" else state
+    found = rules._growth(facts, None)
+    assert isinstance(found, rules.Finding) == (carry == "all"), found
+    if carry == "all":
+        total, old = facts.graphs[-1]
+        assert total - old == 3 and found.gain == pytest.approx(0.9 * old / total)
 
 
 def test_what_comes_out_the_same_in_every_step_is_found():
@@ -813,8 +869,13 @@ def test_a_line_that_a_module_carries_out_again_and_again_is_a_loop():
         model(torch.rand(2, 20, 4))
         for cell in others:
             cell(torch.rand(4), torch.rand(4))
+        total = 0
+        for i in range(18):
+            total += i
     code = Path(__file__).read_text().splitlines()
+    assert sys._getframe().f_trace is None
     repeats = {code[site.line - 1].strip(): count for site, count in counter.repeats().items()}
+    assert repeats["total += i"] == 18  # of a function that was running before
     assert repeats["state = self.cell(x[:, position], state)"] == 20
     assert repeats["return torch.tanh(x + state)"] == 20  # and not 50: each of the others does it once
     assert repeats["state = torch.zeros(x.shape[0], 4)"] == 1
@@ -835,6 +896,31 @@ def test_a_model_that_loops_in_python_is_told_from_a_small_batch():
     facts.repeats = {}
     assert "no line of the model" in rules._python_loop(facts, None)
     assert 0 < measure.call_cost() < 1e-3
+
+
+def test_a_layout_that_a_model_loses_is_told_from_one_that_it_keeps():
+    class Loses(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).contiguous())
+
+    last, x = torch.channels_last, torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"forward": 0.4, "backward": 0.4}, None, {})
+    facts.operations, facts.candidates = [("aten::copy_", 0.5, 60)], {"layout": rules.LAST}
+    rule = next(rule for rule in rules.RULES if rule.name == "layout")
+    for model, names in ((Loses(*layers), ["1"]), (nn.Sequential(*layers), [])):
+        model.to(memory_format=last)
+        driver = types.SimpleNamespace(instrument=types.SimpleNamespace(roots=[model]))
+        with measure.contiguous_inputs(driver) as facts.contiguous:
+            model(x)
+            model(x)
+        model(x.contiguous())
+        assert facts.contiguous == names
+        found = rule.look(facts, None)
+        assert found.gain == pytest.approx(0.4) if names else found == rules.LAST
+    facts.contiguous, facts.operations = ["1"], [("aten::copy_", 0.02, 60)]
+    assert rule.look(facts, None) == rules.LAST
+    assert measure.compiled(nn.Sequential(torch.compile(layers[0]))) and not measure.compiled(nn.Sequential(*layers))
 
 
 @pytest.mark.parametrize(("pace", "lost"), [(0.002, 0.6), (0.0085, 0.15), (0.011, 0.12)])
@@ -903,6 +989,22 @@ def test_what_computing_may_gain_ends_where_the_workers_cannot_follow(workers, p
     facts.rates = {} if pace is None else {0: measure.LoaderRate(0, 4.0, 0.1), 4: measure.LoaderRate(4, pace, None)}
     gain = rules.gain_of_computing(facts, 3.0)
     assert gain == pytest.approx(min(0.3, (10 - left) / 10))
+
+
+def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
+    monkeypatch.setattr(rules, "cores", lambda: 1)
+    facts = measure.Facts([], measure.Interval(4.5, 4, 5), {}, None, {}, cached=3.0, cpu_cached=3.0)
+    facts.rates = {0: measure.LoaderRate(0, 0.4, 0.4), 1: measure.LoaderRate(1, 1.6, None)}
+    assert rules.gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
+    facts.rates[0] = measure.LoaderRate(0, 1.5, 0.4)  # what waits takes no core
+    assert rules.gain_of_loading(facts, 1) == pytest.approx(1 - 3.4 / 4.5)
+
+
+@pytest.mark.parametrize(("cost", "option", "named"), [(0.2, False, True), (0.2, True, False), (0.09, False, False)])
+def test_what_costs_little_or_is_a_choice_is_no_bottleneck(cost, option, named):
+    diagnosis = Diagnosis()
+    diagnosis.findings = [rules.Finding("loader", "", "", cost, option=option)]
+    assert (diagnosis.bottleneck is not None) == named
 
 
 def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):

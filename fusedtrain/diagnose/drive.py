@@ -160,6 +160,7 @@ class Driver:
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
         self.instrument.before_optimizer = self._before_optimizer
         self.instrument.on_optimizer = self._after_optimizer
+        self.instrument.on_closure = self._closure
         self.instrument.on_pass = self._after_pass
 
     @contextlib.contextmanager
@@ -237,6 +238,10 @@ class Driver:
         self._recognise(optimizer)
         if self._open is not None:
             self._open.optimizer_faults -= _faults()
+
+    def _closure(self, entered: bool) -> None:
+        if self._open is not None:
+            self._open.optimizer_faults += _faults() if entered else -_faults()
 
     def _recognise(self, optimizer) -> None:
         """The loader that was asked last before the first optimizer step is that of the training loop."""

@@ -121,7 +121,7 @@ _RUNNING = {
 def running(frame, parts: dict) -> str:
     """Returns the part that a call stack is in; ``parts``: those of more functions, by their code."""
     part = "rest"
-    while frame is not None:
+    while frame is not None and frame.f_code is not _CLOSURE:
         part = parts.get(frame.f_code) or _RUNNING.get(frame.f_code, part)
         frame = frame.f_back
     return part
@@ -175,15 +175,15 @@ def _loss(outputs: object) -> Tensor | None:
     return outputs.detach()
 
 
-def graph_size(outputs: object) -> int:
-    """Returns how many operations a pass that begins at these tensors goes back through."""
+def graph_of(outputs: object) -> set:
+    """Returns the operations that a pass which begins at these tensors goes back through, without their ends."""
     nodes = [t.grad_fn for t in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if t.grad_fn is not None]
     seen = set(nodes)
     while nodes:
-        found = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
+        found = {node for node, _ in nodes.pop().next_functions if getattr(node, "next_functions", ())} - seen
         seen |= found
         nodes += found
-    return len(seen)
+    return seen
 
 
 def wrap(owner: object, name: str, make) -> Callable[[], None]:
@@ -211,7 +211,7 @@ class Instrument:
         marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
-        graphs: receives how many operations each outermost backward pass goes back through; None: not counted.
+        graph: receives the operations that outermost backward passes go back through; None: not noted.
         records_evaluation: whether an evaluation amid the training was recorded for a backward pass.
         optimizers: those of torch.optim that took a step.
         by_hand: objects that update weights and are not of torch.optim, with the names of their methods.
@@ -227,7 +227,7 @@ class Instrument:
         self.roots: list[nn.Module] = []
         self._trained: set[nn.Module] = set()  # those that were in training mode then
         self.records_evaluation = False
-        self.graphs: list[int] | None = None
+        self.graph: set | None = None
         self.optimizers: list[Optimizer] = []
         self.by_hand: list[tuple[object, str]] = []
         self.made_optimizer = False  # of torch.optim
@@ -240,6 +240,8 @@ class Instrument:
         self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
+        self.on_closure = lambda entered: None  # at the start and at the end of what an optimizer calls in its step
+        self.calls_closures = False
         self.on_pass = lambda name: None  # after one of PASSES, outside all parts
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
@@ -522,8 +524,8 @@ class Instrument:
             outermost = self.part is None and threading.get_ident() == self._thread
             if outermost:
                 self.loss = _loss(outputs)
-                if self.graphs is not None:
-                    self.graphs.append(graph_size(outputs))
+                if self.graph is not None:
+                    self.graph |= graph_of(outputs)
             result = timed(outputs, *args, **kwargs)
             if outermost and functorch.maybe_current_level() is None:  # within torch.func the plan could change nothing
                 self.on_pass(name)
@@ -560,14 +562,32 @@ class Instrument:
 
         return wrapper
 
-    def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
+    def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> tuple | None:
         if self.part is not None:
-            return
+            return None
         optimizer = getattr(optimizer, "stands_for", optimizer)  # a remedy's step in its place
         self.before_optimizer(optimizer)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         self._open("optimizer", optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+        self.calls_closures, closure = True, self._outside(optimizer, closure)
+        return ((*args[:1], closure, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closure})
+
+    def _outside(self, optimizer: Optimizer, closure: Callable) -> Callable:
+        """Returns a closure whose time is not the optimizer's that calls it."""
+
+        def within_optimizer():
+            self._finish()
+            self.on_closure(True)
+            result = closure()
+            self.on_closure(False)
+            self._open("optimizer", optimizer)
+            return result
+
+        return within_optimizer
 
     def _leave_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
         optimizer = getattr(optimizer, "stands_for", optimizer)
@@ -614,3 +634,8 @@ class Instrument:
         for cls in vars(torch.optim.lr_scheduler).values():
             if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and "step" in vars(cls):
                 self.patch(cls, "step", schedule)
+
+
+_CLOSURE = next(
+    code for code in Instrument._outside.__code__.co_consts if getattr(code, "co_name", "") == "within_optimizer"
+)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import torch
+from torch import nn
 from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
@@ -38,7 +39,7 @@ BUDGET = 0.008  # share of the time that watching steps in parts may take; switc
 CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
-GRAPHS = 8  # steps whose backward passes are counted through
+GRAPHS = 5  # steps whose backward passes are followed
 STALL = 3.0  # times the median: a step that something held up
 
 
@@ -49,6 +50,11 @@ class LoaderRate:
     workers: int
     seconds: float  # per batch
     cpu: float | None  # seconds of CPU time per batch, of the main process; None with workers
+
+    @property
+    def computing(self) -> bool:
+        """Whether loading is more computing than waiting."""
+        return self.cpu >= 0.5 * self.seconds
 
 
 @dataclass
@@ -73,8 +79,9 @@ class Facts:
     calls: float = 0.0  # of operations in a step, as torch.profiler counts them
     call_cost: float | None = None  # seconds of such a call on a few numbers
     repeats: dict[Site, int] = field(default_factory=dict)  # how often one object carries a line out in a step
+    contiguous: list[str] = field(default_factory=list)  # convolutions that channels_last is lost before
     fused_step: float | None = None  # seconds of a fused optimizer on the weights, where theirs is written by hand
-    graphs: list[int] = field(default_factory=list)  # operations that backward passes go through, by step
+    graphs: list[tuple[int, int]] = field(default_factory=list)  # operations of backward passes, and of earlier steps
     constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
@@ -156,6 +163,18 @@ def warm_up(driver: Driver):
     step = median(step.seconds for step in records[4:])
     driver.read_waits(step)
     return Sizes(step, max(1, round(median(gaps))) if gaps else 1)
+
+
+def graphs(driver: Driver):
+    """Returns how many operations the backward passes of some steps go through, and how many of an earlier step."""
+    sizes, earlier = [], set()
+    for _ in range(GRAPHS):
+        driver.instrument.graph = graph = set()
+        yield Run(1, parts=True)
+        sizes.append((len(graph), len(graph & earlier)))
+        earlier = graph
+    driver.instrument.graph = None
+    return agree(sizes[1:])
 
 
 def bare_steps(watched: int, bare: int, share: float) -> int:
@@ -315,7 +334,7 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
         return
     single = facts.rates[0]
     # Workers that wait for storage do not need a core each; those that compute do.
-    most, target = (32, 0.4 * facts.cached) if single.cpu < 0.5 * single.seconds else (cores(), 0.8 * facts.cached)
+    most, target = (32, 0.4 * facts.cached) if not single.computing else (cores(), 0.8 * facts.cached)
     workers, best = 1, math.inf
     while workers <= most:
         if workers not in facts.rates:
@@ -372,15 +391,24 @@ class LineCounter:
 
     def __init__(self):
         self.counts: Counter[tuple[Site, int]] = Counter()
+        self._running: list = []  # frames that were there before: the training loop's own
 
     def __enter__(self) -> "LineCounter":
         if sys.gettrace() is None:
             sys.settrace(self._call)
+            frame = sys._getframe(1)
+            while frame is not None:
+                frame.f_trace = self._call(frame, "call", None)
+                self._running.append(frame)
+                frame = frame.f_back
         return self
 
     def __exit__(self, *_) -> None:
         if sys.gettrace() == self._call:
             sys.settrace(None)
+        for frame in self._running:
+            frame.f_trace = None
+        self._running.clear()
 
     def _call(self, frame, event: str, _):
         code = frame.f_code
@@ -403,25 +431,47 @@ class LineCounter:
 
 
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
-    """Finds the user's lines that the time goes to, how often each is carried out, and how far gradients go back."""
+    """Finds the user's lines that the time goes to, how often each is carried out, and where the layout is lost."""
     with Sampler(driver) as sampler:
-        yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
+        steps = min(max(math.ceil(SAMPLING / sizes.step), 3), 5000)
+        yield Run(steps, arm, parts=driver.instrument.calls_closures)  # else what they call looks like the optimizer
     facts.lines = agree(sampler.lines())
-    with LineCounter() as counter:
+    with LineCounter() as counter, contiguous_inputs(driver) as facts.contiguous:
         yield Run(1, arm)
     facts.repeats = agree(counter.repeats())
-    for _ in range(GRAPHS):
-        driver.instrument.graphs = []
-        yield Run(1, arm, parts=True)
-        facts.graphs.append(max(driver.instrument.graphs, default=0))
-    driver.instrument.graphs = None
-    facts.graphs = agree(facts.graphs)
+
+
+@contextlib.contextmanager
+def contiguous_inputs(driver: Driver):
+    """Gives the names of convolutions whose weights are channels_last and whose inputs are not."""
+    names: list[str] = []
+
+    def noting(name: str):
+        def hook(conv: nn.Conv2d, inputs: tuple) -> None:
+            last = [t.is_contiguous(memory_format=torch.channels_last) for t in (conv.weight, *inputs)]
+            if last == [True, False] and name not in names:
+                names.append(name)
+
+        return hook
+
+    found = [named for model in models(driver) if not compiled(model) for named in model.named_modules()]
+    hooks = [m.register_forward_pre_hook(noting(name)) for name, m in found if isinstance(m, nn.Conv2d)]
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compiled(model: nn.Module) -> bool:
+    """Returns whether torch.compile made any part of a model: it would be compiled again when hooks change."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 def constants(driver: Driver, facts: Facts, arm: Arm):
     """Finds what every step computes anew from what does not change."""
-    compiled = sys.modules.get("torch._dynamo")
-    if replicas(driver) or (compiled is not None and compiled.utils.counters):
+    dynamo = sys.modules.get("torch._dynamo")
+    if replicas(driver) or (dynamo is not None and dynamo.utils.counters):
         return  # the exchange and compiled code are not for other eyes
     with Constants() as numbered:
         yield Run(1, arm)

@@ -36,6 +36,7 @@ from fusedtrain.diagnose.remedies import (
 LEAST = 0.03  # of the step: less is not worth naming
 SPARE = 0.5  # of the computing time that loading a batch may take, where more workers cost nothing
 LOOP = 16  # times in a step that a module carries out a line of a loop
+LAST = "channels_last already"
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
 
 
@@ -102,7 +103,9 @@ def overlapped(facts: Facts, workers: int, saved: float = 0.0) -> float:
     It is the slowest of computing, loading, and all CPU work over all cores.
     """
     left = 1 - min(saved / facts.cached, 1.0)  # of computing, on however many threads
-    work = facts.rates[0].cpu + facts.cpu_cached * left
+    # Handing batches over takes time as well: where one worker is kept busy by computing, no less than it takes in all.
+    loading = facts.rates[workers].seconds if workers and facts.rates[0].computing else 0.0
+    work = max(facts.rates[0].cpu, loading) + facts.cpu_cached * left
     return max(facts.cached * left, facts.rates[workers].seconds, work / cores())
 
 
@@ -183,8 +186,8 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         advice = f"it was not changed: {facts.why_no_rates}"
         return Finding("loader", "the step waits for the data", evidence, lost, advice=advice, lines=lines)
     single, now = facts.rates[0], getattr(facts.loader, "num_workers", 0)
-    busy = min(1.0, single.cpu / single.seconds)
-    kind = "most of it waiting, as for storage" if busy < 0.5 else "most of it computing, as for decoding"
+    busy, computing = min(1.0, single.cpu / single.seconds), single.computing
+    kind = "most of it computing, as for decoding" if computing else "most of it waiting, as for storage"
     delivers = ", ".join(
         f"{r.workers}: {1 / r.seconds:.3g}" for r in sorted(facts.rates.values(), key=lambda r: r.workers)
     )
@@ -196,15 +199,15 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     best = max(gains.values())
     near = [w for w, gain in gains.items() if gain > best - 0.03]
     # Workers that only wait cost little: with some to spare the loader keeps up when computing gets faster.
-    spare = [w for w in near if busy < 0.5 and facts.rates[w].seconds < SPARE * facts.cached]
+    spare = [w for w in near if not computing and facts.rates[w].seconds < SPARE * facts.cached]
     workers = min(spare or near)
     cause = "the step waits for the data loader: " + (
-        f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
+        f"it has {now or 'no'} workers, and loading a batch is mostly {'computing' if computing else 'waiting'}"
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
     shared = ("loader_restart", lost_to_restarts(facts))
     if best < LEAST:
-        why = "what it waits for has a limit of its own" if busy < 0.5 else "the cores have no time left for them"
+        why = "the cores have no time left for them" if computing else "what it waits for has a limit of its own"
         cause += f"; more workers do not help: {why}"
         return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
@@ -367,8 +370,35 @@ def _layout(facts: Facts, driver: Driver) -> list[Remedy] | str:
         return "no two-dimensional convolutions"
     dense = [w for w in weights if w.shape[1] > 1]  # depthwise and one-channel weights look the same in both layouts
     if dense and all(w.is_contiguous(memory_format=torch.channels_last) for w in dense):
-        return "channels_last already"
+        return LAST
     return [facts.keep(ChannelsLast())]
+
+
+def _layout_rule() -> Rule:
+    rule = probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout)
+
+    def look(facts: Facts, driver: Driver) -> Finding | str:
+        asked_for = facts.candidates["layout"] == LAST
+        return (_lost_layout if asked_for else rule.look)(facts, driver)
+
+    return Rule("layout", look, rule.candidates)
+
+
+def _lost_layout(facts: Facts, driver: Driver) -> Finding | str:
+    copied = sum(share for name, share, _ in facts.operations if name == "aten::copy_")
+    gain = gain_of_computing(facts, copied * (facts.parts["forward"] + facts.parts["backward"]))
+    if gain < LEAST or not facts.contiguous:
+        return LAST
+    names = ", ".join(facts.contiguous[:3]) + (", ..." if len(facts.contiguous) > 3 else "")
+    return Finding(
+        "layout",
+        "channels_last is lost within the model, and tensors are copied to and fro",
+        f"{len(facts.contiguous)} convolutions get other tensors: {names}; copies take {copied:.0%} of computing",
+        gain,
+        advice="leave out what makes tensors contiguous in front of them: contiguous(), view, reshape; or"
+        " .contiguous(memory_format=torch.channels_last) once, behind it",
+        lines=tuple((site, share) for part, site, share in facts.lines if part == "forward"),
+    )
 
 
 def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -379,29 +409,30 @@ def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 
 def _optimizer_rule() -> Rule:
-    """torch's optimizers can be replaced on trial; of one that is written by hand it is only known what it computes."""
+    """Some optimizers can be replaced on trial; of others it is only known how long they take."""
     of_torch = probed(
         "optimizer",
         "the optimizer goes over memory many times",
         _optimizer,
         evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
     )
-    return Rule(
-        "optimizer",
-        lambda facts, driver: (_by_hand if driver.instrument.by_hand else of_torch.look)(facts, driver),
-        of_torch.candidates,
-    )
+
+    def look(facts: Facts, driver: Driver) -> Finding | str:
+        steps = driver.instrument.by_hand
+        steps = steps or [(o, "step") for o in driver.instrument.optimizers if not FusedOptimizer.has_form(o)]
+        return _without_fused(facts, driver, *steps[0]) if steps else of_torch.look(facts, driver)
+
+    return Rule("optimizer", look, of_torch.candidates)
 
 
-def _by_hand(facts: Facts, driver: Driver) -> Finding | str:
+def _without_fused(facts: Facts, driver: Driver, owner: object, name: str) -> Finding | str:
     seconds = facts.parts["optimizer"]
     share = seconds / facts.step.value
     if share < LEAST or not models(driver):
-        return f"it is written by hand and takes {share:.1%} of the step"
+        return f"{type(owner).__name__}.{name}() takes {share:.1%} of the step"
     if facts.fused_step is None:
         with driver.aside():
             facts.fused_step = fused_step(driver)
-    (owner, name), *_ = driver.instrument.by_hand
     evidence = (
         f"{type(owner).__name__}.{name}() takes {1e3 * seconds:.3g} ms, {share:.0%} of the step;"
         f" torch.optim.AdamW(fused=True) takes {1e3 * facts.fused_step:.3g} ms for weights of these sizes"
@@ -411,7 +442,7 @@ def _by_hand(facts: Facts, driver: Driver) -> Finding | str:
         return evidence
     return Finding(
         "optimizer",
-        "the optimizer is written by hand: many operations, one tensor after the other",
+        "the optimizer carries out many operations, one tensor after the other",
         evidence,
         gain,
         advice="take one of torch.optim with fused=True, or of fusedtrain.optim: one pass over memory for all tensors",
@@ -543,13 +574,12 @@ def _constants(facts: Facts, driver: Driver) -> Finding | str:
 
 
 def _growth(facts: Facts, driver: Driver) -> Finding | str:
-    sizes = facts.graphs
-    if len(sizes) < 2 or any(b <= a for a, b in itertools.pairwise(sizes)):
-        return "a backward pass does not go back into earlier steps"
-    first, last = sizes[0], sizes[-1]
-    own = (last - first) / (len(sizes) - 1)  # of a step
-    evidence = f"a backward pass goes through {last:,} operations, in every step {own:,.0f} more than in the one before"
-    gain = gain_of_computing(facts, facts.parts["backward"] * max(0.0, 1 - own / last))
+    earlier = [old for _, old in facts.graphs]
+    if not earlier or not earlier[0] or any(b <= a for a, b in itertools.pairwise(earlier)):
+        return "backward passes go no further back from step to step"
+    total, old = facts.graphs[-1]
+    evidence = f"of {total:,} operations of a backward pass {old:,} are of earlier steps, and more from step to step"
+    gain = gain_of_computing(facts, facts.parts["backward"] * old / total)
     if gain < LEAST:
         return evidence
     return Finding(
@@ -558,6 +588,7 @@ def _growth(facts: Facts, driver: Driver) -> Finding | str:
         evidence,
         gain,
         advice="detach() what is carried from step to step, and leave retain_graph=True out",
+        lines=tuple((site, share) for part, site, share in facts.lines if part == "backward"),
     )
 
 
@@ -600,7 +631,7 @@ RULES = (
         _threads,
         evidence=lambda facts, driver: f"{torch.get_num_threads()} threads, {cores()} cores",
     ),
-    probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout),
+    _layout_rule(),
     probed(
         "fuse",
         "layers run unfused",
