@@ -16,6 +16,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import types
 from collections import Counter
@@ -342,7 +344,10 @@ def test_what_an_optimizer_calls_in_its_step_is_not_the_optimizers(how):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def closure():
-        seen.append(instrument.running(sys._getframe(), {}))
+        with tempfile.TemporaryFile() as file:
+            stack = measure.stack_of(threading.get_ident(), file)
+        assert stack[1] == (__file__, closure.__code__.co_firstlineno + 2, "closure")
+        seen.append(instrument.running(stack, {}))
         optimizer.zero_grad()
         loss = model(torch.rand(2, 4)).sum()
         loss.backward()
@@ -844,6 +849,25 @@ def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
     assert [finding.rule for finding in ranked(findings)] == ["recomputed", "own_code"]
     facts.constants = [(line, 0.05)]
     assert isinstance(rules._constants(facts, driver), str)
+
+
+def test_looking_for_lines_keeps_nothing_of_the_training_alive():
+    class Guard:
+        def __del__(self):
+            ended.add(threading.get_ident())
+
+    def work():
+        guard = Guard()  # noqa: F841 (until the function ends)
+        return sum(range(300))
+
+    ended, driver = set(), types.SimpleNamespace(stepping=True, instrument=Instrument())
+    with measure.Sampler(driver) as sampler:
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.5:
+            work()
+    assert ended == {threading.get_ident()}
+    assert {site.file for _, site, _ in sampler.lines()} == {__file__}
+    assert sum(share for *_, share in sampler.lines()) == pytest.approx(1.0)
 
 
 class Recurrent(nn.Module):

@@ -105,37 +105,47 @@ class Site:
     line: int
 
 
+def place(code) -> tuple[str, str]:
+    """Returns how a function is found in a stack: its file and its name."""
+    return code.co_filename, code.co_name
+
+
 # Where a function of torch's stands in a stack, that part is running; the outermost counts.
 _RUNNING = {
-    Tensor.backward.__code__: "backward",
-    torch.autograd.backward.__code__: "backward",
-    torch.autograd.grad.__code__: "backward",
-    nn.Module._call_impl.__code__: "forward",
-    nn.Module.zero_grad.__code__: "zero_grad",
-    inspect.unwrap(Optimizer.zero_grad).__code__: "zero_grad",
-    Optimizer.profile_hook_step(lambda: None).__code__: "optimizer",
-    _BaseDataLoaderIter.__next__.__code__: "loader",
+    place(Tensor.backward.__code__): "backward",
+    place(torch.autograd.backward.__code__): "backward",
+    place(torch.autograd.grad.__code__): "backward",
+    place(nn.Module._call_impl.__code__): "forward",
+    place(nn.Module.zero_grad.__code__): "zero_grad",
+    place(inspect.unwrap(Optimizer.zero_grad).__code__): "zero_grad",
+    place(Optimizer.profile_hook_step(lambda: None).__code__): "optimizer",
+    place(_BaseDataLoaderIter.__next__.__code__): "loader",
 }
+_CLOSURE = __file__, "within_optimizer"
 
 
-def running(frame, parts: dict) -> str:
-    """Returns the part that a call stack is in; ``parts``: those of more functions, by their code."""
+def running(stack: list[tuple[str, int, str]], parts: dict) -> str:
+    """Returns the part that a stack of (file, line, function), the innermost first, is in.
+
+    ``parts``: those of more functions, by their place. What an optimizer calls in its step is not the optimizer's.
+    """
     part = "rest"
-    while frame is not None and frame.f_code is not _CLOSURE:
-        part = parts.get(frame.f_code) or _RUNNING.get(frame.f_code, part)
-        frame = frame.f_back
+    for file, _, name in stack:
+        if (file, name) == _CLOSURE:
+            break
+        part = parts.get((file, name)) or _RUNNING.get((file, name), part)
     return part
 
 
-def is_users(code) -> bool:
-    """Returns whether code is neither torch's, Python's nor ours."""
-    return not code.co_filename.startswith(_OWN) and "site-packages" not in code.co_filename
+def is_users(file: str) -> bool:
+    """Returns whether code of a file is neither torch's, Python's nor ours."""
+    return not file.startswith(_OWN) and "site-packages" not in file
 
 
 def user_frame(frame) -> Site | None:
     """Returns the place of the innermost frame of a call stack that is the user's."""
     while frame is not None:
-        if is_users(frame.f_code):
+        if is_users(frame.f_code.co_filename):
             # some instructions belong to no line
             return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)
         frame = frame.f_back
@@ -327,9 +337,10 @@ class Instrument:
                     self._patch_by_hand(owner, name)
 
     @property
-    def codes(self) -> dict:
-        """The parts of the user's own functions, by their code."""
-        return {method_code(owner, name): "optimizer" for owner, name in self.by_hand}
+    def own_parts(self) -> dict:
+        """The parts of the user's own functions, by their place."""
+        codes = [method_code(owner, name) for owner, name in self.by_hand]
+        return {place(code): "optimizer" for code in codes if code is not None}
 
     def patch(self, owner: object, name: str, make) -> None:
         """Replaces ``owner.name`` by ``make(original)`` until exit."""
@@ -634,8 +645,3 @@ class Instrument:
         for cls in vars(torch.optim.lr_scheduler).values():
             if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler) and "step" in vars(cls):
                 self.patch(cls, "step", schedule)
-
-
-_CLOSURE = next(
-    code for code in Instrument._outside.__code__.co_consts if getattr(code, "co_name", "") == "within_optimizer"
-)

@@ -4,11 +4,14 @@ What takes steps of the training loop is a generator that yields runs to the dri
 """
 
 import contextlib
+import faulthandler
 import inspect
 import itertools
 import math
 import mmap
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -24,7 +27,7 @@ from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.drive import Driver, agree
-from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, running, user_frame
+from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, place, running
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, replicas, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
@@ -345,12 +348,28 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
         best, workers = rate.seconds, 2 * workers
 
 
+def stack_of(thread: int, file) -> list[tuple[str, int, str]]:
+    """Returns (file, line, function) of the frames of a thread, the innermost first; ``file`` is overwritten."""
+    file.seek(0)
+    file.truncate()
+    faulthandler.dump_traceback(file)
+    file.seek(0)
+    text = file.read().decode(errors="replace")
+    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  File .*\n)*)", text)
+    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', found[1]) if found else []
+    return [(name, int(line), function) for name, line, function in frames]
+
+
 class Sampler:
-    """Notes from a second thread, every 2 ms, which line of the user's code the training thread is in."""
+    """Notes from a second thread, every 2 ms, which line of the user's code the training thread is in.
+
+    It reads where that thread is as text. Frames would be kept alive over the end of their functions, and with them
+    what these hold: a guard of torch's would then change the state of the training thread from the second one.
+    """
 
     def __init__(self, driver: Driver):
         self.driver, self.times = driver, defaultdict(float)
-        self.parts = {Driver.fetch.__code__: "loader"} | driver.instrument.codes
+        self.parts = {place(Driver.fetch.__code__): "loader"} | driver.instrument.own_parts
         self.target, self.stop = threading.get_ident(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -368,14 +387,15 @@ class Sampler:
 
     def _run(self) -> None:
         last = time.perf_counter()
-        while not self.stop.wait(0.002):
-            stack = sys._current_frames().get(self.target)
-            site = user_frame(stack)
-            now = time.perf_counter()
-            if site is not None and self.driver.stepping:
-                part = "evaluation" if self.driver.instrument.evaluating else running(stack, self.parts)
-                self.times[part, site] += now - last
-            last = now
+        with tempfile.TemporaryFile() as file:
+            while not self.stop.wait(0.002):
+                stack = stack_of(self.target, file)
+                site = next((Site(name, line) for name, line, _ in stack if is_users(name)), None)
+                now = time.perf_counter()
+                if site is not None and self.driver.stepping:
+                    part = "evaluation" if self.driver.instrument.evaluating else running(stack, self.parts)
+                    self.times[part, site] += now - last
+                last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
         total = sum(self.times.values())
@@ -412,7 +432,7 @@ class LineCounter:
 
     def _call(self, frame, event: str, _):
         code = frame.f_code
-        if not is_users(code):
+        if not is_users(code.co_filename):
             return None
         owner = id(frame.f_locals.get("self"))
 
