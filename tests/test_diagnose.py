@@ -1469,6 +1469,10 @@ def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, f
             "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
             "no training loop was recognised: .* It started 1 more, which are not watched",
         ),
+        (
+            "import torch as t; w = t.ones(2, requires_grad=True); o = t.optim.SGD([w]); w.sum().backward(); o.step()",
+            "ended before enough steps were measured: it took [01] steps",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_diagnosed_says_why(tmp_path, code, message):

@@ -26,10 +26,10 @@ from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
 from fusedtrain.diagnose.constants import Constants
-from fusedtrain.diagnose.drive import Driver, agree
+from fusedtrain.diagnose.drive import Driver, agree, ranks
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, place, running
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
-from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, replicas, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -491,8 +491,8 @@ def compiled(model: nn.Module) -> bool:
 def constants(driver: Driver, facts: Facts, arm: Arm):
     """Finds what every step computes anew from what does not change."""
     dynamo = sys.modules.get("torch._dynamo")
-    if replicas(driver) or (dynamo is not None and dynamo.utils.counters):
-        return  # the exchange and compiled code are not for other eyes
+    if ranks() > 1 or torch.cuda.is_initialized() or (dynamo is not None and dynamo.utils.counters):
+        return  # neither the exchange nor compiled code is for other eyes, and a launch is no computing
     with Constants() as numbered:
         yield Run(1, arm)
         for _ in range(2):
