@@ -92,6 +92,11 @@ class Rule:
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
+def lines_of(facts: Facts, part: str) -> tuple[tuple[Site, float], ...]:
+    """Returns the user's lines that a part of the step goes to, with their shares of the step."""
+    return tuple((site, share) for where, site, share in facts.lines if where == part)
+
+
 def serial(facts: Facts) -> bool:
     """Whether loading and computing take turns instead of overlapping."""
     return getattr(facts.loader, "num_workers", 0) == 0
@@ -181,7 +186,7 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f"a step takes {1e3 * facts.step.value:.3g} ms, with cached batches {1e3 * facts.cached:.3g} ms:"
         f" {lost:.0%} of it is loading"
     )
-    lines = tuple((site, share) for part, site, share in facts.lines if part == "loader")
+    lines = lines_of(facts, "loader")
     if facts.why_no_rates is not None:
         advice = f"it was not changed: {facts.why_no_rates}"
         return Finding("loader", "the step waits for the data", evidence, lost, advice=advice, lines=lines)
@@ -202,7 +207,8 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     spare = [w for w in near if not computing and facts.rates[w].seconds < SPARE * facts.cached]
     workers = min(spare or near)
     cause = "the step waits for the data loader: " + (
-        f"it has {now or 'no'} workers, and loading a batch is mostly {'computing' if computing else 'waiting'}"
+        f"it has {now or 'no'} worker{'s' * (now != 1)}, and loading a batch is mostly"
+        f" {'computing' if computing else 'waiting'}"
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
     shared = ("loader_restart", lost_to_restarts(facts))
@@ -397,7 +403,7 @@ def _lost_layout(facts: Facts, driver: Driver) -> Finding | str:
         gain,
         advice="leave out what makes tensors contiguous in front of them: contiguous(), view, reshape; or"
         " .contiguous(memory_format=torch.channels_last) once, behind it",
-        lines=tuple((site, share) for part, site, share in facts.lines if part == "forward"),
+        lines=lines_of(facts, "forward"),
     )
 
 
@@ -446,7 +452,7 @@ def _without_fused(facts: Facts, driver: Driver, owner: object, name: str) -> Fi
         evidence,
         gain,
         advice="take one of torch.optim with fused=True, or of fusedtrain.optim: one pass over memory for all tensors",
-        lines=tuple((site, share) for part, site, share in facts.lines if part == "optimizer"),
+        lines=lines_of(facts, "optimizer"),
     )
 
 
@@ -523,7 +529,7 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
 
 
 def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
-    forward = [(site, share) for part, site, share in facts.lines if part == "forward"]
+    forward = lines_of(facts, "forward")
     looped = tuple((site, share) for site, share in forward if facts.repeats.get(site, 0) >= LOOP)
     if not looped:
         return f"no line of the model that takes time is carried out {LOOP} times in a step by the same module"
@@ -558,7 +564,7 @@ def _evaluation(facts: Facts, driver: Driver) -> Finding | str:
     if driver.instrument.records_evaluation:
         evidence += "; they are recorded for a backward pass that never comes"
         advice = f"evaluate under torch.no_grad(); {advice}"
-    lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "evaluation")
+    lines = lines_of(facts, "evaluation")
     cause = "the model is evaluated amid the training"
     return Finding("evaluation", cause, evidence, share, advice=advice, lines=lines)
 
@@ -588,7 +594,7 @@ def _growth(facts: Facts, driver: Driver) -> Finding | str:
         evidence,
         gain,
         advice="detach() what is carried from step to step, and leave retain_graph=True out",
-        lines=tuple((site, share) for part, site, share in facts.lines if part == "backward"),
+        lines=lines_of(facts, "backward"),
     )
 
 
@@ -597,7 +603,7 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
     if share < 0.1:
         return evidence
-    lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "rest")
+    lines = lines_of(facts, "rest")
     if facts.items > 10:
         evidence += f"; about {facts.items} .item() per step"
     cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
