@@ -16,6 +16,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import types
 from collections import Counter
@@ -46,7 +48,8 @@ from fusedtrain.diagnose import (
     script,
     verify,
 )
-from fusedtrain.diagnose.diagnosis import ranked
+from fusedtrain.diagnose.constants import Constants
+from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
@@ -333,6 +336,30 @@ def test_a_step_is_the_sum_of_its_parts():
     for step in steps:
         assert set(step.parts) >= {"loader", "forward", "backward", "optimizer", "zero_grad", "rest"}
         assert sum(step.parts.values()) == pytest.approx(step.seconds) and min(step.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("how", ["by place", "by name"])
+def test_what_an_optimizer_calls_in_its_step_is_not_the_optimizers(how):
+    model, seen = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure():
+        with tempfile.TemporaryFile() as file:
+            stack = measure.stack_of(threading.get_ident(), file)
+        assert stack[1] == (__file__, closure.__code__.co_firstlineno + 2, "closure")
+        seen.append(instrument.running(stack, {}))
+        optimizer.zero_grad()
+        loss = model(torch.rand(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with Instrument() as watched:
+        watched.step = step = Step(0.0)
+        loss = optimizer.step(closure) if how == "by place" else optimizer.step(closure=closure)
+        optimizer.step(None)
+    parts = [part for part, *_ in step.spans]
+    assert parts == ["optimizer", "zero_grad", "forward", "backward", "optimizer", "optimizer"]
+    assert seen == ["rest"] and loss.requires_grad and watched.roots == [model]
 
 
 @pytest.mark.parametrize(("threads", "fine"), [(1, False), (1, True), (2, False)])
@@ -673,6 +700,18 @@ def test_an_optimizer_of_torch_is_waited_for_however_often_gradients_are_accumul
     assert driver.optimizer is optimizer and not watched.by_hand
 
 
+def test_an_optimizer_that_is_made_and_never_steps_is_not_waited_for_for_ever():
+    w = torch.ones(3, requires_grad=True)
+    with Instrument() as watched, pytest.raises(Finished):
+        torch.optim.SGD([w], lr=0.01)
+        driver = Driver(watched, lambda driver: iter(()))
+        driver.install()
+        for i in range(2 * drive.IDLE):
+            assert i <= drive.IDLE
+            w.sum().backward()
+    assert driver.optimizer == "backward"
+
+
 def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     watched = types.SimpleNamespace(by_hand=[(ByHand(model), "step")], roots=[model], optimizers=[])
@@ -685,7 +724,150 @@ def test_an_optimizer_that_is_written_by_hand_is_held_against_a_fused_one():
     facts.fused_step = 0.39  # for large weights
     assert isinstance(rule.look(facts, driver), str)
     facts.parts["optimizer"] = 0.01
-    assert rule.look(facts, driver) == "it is written by hand and takes 1.0% of the step"
+    assert rule.look(facts, driver) == "ByHand.step() takes 1.0% of the step"
+
+
+def test_an_optimizer_without_a_fused_form_is_held_against_a_fused_one():
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.NAdam(model.parameters())]
+    watched = types.SimpleNamespace(by_hand=[], roots=[model], optimizers=optimizers)
+    driver = types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
+    rule = next(rule for rule in rules.RULES if rule.name == "optimizer")
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {}, fused_step=0.1)
+    finding = rule.look(facts, driver)
+    assert finding.gain == pytest.approx(0.3) and "NAdam.step() takes 400 ms" in finding.evidence
+    watched.optimizers = [torch.optim.Adam(model.parameters())]
+    facts.candidates = {"optimizer": "the optimizer is fused already"}
+    assert rule.look(facts, driver) == "the optimizer is fused already"
+
+
+def test_a_model_that_is_evaluated_amid_the_training_is_told_from_one_that_trains():
+    model, teacher, x = Net(), Net().eval(), torch.rand(2, 3, 8, 8)
+    with Instrument() as watched:
+        watched.step = step = Step(0.0)
+        model.eval()(x)  # before the first step, as a check
+        (model.train()(x) - teacher(x)).sum().backward()
+        watched.settle()
+        with torch.no_grad():
+            teacher(x), model(x)
+            model.eval()(x)
+        assert not watched.records_evaluation
+        model(x)
+        assert watched.records_evaluation
+        model.train()(x)
+    parts = [part for part, *_ in step.spans]
+    assert parts == ["forward"] * 3 + ["backward"] + ["forward"] * 2 + ["evaluation"] * 2 + ["forward"]
+
+
+def test_an_evaluation_amid_the_training_is_named_with_its_lines():
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"evaluation": 0.6}, None, {})
+    facts.lines = [("forward", Site("a.py", 1), 0.4), ("evaluation", Site("a.py", 2), 0.6)]
+    driver = types.SimpleNamespace(instrument=types.SimpleNamespace(records_evaluation=False))
+    finding = rules._evaluation(facts, driver)
+    assert finding.gain == 0.6 and finding.lines == ((Site("a.py", 2), 0.6),) and "no_grad" not in finding.advice
+    driver.instrument.records_evaluation = True
+    assert "no_grad" in rules._evaluation(facts, driver).advice
+    facts.parts["evaluation"] = 0.09
+    assert isinstance(rules._evaluation(facts, driver), str)
+
+
+def test_a_graph_that_goes_back_into_earlier_steps_grows():
+    w, state, sizes = torch.ones(3, requires_grad=True), torch.ones(3), []
+    for _ in range(4):
+        state = state * w
+        loss = state.sum()
+        loss = loss + loss
+        sizes.append(len(instrument.graph_of(loss)))
+        torch.autograd.backward([loss], retain_graph=True)
+    assert sizes == [3, 4, 5, 6]  # two sums, and a product of each step
+
+
+@pytest.mark.parametrize("carry", ["all", "one", "none"])
+def test_steps_that_go_back_through_all_earlier_ones_are_told_from_those_that_do_not(carry):
+    w, facts = torch.ones(3, requires_grad=True), None
+
+    def plan(driver):
+        nonlocal facts
+        sizes = yield from measure.graphs(driver)
+        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"backward": 0.9}, None, {}, graphs=sizes)
+
+    with Instrument() as watched, contextlib.suppress(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        state = torch.ones(3)
+        optimizer = torch.optim.SGD([w], lr=0.0)
+        for i in range(20):
+            last, state = state, (state if carry == "all" else i) + w
+            (state + (last if carry == "one" else 1.0)).sum().backward(retain_graph=True)
+            optimizer.step()
+            state = state.detach() if carry == "none" else state
+    found = rules._growth(facts, None)
+    assert isinstance(found, rules.Finding) == (carry == "all"), found
+    if carry == "all":
+        total, old = facts.graphs[-1]
+        assert total - old == 3 and found.gain == pytest.approx(0.9 * old / total)
+
+
+def test_what_comes_out_the_same_in_every_step_is_found():
+    samples, model, noise = torch.rand(50, 8), nn.Linear(8, 2), torch.zeros(8)
+    outside, hidden = torch.zeros(8), torch.zeros(8)
+    optimizer, numbered = torch.optim.SGD(model.parameters(), lr=0.1), Constants()
+    for i in range(3):
+        with numbered:
+            mean = samples.mean(0)
+            scale = (mean * mean).sum().sqrt()
+            table = torch.zeros(16, 8)
+            table[:8].copy_(samples[:8])
+            half = table.sum(0)
+            batch = samples[torch.randint(50, (16,))]
+            rows = table[8:]
+            torch.add(rows, batch[:8], out=rows)
+            whole = table.sum(0)
+            noise.normal_()
+            noisy = noise.abs()
+            written = outside.abs()
+            hidden.data.add_(1)
+            uncounted = hidden.abs()
+            row = samples[i].abs()
+            model((batch - mean) / scale + half + whole + noisy + written + uncounted + row).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outside.add_(1)
+        code = Path(__file__).read_text().splitlines()
+        found = {code[site.line - 1].strip().partition(" = ")[0] for site in numbered.seconds}
+        if i:
+            assert found == {"mean", "scale", "half", "rows", "table[:8].copy_(samples[:8])"}
+        numbered.next_step()
+
+
+def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
+    line = Site("train.py", 7)
+    facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.8}, None, {})
+    facts.lines, facts.constants = [("rest", line, 0.8)], [(line, 0.7)]
+    driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
+    findings = [rules._own_code(facts, driver), rules._constants(facts, driver)]
+    assert [finding.rule for finding in ranked(findings)] == ["recomputed", "own_code"]
+    facts.constants = [(line, 0.05)]
+    assert isinstance(rules._constants(facts, driver), str)
+
+
+def test_looking_for_lines_keeps_nothing_of_the_training_alive():
+    class Guard:
+        def __del__(self):
+            ended.add(threading.get_ident())
+
+    def work():
+        guard = Guard()  # noqa: F841 (until the function ends)
+        return sum(range(300))
+
+    ended, driver = set(), types.SimpleNamespace(stepping=True, instrument=Instrument())
+    with measure.Sampler(driver) as sampler:
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.5:
+            work()
+    assert ended == {threading.get_ident()}
+    assert {site.file for _, site, _ in sampler.lines()} == {__file__}
+    assert sum(share for *_, share in sampler.lines()) == pytest.approx(1.0)
 
 
 class Recurrent(nn.Module):
@@ -711,8 +893,13 @@ def test_a_line_that_a_module_carries_out_again_and_again_is_a_loop():
         model(torch.rand(2, 20, 4))
         for cell in others:
             cell(torch.rand(4), torch.rand(4))
+        total = 0
+        for i in range(18):
+            total += i
     code = Path(__file__).read_text().splitlines()
+    assert sys._getframe().f_trace is None
     repeats = {code[site.line - 1].strip(): count for site, count in counter.repeats().items()}
+    assert repeats["total += i"] == 18  # of a function that was running before
     assert repeats["state = self.cell(x[:, position], state)"] == 20
     assert repeats["return torch.tanh(x + state)"] == 20  # and not 50: each of the others does it once
     assert repeats["state = torch.zeros(x.shape[0], 4)"] == 1
@@ -733,6 +920,31 @@ def test_a_model_that_loops_in_python_is_told_from_a_small_batch():
     facts.repeats = {}
     assert "no line of the model" in rules._python_loop(facts, None)
     assert 0 < measure.call_cost() < 1e-3
+
+
+def test_a_layout_that_a_model_loses_is_told_from_one_that_it_keeps():
+    class Loses(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).contiguous())
+
+    last, x = torch.channels_last, torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"forward": 0.4, "backward": 0.4}, None, {})
+    facts.operations, facts.candidates = [("aten::copy_", 0.5, 60)], {"layout": rules.LAST}
+    rule = next(rule for rule in rules.RULES if rule.name == "layout")
+    for model, names in ((Loses(*layers), ["1"]), (nn.Sequential(*layers), [])):
+        model.to(memory_format=last)
+        driver = types.SimpleNamespace(instrument=types.SimpleNamespace(roots=[model]))
+        with measure.contiguous_inputs(driver) as facts.contiguous:
+            model(x)
+            model(x)
+        model(x.contiguous())
+        assert facts.contiguous == names
+        found = rule.look(facts, None)
+        assert found.gain == pytest.approx(0.4) if names else found == rules.LAST
+    facts.contiguous, facts.operations = ["1"], [("aten::copy_", 0.02, 60)]
+    assert rule.look(facts, None) == rules.LAST
+    assert measure.compiled(nn.Sequential(torch.compile(layers[0]))) and not measure.compiled(nn.Sequential(*layers))
 
 
 @pytest.mark.parametrize(("pace", "lost"), [(0.002, 0.6), (0.0085, 0.15), (0.011, 0.12)])
@@ -801,6 +1013,22 @@ def test_what_computing_may_gain_ends_where_the_workers_cannot_follow(workers, p
     facts.rates = {} if pace is None else {0: measure.LoaderRate(0, 4.0, 0.1), 4: measure.LoaderRate(4, pace, None)}
     gain = rules.gain_of_computing(facts, 3.0)
     assert gain == pytest.approx(min(0.3, (10 - left) / 10))
+
+
+def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
+    monkeypatch.setattr(rules, "cores", lambda: 1)
+    facts = measure.Facts([], measure.Interval(4.5, 4, 5), {}, None, {}, cached=3.0, cpu_cached=3.0)
+    facts.rates = {0: measure.LoaderRate(0, 0.4, 0.4), 1: measure.LoaderRate(1, 1.6, None)}
+    assert rules.gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
+    facts.rates[0] = measure.LoaderRate(0, 1.5, 0.4)  # what waits takes no core
+    assert rules.gain_of_loading(facts, 1) == pytest.approx(1 - 3.4 / 4.5)
+
+
+@pytest.mark.parametrize(("cost", "option", "named"), [(0.2, False, True), (0.2, True, False), (0.09, False, False)])
+def test_what_costs_little_or_is_a_choice_is_no_bottleneck(cost, option, named):
+    diagnosis = Diagnosis()
+    diagnosis.findings = [rules.Finding("loader", "", "", cost, option=option)]
+    assert (diagnosis.bottleneck is not None) == named
 
 
 def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):
@@ -1240,6 +1468,10 @@ def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, f
         (
             "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
             "no training loop was recognised: .* It started 1 more, which are not watched",
+        ),
+        (
+            "import torch as t; w = t.ones(2, requires_grad=True); o = t.optim.SGD([w]); w.sum().backward(); o.step()",
+            "ended before enough steps were measured: it took [01] steps",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.batches import CachedSource
-from fusedtrain.diagnose.drive import Driver
+from fusedtrain.diagnose.drive import Driver, agree
 from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
@@ -22,6 +22,7 @@ RATHER = {
     "launches": ("own_code", "python_loop", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
     "batch_size": ("python_loop",),
 }
+BOTTLENECK = 0.1  # of the step: what costs less is listed, and is no bottleneck
 NOISY = 0.1  # with A/A runs further apart than this, small gains cannot be told from noise
 
 
@@ -69,8 +70,8 @@ class Diagnosis:
 
     @property
     def bottleneck(self) -> Finding | None:
-        """The cause that costs most, of those that are no matter of choice."""
-        return next((finding for finding in self.findings if not finding.option), None)
+        """The cause that costs most, of those that are no matter of choice; None: no such cause costs much."""
+        return next((f for f in self.findings if not f.option and f.cost >= BOTTLENECK), None)
 
     def plan(self, driver: Driver):
         """Yields the runs of the diagnosis to the driver."""
@@ -86,6 +87,11 @@ class Diagnosis:
         self.before = verify.Snapshot(driver) if self.keep_state else None
         self.stage("warming up")
         sizes = yield from measure.warm_up(driver)
+        self.graphs = yield from measure.graphs(driver)
+        if self.graphs[-1][1]:
+            yield from self._name_growth(driver, sizes)
+            if self.findings:
+                return
         self.stage("A/A: the same run twice, how noisy is the machine?")
         self.noise = (yield from measure.trial(driver, sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
         self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), self.wanted)
@@ -106,12 +112,25 @@ class Diagnosis:
             self.findings, self.checked = self._look(self.facts, driver)
         self.checkpoint(self)
 
+    def _name_growth(self, driver: Driver, sizes: Sizes):
+        """Says that steps get slower and slower, if so, and nothing else: no two of them can be compared."""
+        self.noise = Interval(0.0, 0.0, 0.0)
+        facts = yield from measure.observe(driver, sizes, Arm(), self.wanted or 50, self.remedies)
+        with measure.Sampler(driver) as sampler:
+            yield Run(10)
+        facts.lines, facts.graphs = agree(sampler.lines()), self.graphs
+        found = next(rule.look for rule in RULES if rule.name == "growing_graph")(facts, driver)
+        if isinstance(found, Finding):
+            self.facts, self.findings = facts, [found]
+            self.failure = "every step is slower than the one before: the rest can be measured when that is mended"
+            self.checkpoint(self)
+
     def _examine(self, driver: Driver, sizes: Sizes, arm: Arm, steps: int | None):
         """Measures one variant of the run; returns (facts, findings, what was checked without a finding)."""
         first = not arm.remedies
         self.stage("watching steps")
         facts = yield from measure.observe(driver, sizes, arm, steps, self.remedies)
-        facts.noise = self.noise.half()
+        facts.noise, facts.graphs = self.noise.half(), self.graphs
         if first:
             yield from self._timeline(driver, arm)
         cached = arm
@@ -126,6 +145,7 @@ class Diagnosis:
         if first:
             self.stage("sampling lines")
             yield from measure.sample(driver, facts, sizes, arm)
+            yield from measure.constants(driver, facts, arm)
             self.stage("torch.profiler")
             yield from measure.profile(driver, facts, cached)
         if replicas(driver):

@@ -83,6 +83,7 @@ def _faults() -> int:
 
 SETTLING = 4  # steps of a script that was started again, before it is measured
 BY_HAND = 4  # backward passes without an optimizer of torch.optim, after which weights are updated by hand
+IDLE = 300  # and with one that was made, but takes no step
 UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and gradients did not repeat"
 
 
@@ -92,7 +93,7 @@ class Driver:
     Args:
         instrument: installed already.
         plan: called once with the driver, after the training loop has been recognised by its first optimizer step, or
-            by BY_HAND backward passes where no optimizer of torch.optim was made.
+            by BY_HAND backward passes where no optimizer of torch.optim was made, or IDLE ones where none steps.
     """
 
     def __init__(self, instrument: Instrument, plan):
@@ -127,6 +128,7 @@ class Driver:
         self._every_step = True  # whether waits are read in every step, or once per run
         self._looked = False  # for the threads of the run that is under way
         self._timed_next = instrument.timed("loader")(next)
+        self._timed_evaluation = instrument.timed("evaluation")(next)
         self._timed_fetch = instrument.timed("loader")(lambda source: source.fetch())
         self._passes = Counter()  # by name, until the training loop is recognised
         self._taken = 0  # steps, but for bare ones of the run that is under way
@@ -158,6 +160,7 @@ class Driver:
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
         self.instrument.before_optimizer = self._before_optimizer
         self.instrument.on_optimizer = self._after_optimizer
+        self.instrument.on_closure = self._closure
         self.instrument.on_pass = self._after_pass
 
     @contextlib.contextmanager
@@ -207,7 +210,8 @@ class Driver:
         if self.loader is None:
             self._last = iterator
         if self.loader is None or iterator.loader is not self.loader:
-            return self._timed_next(iterator.inner) if self.instrument.attached else next(iterator.inner)
+            timed = self._timed_evaluation if self.instrument.evaluating else self._timed_next
+            return timed(iterator.inner) if self.instrument.attached else next(iterator.inner)
         if iterator.inner is not self.source.iterator and not iterator.adopted:
             self.source.iterator, iterator.adopted = iterator.inner, True
         self._current = iterator
@@ -235,6 +239,10 @@ class Driver:
         if self._open is not None:
             self._open.optimizer_faults -= _faults()
 
+    def _closure(self, entered: bool) -> None:
+        if self._open is not None:
+            self._open.optimizer_faults += _faults() if entered else -_faults()
+
     def _recognise(self, optimizer) -> None:
         """The loader that was asked last before the first optimizer step is that of the training loop."""
         if self.loader is not None or self.optimizer is not None or threading.get_ident() != self._thread:
@@ -249,12 +257,13 @@ class Driver:
     def _after_pass(self, name: str) -> None:
         if self.optimizer == name:
             self._after_optimizer(name)
-        elif self.loader is None and self.optimizer is None and not self.instrument.made_optimizer:
+        elif self.loader is None and self.optimizer is None:
             self._passes[name] += 1
             if name == "grad" and self._passes["backward"]:
                 return  # it is part of the loss
-            if self._passes[name] < BY_HAND:
-                self.instrument.watch_updates(True)
+            left = (IDLE if self.instrument.made_optimizer else BY_HAND) - self._passes[name]
+            if left > 0:
+                self.instrument.watch_updates(left < BY_HAND)
                 return
             self.instrument.watch_updates(False)
             self._recognise(next((owner for owner, _ in self.instrument.by_hand), name))

@@ -12,6 +12,7 @@ COLOURS = {
     "optimizer": "#57a773",
     "zero_grad": "#a8c686",
     "sync": "#c2185b",
+    "evaluation": "#8e6c8a",
     "rest": "#b8b8b8",
 }
 STYLE = """

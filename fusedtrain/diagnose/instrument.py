@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fusedtrain._waits import TeamWaits
 from fusedtrain.diagnose.updates import Updates, method_code
 
-PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "rest")
+PARTS = ("loader", "copy", "forward", "backward", "optimizer", "zero_grad", "sync", "evaluation", "rest")
 # Reading one of these from a tensor on a device waits until the device has computed it.
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__repr__")
 _OWN = (
@@ -105,37 +105,47 @@ class Site:
     line: int
 
 
+def place(code) -> tuple[str, str]:
+    """Returns how a function is found in a stack: its file and its name."""
+    return code.co_filename, code.co_name
+
+
 # Where a function of torch's stands in a stack, that part is running; the outermost counts.
 _RUNNING = {
-    Tensor.backward.__code__: "backward",
-    torch.autograd.backward.__code__: "backward",
-    torch.autograd.grad.__code__: "backward",
-    nn.Module._call_impl.__code__: "forward",
-    nn.Module.zero_grad.__code__: "zero_grad",
-    inspect.unwrap(Optimizer.zero_grad).__code__: "zero_grad",
-    Optimizer.profile_hook_step(lambda: None).__code__: "optimizer",
-    _BaseDataLoaderIter.__next__.__code__: "loader",
+    place(Tensor.backward.__code__): "backward",
+    place(torch.autograd.backward.__code__): "backward",
+    place(torch.autograd.grad.__code__): "backward",
+    place(nn.Module._call_impl.__code__): "forward",
+    place(nn.Module.zero_grad.__code__): "zero_grad",
+    place(inspect.unwrap(Optimizer.zero_grad).__code__): "zero_grad",
+    place(Optimizer.profile_hook_step(lambda: None).__code__): "optimizer",
+    place(_BaseDataLoaderIter.__next__.__code__): "loader",
 }
+_CLOSURE = __file__, "within_optimizer"
 
 
-def running(frame, parts: dict) -> str:
-    """Returns the part that a call stack is in; ``parts``: those of more functions, by their code."""
+def running(stack: list[tuple[str, int, str]], parts: dict) -> str:
+    """Returns the part that a stack of (file, line, function), the innermost first, is in.
+
+    ``parts``: those of more functions, by their place. What an optimizer calls in its step is not the optimizer's.
+    """
     part = "rest"
-    while frame is not None:
-        part = parts.get(frame.f_code) or _RUNNING.get(frame.f_code, part)
-        frame = frame.f_back
+    for file, _, name in stack:
+        if (file, name) == _CLOSURE:
+            break
+        part = parts.get((file, name)) or _RUNNING.get((file, name), part)
     return part
 
 
-def is_users(code) -> bool:
-    """Returns whether code is neither torch's, Python's nor ours."""
-    return not code.co_filename.startswith(_OWN) and "site-packages" not in code.co_filename
+def is_users(file: str) -> bool:
+    """Returns whether code of a file is neither torch's, Python's nor ours."""
+    return not file.startswith(_OWN) and "site-packages" not in file
 
 
 def user_frame(frame) -> Site | None:
     """Returns the place of the innermost frame of a call stack that is the user's."""
     while frame is not None:
-        if is_users(frame.f_code):
+        if is_users(frame.f_code.co_filename):
             # some instructions belong to no line
             return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)
         frame = frame.f_back
@@ -175,6 +185,17 @@ def _loss(outputs: object) -> Tensor | None:
     return outputs.detach()
 
 
+def graph_of(outputs: object) -> set:
+    """Returns the operations that a pass which begins at these tensors goes back through, without their ends."""
+    nodes = [t.grad_fn for t in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        found = {node for node, _ in nodes.pop().next_functions if getattr(node, "next_functions", ())} - seen
+        seen |= found
+        nodes += found
+    return seen
+
+
 def wrap(owner: object, name: str, make) -> Callable[[], None]:
     """Replaces ``owner.name`` by ``make(original)``; returns what puts it back."""
     original = getattr(owner, name)
@@ -200,6 +221,8 @@ class Instrument:
         marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
+        graph: receives the operations that outermost backward passes go back through; None: not noted.
+        records_evaluation: whether an evaluation amid the training was recorded for a backward pass.
         optimizers: those of torch.optim that took a step.
         by_hand: objects that update weights and are not of torch.optim, with the names of their methods.
         sites: where the user made or called what: objects by id, and "zero_grad", "set_num_threads", "autocast".
@@ -212,6 +235,9 @@ class Instrument:
         self.marks: object = None
         self.part: str | None = None  # the part that is running now
         self.roots: list[nn.Module] = []
+        self._trained: set[nn.Module] = set()  # those that were in training mode then
+        self.records_evaluation = False
+        self.graph: set | None = None
         self.optimizers: list[Optimizer] = []
         self.by_hand: list[tuple[object, str]] = []
         self.made_optimizer = False  # of torch.optim
@@ -224,6 +250,8 @@ class Instrument:
         self.freeze_schedules = False
         self.on_optimizer = lambda optimizer: None  # after a step, outside all parts
         self.before_optimizer = lambda optimizer: None
+        self.on_closure = lambda entered: None  # at the start and at the end of what an optimizer calls in its step
+        self.calls_closures = False
         self.on_pass = lambda name: None  # after one of PASSES, outside all parts
         self.loss: Tensor | None = None  # where the last backward pass began
         self.inputs: dict[int, tuple[tuple, dict]] | None = {}  # of the outermost modules, by id, until settle()
@@ -309,9 +337,10 @@ class Instrument:
                     self._patch_by_hand(owner, name)
 
     @property
-    def codes(self) -> dict:
-        """The parts of the user's own functions, by their code."""
-        return {method_code(owner, name): "optimizer" for owner, name in self.by_hand}
+    def own_parts(self) -> dict:
+        """The parts of the user's own functions, by their place."""
+        codes = [method_code(owner, name) for owner, name in self.by_hand]
+        return {place(code): "optimizer" for code in codes if code is not None}
 
     def patch(self, owner: object, name: str, make) -> None:
         """Replaces ``owner.name`` by ``make(original)`` until exit."""
@@ -380,7 +409,7 @@ class Instrument:
         self.watch_updates(False)
         self.detach()
         self._unmark()
-        found = (self.roots, self.optimizers, self.by_hand, self._updates.found, self.sites)
+        found = (self.roots, self._trained, self.optimizers, self.by_hand, self._updates.found, self.sites)
         for known in (*found, self._inputs, self._compiled, self._made):
             known.clear()
         self.made_optimizer = False
@@ -406,20 +435,29 @@ class Instrument:
             root.register_forward_hook(self._leave_module, always_call=True),
         ]
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the models that train in training mode are out of it."""
+        return bool(self._trained) and not any(module.training for module in self._trained)
+
     def _enter_module(self, module: nn.Module, args) -> None:
         if self.part is not None or not self.attached or threading.get_ident() != self._thread:
             return
-        if self.inputs is not None and torch.is_grad_enabled() and not any(module is root for root in self.roots):
+        recorded = torch.is_grad_enabled()
+        if self.inputs is not None and recorded and not any(module is root for root in self.roots):
             self.roots.append(module)
             self._hooks.append(module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
-        self._open("forward", module)
+        if self.inputs is not None and recorded and module.training and any(True for _ in module.parameters()):
+            self._trained.add(module)
+        self.records_evaluation |= self.evaluating and recorded
+        self._open("evaluation" if self.evaluating else "forward", module)
 
     def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled() and functorch.maybe_current_level() is None:  # else they do not outlive the call
             self._inputs[id(module)] = args, kwargs
 
     def _leave_module(self, module: nn.Module, args, output) -> None:
-        if self.part == "forward" and self._root is module:
+        if self._root is module:
             self._finish()
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
@@ -497,6 +535,8 @@ class Instrument:
             outermost = self.part is None and threading.get_ident() == self._thread
             if outermost:
                 self.loss = _loss(outputs)
+                if self.graph is not None:
+                    self.graph |= graph_of(outputs)
             result = timed(outputs, *args, **kwargs)
             if outermost and functorch.maybe_current_level() is None:  # within torch.func the plan could change nothing
                 self.on_pass(name)
@@ -533,14 +573,32 @@ class Instrument:
 
         return wrapper
 
-    def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
+    def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> tuple | None:
         if self.part is not None:
-            return
+            return None
         optimizer = getattr(optimizer, "stands_for", optimizer)  # a remedy's step in its place
         self.before_optimizer(optimizer)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         self._open("optimizer", optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+        self.calls_closures, closure = True, self._outside(optimizer, closure)
+        return ((*args[:1], closure, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closure})
+
+    def _outside(self, optimizer: Optimizer, closure: Callable) -> Callable:
+        """Returns a closure whose time is not the optimizer's that calls it."""
+
+        def within_optimizer():
+            self._finish()
+            self.on_closure(True)
+            result = closure()
+            self.on_closure(False)
+            self._open("optimizer", optimizer)
+            return result
+
+        return within_optimizer
 
     def _leave_optimizer(self, optimizer: Optimizer, args, kwargs) -> None:
         optimizer = getattr(optimizer, "stands_for", optimizer)

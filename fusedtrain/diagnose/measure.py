@@ -4,11 +4,14 @@ What takes steps of the training loop is a generator that yields runs to the dri
 """
 
 import contextlib
+import faulthandler
 import inspect
 import itertools
 import math
 import mmap
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -16,13 +19,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import torch
+from torch import nn
 from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
-from fusedtrain.diagnose.drive import Driver, agree
-from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, running, user_frame
+from fusedtrain.diagnose.constants import Constants
+from fusedtrain.diagnose.drive import Driver, agree, ranks
+from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, place, running
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
@@ -37,6 +42,7 @@ BUDGET = 0.008  # share of the time that watching steps in parts may take; switc
 CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
+GRAPHS = 5  # steps whose backward passes are followed
 STALL = 3.0  # times the median: a step that something held up
 
 
@@ -47,6 +53,11 @@ class LoaderRate:
     workers: int
     seconds: float  # per batch
     cpu: float | None  # seconds of CPU time per batch, of the main process; None with workers
+
+    @property
+    def computing(self) -> bool:
+        """Whether loading is more computing than waiting."""
+        return self.cpu >= 0.5 * self.seconds
 
 
 @dataclass
@@ -71,7 +82,10 @@ class Facts:
     calls: float = 0.0  # of operations in a step, as torch.profiler counts them
     call_cost: float | None = None  # seconds of such a call on a few numbers
     repeats: dict[Site, int] = field(default_factory=dict)  # how often one object carries a line out in a step
+    contiguous: list[str] = field(default_factory=list)  # convolutions that channels_last is lost before
     fused_step: float | None = None  # seconds of a fused optimizer on the weights, where theirs is written by hand
+    graphs: list[tuple[int, int]] = field(default_factory=list)  # operations of backward passes, and of earlier steps
+    constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
@@ -152,6 +166,18 @@ def warm_up(driver: Driver):
     step = median(step.seconds for step in records[4:])
     driver.read_waits(step)
     return Sizes(step, max(1, round(median(gaps))) if gaps else 1)
+
+
+def graphs(driver: Driver):
+    """Returns how many operations the backward passes of some steps go through, and how many of an earlier step."""
+    sizes, earlier = [], set()
+    for _ in range(GRAPHS):
+        driver.instrument.graph = graph = set()
+        yield Run(1, parts=True)
+        sizes.append((len(graph), len(graph & earlier)))
+        earlier = graph
+    driver.instrument.graph = None
+    return agree(sizes[1:])
 
 
 def bare_steps(watched: int, bare: int, share: float) -> int:
@@ -311,7 +337,7 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
         return
     single = facts.rates[0]
     # Workers that wait for storage do not need a core each; those that compute do.
-    most, target = (32, 0.4 * facts.cached) if single.cpu < 0.5 * single.seconds else (cores(), 0.8 * facts.cached)
+    most, target = (32, 0.4 * facts.cached) if not single.computing else (cores(), 0.8 * facts.cached)
     workers, best = 1, math.inf
     while workers <= most:
         if workers not in facts.rates:
@@ -322,12 +348,28 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
         best, workers = rate.seconds, 2 * workers
 
 
+def stack_of(thread: int, file) -> list[tuple[str, int, str]]:
+    """Returns (file, line, function) of the frames of a thread, the innermost first; ``file`` is overwritten."""
+    file.seek(0)
+    file.truncate()
+    faulthandler.dump_traceback(file)
+    file.seek(0)
+    text = file.read().decode(errors="replace")
+    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  File .*\n)*)", text)
+    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', found[1]) if found else []
+    return [(name, int(line), function) for name, line, function in frames]
+
+
 class Sampler:
-    """Notes from a second thread, every 2 ms, which line of the user's code the training thread is in."""
+    """Notes from a second thread, every 2 ms, which line of the user's code the training thread is in.
+
+    It reads where that thread is as text. Frames would be kept alive over the end of their functions, and with them
+    what these hold: a guard of torch's would then change the state of the training thread from the second one.
+    """
 
     def __init__(self, driver: Driver):
         self.driver, self.times = driver, defaultdict(float)
-        self.parts = {Driver.fetch.__code__: "loader"} | driver.instrument.codes
+        self.parts = {place(Driver.fetch.__code__): "loader"} | driver.instrument.own_parts
         self.target, self.stop = threading.get_ident(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -345,13 +387,15 @@ class Sampler:
 
     def _run(self) -> None:
         last = time.perf_counter()
-        while not self.stop.wait(0.002):
-            stack = sys._current_frames().get(self.target)
-            site = user_frame(stack)
-            now = time.perf_counter()
-            if site is not None and self.driver.stepping:
-                self.times[running(stack, self.parts), site] += now - last
-            last = now
+        with tempfile.TemporaryFile() as file:
+            while not self.stop.wait(0.002):
+                stack = stack_of(self.target, file)
+                site = next((Site(name, line) for name, line, _ in stack if is_users(name)), None)
+                now = time.perf_counter()
+                if site is not None and self.driver.stepping:
+                    part = "evaluation" if self.driver.instrument.evaluating else running(stack, self.parts)
+                    self.times[part, site] += now - last
+                last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
         total = sum(self.times.values())
@@ -367,19 +411,28 @@ class LineCounter:
 
     def __init__(self):
         self.counts: Counter[tuple[Site, int]] = Counter()
+        self._running: list = []  # frames that were there before: the training loop's own
 
     def __enter__(self) -> "LineCounter":
         if sys.gettrace() is None:
             sys.settrace(self._call)
+            frame = sys._getframe(1)
+            while frame is not None:
+                frame.f_trace = self._call(frame, "call", None)
+                self._running.append(frame)
+                frame = frame.f_back
         return self
 
     def __exit__(self, *_) -> None:
         if sys.gettrace() == self._call:
             sys.settrace(None)
+        for frame in self._running:
+            frame.f_trace = None
+        self._running.clear()
 
     def _call(self, frame, event: str, _):
         code = frame.f_code
-        if not is_users(code):
+        if not is_users(code.co_filename):
             return None
         owner = id(frame.f_locals.get("self"))
 
@@ -398,13 +451,54 @@ class LineCounter:
 
 
 def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
-    """Finds the user's lines that the time goes to, and how often each is carried out."""
+    """Finds the user's lines that the time goes to, how often each is carried out, and where the layout is lost."""
     with Sampler(driver) as sampler:
-        yield Run(min(max(math.ceil(SAMPLING / sizes.step), 3), 5000), arm)
+        steps = min(max(math.ceil(SAMPLING / sizes.step), 3), 5000)
+        yield Run(steps, arm, parts=driver.instrument.calls_closures)  # else what they call looks like the optimizer
     facts.lines = agree(sampler.lines())
-    with LineCounter() as counter:
+    with LineCounter() as counter, contiguous_inputs(driver) as facts.contiguous:
         yield Run(1, arm)
     facts.repeats = agree(counter.repeats())
+
+
+@contextlib.contextmanager
+def contiguous_inputs(driver: Driver):
+    """Gives the names of convolutions whose weights are channels_last and whose inputs are not."""
+    names: list[str] = []
+
+    def noting(name: str):
+        def hook(conv: nn.Conv2d, inputs: tuple) -> None:
+            last = [t.is_contiguous(memory_format=torch.channels_last) for t in (conv.weight, *inputs)]
+            if last == [True, False] and name not in names:
+                names.append(name)
+
+        return hook
+
+    found = [named for model in models(driver) if not compiled(model) for named in model.named_modules()]
+    hooks = [m.register_forward_pre_hook(noting(name)) for name, m in found if isinstance(m, nn.Conv2d)]
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compiled(model: nn.Module) -> bool:
+    """Returns whether torch.compile made any part of a model: it would be compiled again when hooks change."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+
+
+def constants(driver: Driver, facts: Facts, arm: Arm):
+    """Finds what every step computes anew from what does not change."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if ranks() > 1 or torch.cuda.is_initialized() or (dynamo is not None and dynamo.utils.counters):
+        return  # neither the exchange nor compiled code is for other eyes, and a launch is no computing
+    with Constants() as numbered:
+        yield Run(1, arm)
+        for _ in range(2):
+            numbered.next_step()
+            (step,) = yield Run(1, arm)
+        facts.constants = [(site, s / step.wall) for site, s in numbered.seconds.most_common(4) if site is not None]
 
 
 def profile(driver: Driver, facts: Facts, arm: Arm):

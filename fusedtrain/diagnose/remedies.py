@@ -264,6 +264,11 @@ class FusedOptimizer(Remedy):
         self.name = "fusedtrain.optim" if ours else "optimizer(fused=True)"
         self.how = "take the optimizer of that name from fusedtrain.optim" if ours else "give the optimizer fused=True"
 
+    @classmethod
+    def has_form(cls, optimizer) -> bool:
+        """Returns whether there is a fused form of an optimizer."""
+        return any(type(optimizer) is getattr(torch.optim, name) for name in cls.STOCK)
+
     def why_not(self, driver: Driver) -> str | None:
         names = self.OURS if self.ours else self.STOCK
         for optimizer in driver.instrument.optimizers:

@@ -37,6 +37,7 @@ def to_json(diagnosis, script: str) -> dict:
         "current_workers": current,
         "operations": [{"name": n, "share": share, "calls": calls} for n, share, calls in facts.operations],
         "device_busy": facts.device_busy,
+        "lines": [_line(site, share) | {"part": part} for part, site, share in facts.lines],
         "bottleneck": diagnosis.bottleneck and diagnosis.bottleneck.rule,
         "findings": [_finding(finding, driver) for finding in diagnosis.findings],
         "checked": diagnosis.checked,
@@ -74,11 +75,12 @@ def _finding(finding, driver) -> dict:
             }
             for remedy in finding.remedies
         ],
-        "lines": [
-            {"file": site.file, "line": site.line, "share": share, "text": source_line(site)}
-            for site, share in finding.lines[:4]
-        ],
+        "lines": [_line(site, share) for site, share in finding.lines[:4]],
     }
+
+
+def _line(site, share: float) -> dict:
+    return {"file": site.file, "line": site.line, "share": share, "text": source_line(site)}
 
 
 def _verdict(verdict) -> dict:
@@ -127,8 +129,11 @@ def headline(report: dict) -> str:
         parts = report["parts_ms"]
         name = max(parts, key=parts.get)
         return f"No bottleneck found. The step is bound by computing, most of it in: {name}."
-    gain = named["predicted_gain"]
-    return f"{named['cause'][0].upper()}{named['cause'][1:]}. Without that, steps take {gain:.0%} less time."
+    gain, where = named["predicted_gain"], ""
+    if named["lines"]:
+        line = named["lines"][0]
+        where = f" Look first at {line['file'].rpartition('/')[2]}:{line['line']}: {line['text']}"
+    return f"{named['cause'][0].upper()}{named['cause'][1:]}. Without that, steps take {gain:.0%} less time.{where}"
 
 
 def show(report: dict) -> None:
@@ -156,6 +161,8 @@ def show(report: dict) -> None:
             " Small gains cannot be told from chance now.[/yellow]"
         )
     _show_parts(console, report)
+    if report["bottleneck"] is None:
+        _show_lines(console, report["lines"][:4])
     for i, finding in enumerate(report["findings"], 1):
         _show_finding(console, i, finding, escape)
     if report["verified"] is not None:
@@ -195,7 +202,11 @@ def _show_finding(console, number: int, finding: dict, escape) -> None:
                     console.print(f"      {sign} {line}", markup=False, style=colour)
     if finding["advice"]:
         console.print(f"   -> {finding['advice']}", markup=False)
-    for line in finding["lines"]:
+    _show_lines(console, finding["lines"])
+
+
+def _show_lines(console, lines: list[dict]) -> None:
+    for line in lines:
         console.print(
             f"      {line['share']:4.0%} {line['file']}:{line['line']}  {line['text']}", markup=False, style="dim"
         )

@@ -1,5 +1,6 @@
 """The decision tree as a table: from what was measured to a cause, its remedies and the gain they promise."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -35,6 +36,7 @@ from fusedtrain.diagnose.remedies import (
 LEAST = 0.03  # of the step: less is not worth naming
 SPARE = 0.5  # of the computing time that loading a batch may take, where more workers cost nothing
 LOOP = 16  # times in a step that a module carries out a line of a loop
+LAST = "channels_last already"
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
 
 
@@ -90,6 +92,11 @@ class Rule:
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
+def lines_of(facts: Facts, part: str) -> tuple[tuple[Site, float], ...]:
+    """Returns the user's lines that a part of the step goes to, with their shares of the step."""
+    return tuple((site, share) for where, site, share in facts.lines if where == part)
+
+
 def serial(facts: Facts) -> bool:
     """Whether loading and computing take turns instead of overlapping."""
     return getattr(facts.loader, "num_workers", 0) == 0
@@ -101,7 +108,9 @@ def overlapped(facts: Facts, workers: int, saved: float = 0.0) -> float:
     It is the slowest of computing, loading, and all CPU work over all cores.
     """
     left = 1 - min(saved / facts.cached, 1.0)  # of computing, on however many threads
-    work = facts.rates[0].cpu + facts.cpu_cached * left
+    # Handing batches over takes time as well: where one worker is kept busy by computing, no less than it takes in all.
+    loading = facts.rates[workers].seconds if workers and facts.rates[0].computing else 0.0
+    work = max(facts.rates[0].cpu, loading) + facts.cpu_cached * left
     return max(facts.cached * left, facts.rates[workers].seconds, work / cores())
 
 
@@ -147,12 +156,12 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
         refused = [facts.refused[r.name] for r in remedies if r.name in facts.refused]
         if refused and len(refused) == len(remedies):
             return f"tried, but it fails: {refused[0]}"
-        best = best_probe(facts, remedies)
+        best, how = best_probe(facts, remedies), "" if facts.cached is None else " with cached batches"
         gain = gain_of_computing(facts, best[1]) if best else 0.0
         if best is None or gain < LEAST:
-            return "tried: no gain with cached batches" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
+            return f"tried: no gain{how}" if gain <= 0 else f"tried: a gain of {gain:.1%} only"
         before, after = facts.probes[best[0].name].seconds()
-        numbers = f"with cached batches {1e3 * before:.3g} ms per step become {1e3 * after:.3g} ms with {best[0].name}"
+        numbers = f"{1e3 * before:.3g} ms per step become {1e3 * after:.3g} ms with {best[0].name}{how and ',' + how}"
         if evidence is not None:
             numbers = f"{evidence(facts, driver)}; {numbers}"
         order = (best[0], *(r for r in remedies if r is not best[0] and r.name in facts.probes))
@@ -177,13 +186,13 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f"a step takes {1e3 * facts.step.value:.3g} ms, with cached batches {1e3 * facts.cached:.3g} ms:"
         f" {lost:.0%} of it is loading"
     )
-    lines = tuple((site, share) for part, site, share in facts.lines if part == "loader")
+    lines = lines_of(facts, "loader")
     if facts.why_no_rates is not None:
         advice = f"it was not changed: {facts.why_no_rates}"
         return Finding("loader", "the step waits for the data", evidence, lost, advice=advice, lines=lines)
     single, now = facts.rates[0], getattr(facts.loader, "num_workers", 0)
-    busy = min(1.0, single.cpu / single.seconds)
-    kind = "most of it waiting, as for storage" if busy < 0.5 else "most of it computing, as for decoding"
+    busy, computing = min(1.0, single.cpu / single.seconds), single.computing
+    kind = "most of it computing, as for decoding" if computing else "most of it waiting, as for storage"
     delivers = ", ".join(
         f"{r.workers}: {1 / r.seconds:.3g}" for r in sorted(facts.rates.values(), key=lambda r: r.workers)
     )
@@ -195,14 +204,17 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     best = max(gains.values())
     near = [w for w, gain in gains.items() if gain > best - 0.03]
     # Workers that only wait cost little: with some to spare the loader keeps up when computing gets faster.
-    spare = [w for w in near if busy < 0.5 and facts.rates[w].seconds < SPARE * facts.cached]
+    spare = [w for w in near if not computing and facts.rates[w].seconds < SPARE * facts.cached]
     workers = min(spare or near)
     cause = "the step waits for the data loader: " + (
-        f"it has {now or 'no'} workers, and loading a batch is mostly {'waiting' if busy < 0.5 else 'computing'}"
+        f"it has {now or 'no'} worker{'s' * (now != 1)}, and loading a batch is mostly"
+        f" {'computing' if computing else 'waiting'}"
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
     shared = ("loader_restart", lost_to_restarts(facts))
     if best < LEAST:
+        why = "the cores have no time left for them" if computing else "what it waits for has a limit of its own"
+        cause += f"; more workers do not help: {why}"
         return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
@@ -364,8 +376,35 @@ def _layout(facts: Facts, driver: Driver) -> list[Remedy] | str:
         return "no two-dimensional convolutions"
     dense = [w for w in weights if w.shape[1] > 1]  # depthwise and one-channel weights look the same in both layouts
     if dense and all(w.is_contiguous(memory_format=torch.channels_last) for w in dense):
-        return "channels_last already"
+        return LAST
     return [facts.keep(ChannelsLast())]
+
+
+def _layout_rule() -> Rule:
+    rule = probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout)
+
+    def look(facts: Facts, driver: Driver) -> Finding | str:
+        asked_for = facts.candidates["layout"] == LAST
+        return (_lost_layout if asked_for else rule.look)(facts, driver)
+
+    return Rule("layout", look, rule.candidates)
+
+
+def _lost_layout(facts: Facts, driver: Driver) -> Finding | str:
+    copied = sum(share for name, share, _ in facts.operations if name == "aten::copy_")
+    gain = gain_of_computing(facts, copied * (facts.parts["forward"] + facts.parts["backward"]))
+    if gain < LEAST or not facts.contiguous:
+        return LAST
+    names = ", ".join(facts.contiguous[:3]) + (", ..." if len(facts.contiguous) > 3 else "")
+    return Finding(
+        "layout",
+        "channels_last is lost within the model, and tensors are copied to and fro",
+        f"{len(facts.contiguous)} convolutions get other tensors: {names}; copies take {copied:.0%} of computing",
+        gain,
+        advice="leave out what makes tensors contiguous in front of them: contiguous(), view, reshape; or"
+        " .contiguous(memory_format=torch.channels_last) once, behind it",
+        lines=lines_of(facts, "forward"),
+    )
 
 
 def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -376,29 +415,30 @@ def _fuse(facts: Facts, driver: Driver) -> list[Remedy] | str:
 
 
 def _optimizer_rule() -> Rule:
-    """torch's optimizers can be replaced on trial; of one that is written by hand it is only known what it computes."""
+    """Some optimizers can be replaced on trial; of others it is only known how long they take."""
     of_torch = probed(
         "optimizer",
         "the optimizer goes over memory many times",
         _optimizer,
         evidence=lambda facts, driver: f"its step takes {facts.parts['optimizer'] / facts.step.value:.0%} of the time",
     )
-    return Rule(
-        "optimizer",
-        lambda facts, driver: (_by_hand if driver.instrument.by_hand else of_torch.look)(facts, driver),
-        of_torch.candidates,
-    )
+
+    def look(facts: Facts, driver: Driver) -> Finding | str:
+        steps = driver.instrument.by_hand
+        steps = steps or [(o, "step") for o in driver.instrument.optimizers if not FusedOptimizer.has_form(o)]
+        return _without_fused(facts, driver, *steps[0]) if steps else of_torch.look(facts, driver)
+
+    return Rule("optimizer", look, of_torch.candidates)
 
 
-def _by_hand(facts: Facts, driver: Driver) -> Finding | str:
+def _without_fused(facts: Facts, driver: Driver, owner: object, name: str) -> Finding | str:
     seconds = facts.parts["optimizer"]
     share = seconds / facts.step.value
     if share < LEAST or not models(driver):
-        return f"it is written by hand and takes {share:.1%} of the step"
+        return f"{type(owner).__name__}.{name}() takes {share:.1%} of the step"
     if facts.fused_step is None:
         with driver.aside():
             facts.fused_step = fused_step(driver)
-    (owner, name), *_ = driver.instrument.by_hand
     evidence = (
         f"{type(owner).__name__}.{name}() takes {1e3 * seconds:.3g} ms, {share:.0%} of the step;"
         f" torch.optim.AdamW(fused=True) takes {1e3 * facts.fused_step:.3g} ms for weights of these sizes"
@@ -408,11 +448,11 @@ def _by_hand(facts: Facts, driver: Driver) -> Finding | str:
         return evidence
     return Finding(
         "optimizer",
-        "the optimizer is written by hand: many operations, one tensor after the other",
+        "the optimizer carries out many operations, one tensor after the other",
         evidence,
         gain,
         advice="take one of torch.optim with fused=True, or of fusedtrain.optim: one pass over memory for all tensors",
-        lines=tuple((site, share) for part, site, share in facts.lines if part == "optimizer"),
+        lines=lines_of(facts, "optimizer"),
     )
 
 
@@ -489,7 +529,7 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
 
 
 def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
-    forward = [(site, share) for part, site, share in facts.lines if part == "forward"]
+    forward = lines_of(facts, "forward")
     looped = tuple((site, share) for site, share in forward if facts.repeats.get(site, 0) >= LOOP)
     if not looped:
         return f"no line of the model that takes time is carried out {LOOP} times in a step by the same module"
@@ -515,12 +555,55 @@ def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _evaluation(facts: Facts, driver: Driver) -> Finding | str:
+    share = facts.parts["evaluation"] / facts.step.value
+    if share < 0.1:
+        return f"calls of the model in evaluation mode take {share:.1%} of the time"
+    evidence = f"calls of the model in evaluation mode, with their data, take {share:.0%} of the time between updates"
+    advice = "evaluate less often, or on fewer samples"
+    if driver.instrument.records_evaluation:
+        evidence += "; they are recorded for a backward pass that never comes"
+        advice = f"evaluate under torch.no_grad(); {advice}"
+    lines = lines_of(facts, "evaluation")
+    cause = "the model is evaluated amid the training"
+    return Finding("evaluation", cause, evidence, share, advice=advice, lines=lines)
+
+
+def _constants(facts: Facts, driver: Driver) -> Finding | str:
+    share = sum(share for _, share in facts.constants)
+    evidence = f"operations on what does not change from step to step take {share:.1%} of a step"
+    if share < 0.1:
+        return evidence
+    advice = "compute it once, before the loop or in __init__"
+    cause = "every step computes anew what comes out the same"
+    return Finding("recomputed", cause, evidence, share, advice=advice, lines=tuple(facts.constants))
+
+
+def _growth(facts: Facts, driver: Driver) -> Finding | str:
+    earlier = [old for _, old in facts.graphs]
+    if not earlier or not earlier[0] or any(b <= a for a, b in itertools.pairwise(earlier)):
+        return "backward passes go no further back from step to step"
+    total, old = facts.graphs[-1]
+    evidence = f"of {total:,} operations of a backward pass {old:,} are of earlier steps, and more from step to step"
+    gain = gain_of_computing(facts, facts.parts["backward"] * old / total)
+    if gain < LEAST:
+        return evidence
+    return Finding(
+        "growing_graph",
+        "the backward pass goes back through all earlier steps, and every step is slower than the last",
+        evidence,
+        gain,
+        advice="detach() what is carried from step to step, and leave retain_graph=True out",
+        lines=lines_of(facts, "backward"),
+    )
+
+
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["rest"] / facts.step.value
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
     if share < 0.1:
         return evidence
-    lines = tuple((site, part_share) for part, site, part_share in facts.lines if part == "rest")
+    lines = lines_of(facts, "rest")
     if facts.items > 10:
         evidence += f"; about {facts.items} .item() per step"
     cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
@@ -530,7 +613,9 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
         cause = "the loop waits in its own code, as for storage"
         advice = "see the lines below; read data in the workers of a DataLoader, write in a thread"
-    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines)
+    within = {site for site, _ in lines}
+    shared = ("recomputed", sum(share for site, share in facts.constants if site in within))
+    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines, shared=shared)
 
 
 RULES = (
@@ -540,6 +625,9 @@ RULES = (
     Rule("syncs", _syncs),
     Rule("launches", _launches),
     Rule("communication", _communication),
+    Rule("evaluation", _evaluation),
+    Rule("recomputed", _constants),
+    Rule("growing_graph", _growth),
     Rule("own_code", _own_code),
     Rule("python_loop", _python_loop),
     Rule("allocator", _allocator),
@@ -549,7 +637,7 @@ RULES = (
         _threads,
         evidence=lambda facts, driver: f"{torch.get_num_threads()} threads, {cores()} cores",
     ),
-    probed("layout", "convolutions run on contiguous (NCHW) tensors", _layout),
+    _layout_rule(),
     probed(
         "fuse",
         "layers run unfused",

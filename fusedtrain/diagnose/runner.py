@@ -86,7 +86,7 @@ class Task:
                 self.tell(spawned=self.spawned)  # they report
             elif not driver.finished:
                 seen = driver.loader is not None or driver.optimizer is not None
-                self.tell(ended=True, seen=seen, processes=self.others)
+                self.tell(ended=True, seen=seen, steps=driver.steps, processes=self.others)
 
     def _run(self, train: Callable[[], None]) -> None:
         try:

@@ -56,8 +56,10 @@ def diagnose_script(
     if report is None:
         if error is not None:
             raise ScriptError(f"the script failed:\n{error}")
-        if any(m.get("seen") for m in messages):
-            raise ScriptError("the script ended before enough steps were measured; let it train longer")
+        seen = next((m for m in messages if m.get("seen")), None)
+        if seen is not None:
+            took = f"it took {seen['steps']} steps, and some hundred are needed"
+            raise ScriptError(f"the script ended before enough steps were measured: {took}; let it train longer")
         ended = next((m for m in messages if "ended" in m), None)
         if ended is not None:
             raise ScriptError(_unseen(ended["processes"]))
