@@ -1,9 +1,12 @@
 """Grouped convolutions as layers: nn.Conv2d with groups, on the fused op."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedtrain import ops
+from fusedtrain.ops import grouped_conv2d
+
+torch.fx.wrap("grouped_conv2d")  # recorded as a single node
 
 
 class GroupedConv2d(nn.Conv2d):
@@ -41,4 +44,4 @@ class GroupedConv2d(nn.Conv2d):
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return ops.grouped_conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return grouped_conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
