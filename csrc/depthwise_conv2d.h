@@ -93,6 +93,12 @@ constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 4 * kMostLanes);
   return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + 8) * (4 * row + 8) + 4096;
 }
+constexpr int64_t depthwise_transposed_scratch(const DepthwiseSizes& s) {
+  if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols) return 0;
+  const int64_t rows = ceil_div(s.ho, bands(s)) + 2 * s.kh + 4;
+  const int64_t padding = std::max(s.top, (s.ho - 1) * s.sh + s.kh - s.h);  // between the rows of dy for dx and for dw
+  return kVecBytesMost * (s.sh * rows * s.w + (rows + padding) * s.wo);
+}
 constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
@@ -100,7 +106,8 @@ constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
   const int64_t mirrored = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // weights, where k <= 7
   return mirrored + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
-         s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 + depthwise_planes_scratch(s);
+         s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 +
+         std::max(depthwise_planes_scratch(s), depthwise_transposed_scratch(s));
 }
 
 // The number of blocks of channels.

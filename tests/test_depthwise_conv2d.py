@@ -138,6 +138,26 @@ def test_every_geometry_in_both_layouts(device, kernels, geometry, layout, dtype
     harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
 
 
+# Contiguous images whose planes the CPU kernels transpose in groups, the last of which is not full.
+TRANSPOSED = {
+    "few_pixels": (2, 37, 2, 5),  # less than the square that is transposed at a time
+    "odd_planes": (2, 45, 7, 7),  # the last square overlaps the one before
+    "bands": (1, 33, 67, 56),  # which share rows
+}
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("geometry", ["3x3", "3x3_overpadded", "5x5_stride2", "7x7", "7x7_stride2"])
+@pytest.mark.parametrize("shape", TRANSPOSED)
+def test_groups_of_contiguous_planes(device, kernels, shape, geometry, dtype):
+    skip_if_slow(kernels, device, TRANSPOSED[shape], GEOMETRIES[geometry][0])
+    kernel = GEOMETRIES[geometry][0]
+    draws = harness.draws(
+        lambda seed: make(device, TRANSPOSED[shape], dtype=dtype, kernel=kernel, seed=seed), device, kernels
+    )
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
+
+
 def pairs(low, high):
     return st.tuples(st.integers(low, high), st.integers(low, high))
 

@@ -314,8 +314,8 @@ void depthwise_conv2d_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const v
 
 template <>
 bool depthwise_conv2d_gathers_moments<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
-  return s.layout == Layout::kChannelsLast && s.dtype == DType::kFloat32 &&
-         depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).blocks > 0;
+  const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
+  return s.dtype == DType::kFloat32 && direct.blocks > 0 && !direct.planes;
 }
 
 template <>
@@ -334,8 +334,8 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
     for (int64_t item = begin; item < end; ++item) {
       const int64_t band = item % bands(s), chunk = item / bands(s) % chunks(s), n = item / bands(s) / chunks(s);
       if (direct) {
-        depthwise_direct_forward<I>(a, taps, scratch,
-                                    {n, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
+        depthwise_direct_forward<I>(
+            a, taps, scratch, {n, band, bands(s), first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
         continue;
       }
       each_block(s, blocks, chunk, [&](int64_t block) {

@@ -227,34 +227,35 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
 
 template <>
 DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
-  if (s.layout == Layout::kContiguous) return depthwise_planes<Isa::FUSEDTRAIN_ISA>(s);
-  DepthwiseDirect direct{0, 0};
+  DepthwiseDirect direct{0, 0, false};
+  const bool contiguous = s.layout == Layout::kContiguous;
   const bool usual =
       s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 && s.dil_w == 1 && std::min(s.w, s.wo) >= kLeastWide;
   visit_direct_dtype(s.dtype, [&]<class T>() {
-    if (!usual || s.c < Group<T>::kChannels) return;
+    if (!usual || (contiguous ? !is_worth_transposing<T>(s) : s.c < Group<T>::kChannels)) return;
     visit_kernel(s, [&]<int kTaps, int kStride>() {
-      direct = {ceil_div(s.c, Group<T>::kChannels), (kTaps * kTaps + 1) * Group<T>::kChannels};
+      direct = {ceil_div(s.c, Group<T>::kChannels), (kTaps * kTaps + 1) * Group<T>::kChannels, false};
     });
   });
-  return direct;
+  return contiguous && direct.blocks == 0 ? depthwise_planes<Isa::FUSEDTRAIN_ISA>(s) : direct;
 }
 
 template <>
 void depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin,
                                                 int64_t end) {
-  if (s.layout == Layout::kContiguous) {
+  if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes) {
     return depthwise_planes_taps<Isa::FUSEDTRAIN_ISA>(s, weight, taps, begin, end);
   }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
     const int64_t k = s.kh * s.kw;
     for (int64_t block = begin; block < end; ++block) {
-      const T* from = static_cast<const T*>(weight) + first_channel<T>(s, block) * k;
+      const int64_t first = first_channel<T>(s, block);
       auto* out = static_cast<Acc<T>*>(taps) + block * k * G::kChannels;
       for (int64_t tap = 0; tap < k; ++tap, out += G::kChannels) {
         T channels[G::kChannels];
-        for (int i = 0; i < G::kChannels; ++i) channels[i] = from[i * k + tap];
+        for (int i = 0; i < G::kChannels; ++i)
+          channels[i] = static_cast<const T*>(weight)[std::min(first + i, s.c - 1) * k + tap];
         load_group(channels, out);
       }
     }
@@ -266,7 +267,9 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
                                                    DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
   if (s.layout == Layout::kContiguous) {
-    return depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
+    return depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes
+               ? depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part)
+               : depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
   }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
@@ -282,8 +285,9 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.streams = streams(s, y, s.ho * s.wo);
       Moments moments;
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
-      const int64_t first = first_row(s, part.band), groups = part.end - part.begin;
-      for (int64_t oy = first; oy < first_row(s, part.band + 1); ++oy) {
+      const Span rows = band_rows(part, s.ho);
+      const int64_t groups = part.end - part.begin;
+      for (int64_t oy = rows.begin; oy < rows.end; ++oy) {
         const int64_t top = oy * kStride - s.top;
         const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.h - top, from, kTaps);
         tile.rows = {x + (top + from) * s.w * s.c, s.w * s.c, static_cast<const Acc<T>*>(taps) + from * kTapRow,
@@ -291,12 +295,12 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
         tile.out_step = s.wo * s.c;
-        tile.opens = oy == first;
+        tile.opens = oy == rows.begin;
         run_row<T, Gathered<kTaps, kStride>>(row, s.wo, 0, -s.left);
         if (tile.moments != nullptr) moments.end_row(groups, tile.opens);
       }
       for (int64_t group = 0; a.moments != nullptr && group < groups; ++group) {
-        float* to = a.moments + (part.image * bands(s) + part.band) * 3 * s.c;
+        float* to = a.moments + (part.image * part.bands + part.band) * 3 * s.c;
         moments.put(group, to + first_channel<T>(s, part.begin + group), s.c);
       }
       stream_fence();
@@ -308,9 +312,6 @@ template <>
 void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
                                               DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
-  if (s.layout == Layout::kContiguous) {
-    return depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
-  }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
@@ -332,7 +333,8 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
         }
         weights = mirrored;
       }
-      for (int64_t iy = s.h * part.band / bands(s); iy < s.h * (part.band + 1) / bands(s); ++iy) {
+      const Span rows = band_rows(part, s.h);
+      for (int64_t iy = rows.begin; iy < rows.end; ++iy) {
         tile.out = static_cast<T*>(a.dx) + (part.image * s.h + iy) * s.w * s.c;
         tile.out_step = s.w * s.c;
         if constexpr (kStride == 1) {
@@ -355,6 +357,21 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       stream_fence();
     });
   });
+}
+
+template <>
+void depthwise_direct_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
+                                                    DepthwisePart part, void* partial, bool begins) {
+  constexpr Isa I = Isa::FUSEDTRAIN_ISA;
+  if (a.sizes.layout == Layout::kChannelsLast) {
+    if (a.dx) depthwise_direct_dx<I>(a, taps, scratch, part);  // first: dw then finds dy in cache
+    if (a.partial) depthwise_direct_dw<I>(a, part, partial, begins);
+  } else if (depthwise_direct<I>(a.sizes).planes) {
+    if (a.dx) depthwise_planes_dx<I>(a, taps, scratch, part);
+    if (a.partial) depthwise_planes_dw<I>(a, scratch, part, partial, begins);
+  } else {
+    depthwise_transposed_backward<I>(a, taps, scratch, part, partial, begins);
+  }
 }
 
 }  // namespace fusedtrain::cpu

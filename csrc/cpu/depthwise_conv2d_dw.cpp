@@ -208,10 +208,10 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
         const int64_t image = unit / bands(s), band = unit % bands(s);
         // dx first: dw then finds dy in cache.
         if (direct.blocks > 0) {
-          const DepthwisePart part{image, band, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)};
-          if (a.dx) depthwise_direct_dx<I>(a, taps, scratch, part);
+          const DepthwisePart part{image, band, bands(s), first_block(s, blocks, chunk),
+                                   first_block(s, blocks, chunk + 1)};
           auto* partial = static_cast<Acc<T>*>(a.partial) + group * blocks * size;
-          if (a.partial) depthwise_direct_dw<I>(a, scratch, part, partial, unit == first);
+          depthwise_direct_backward<I>(a, taps, scratch, part, partial, unit == first);
           continue;
         }
         each_block(s, blocks, chunk, [&](int64_t block) {

@@ -122,12 +122,10 @@ constexpr int64_t kSumRows = 8;  // rows of dy summed in registers
 }  // namespace
 
 template <>
-void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part,
-                                              void* partial, bool begins) {
+void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, DepthwisePart part, void* partial,
+                                              bool begins) {
   const DepthwiseSizes& s = a.sizes;
-  if (s.layout == Layout::kContiguous) {
-    return depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(a, scratch, part, partial, begins);
-  }
+  const Span span = band_rows(part, s.ho);
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
     const int64_t k = s.kh * s.kw, size = (k + 1) * G::kChannels;
@@ -137,9 +135,8 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c + first;
       auto* total = static_cast<Acc<T>*>(partial) + block * size;
       if (begins) std::fill_n(total, size, Acc<T>(0));
-      const int64_t end = s.ho * (part.band + 1) / bands(s);
-      for (int64_t oy = s.ho * part.band / bands(s); oy < end; oy += kSumRows) {
-        const int64_t x_row = oy * s.sh - s.top, rows = std::min(kSumRows, end - oy);
+      for (int64_t oy = span.begin; oy < span.end; oy += kSumRows) {
+        const int64_t x_row = oy * s.sh - s.top, rows = std::min(kSumRows, span.end - oy);
         const DotRows<T> task{.x = x + x_row * s.w * s.c,
                               .dy = dy + oy * s.wo * s.c,
                               .x_row = x_row,
@@ -170,8 +167,8 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
 template <>
 void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end) {
   const DepthwiseSizes& s = a.sizes;
-  if (s.layout == Layout::kContiguous) return depthwise_planes_finish<Isa::FUSEDTRAIN_ISA>(a, begin, end);
   const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
+  if (direct.planes) return depthwise_planes_finish<Isa::FUSEDTRAIN_ISA>(a, begin, end);
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
     using V = typename G::V;
@@ -189,7 +186,7 @@ void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward&
         }
         T channels[G::kChannels];
         G::put(channels, totals);
-        for (int64_t i = repeated; i < G::kChannels; ++i) {
+        for (int64_t i = repeated; i < std::min<int64_t>(G::kChannels, s.c - first); ++i) {
           if (tap < k && a.dw) static_cast<T*>(a.dw)[(first + i) * k + tap] = channels[i];
           if (tap == k && a.db) static_cast<T*>(a.db)[first + i] = channels[i];
         }

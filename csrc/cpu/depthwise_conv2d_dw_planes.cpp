@@ -101,7 +101,7 @@ template <>
 void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part,
                                               void* partial, bool begins) {
   const DepthwiseSizes& s = a.sizes;
-  const Span span = band_rows(s, s.ho, part.band);
+  const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kSize = kTaps * kTaps + 1;

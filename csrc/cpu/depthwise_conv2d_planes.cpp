@@ -110,9 +110,9 @@ struct PlaneGradient {
   int64_t width = round_up(ceil_div(s.w, kStride), kPlaneLanes);
   float* buffer;  // [kStride][kStride][kMostTile][width] and a vector
 
-  PlaneGradient(Arena& arena, const DepthwiseSizes& sizes, int64_t band)
+  PlaneGradient(Arena& arena, const DepthwiseSizes& sizes, DepthwisePart part)
       : s(sizes),
-        q(band_rows(s, ceil_div(s.h, kStride), band)),
+        q(band_rows(part, ceil_div(s.h, kStride))),
         above(s.top),
         before(s.left),
         buffer(arena.take<float>(kStride * kStride * kMostTile * width + kPlaneLanes)) {}
@@ -154,12 +154,12 @@ struct PlaneGradient {
 
 template <>
 DepthwiseDirect depthwise_planes<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
-  DepthwiseDirect direct{0, 0};
+  DepthwiseDirect direct{0, 0, true};
   const bool usual = s.layout == Layout::kContiguous && s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 &&
                      s.dil_w == 1 && std::max(s.w, s.wo) <= kMostPlaneCols;
   visit_plane_dtype(s.dtype, [&]<class T>() {
     if (!usual) return;
-    visit_plane_kernel(s, [&]<int kTaps, int kStride>() { direct = {s.c, kTaps * kTaps + 1}; });
+    visit_plane_kernel(s, [&]<int kTaps, int kStride>() { direct = {s.c, kTaps * kTaps + 1, true}; });
   });
   return direct;
 }
@@ -180,7 +180,7 @@ template <>
 void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, void* scratch,
                                                    DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
-  const Span span = band_rows(s, s.ho, part.band);
+  const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
@@ -216,7 +216,7 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
   visit_plane_dtype(s.dtype, [&]<class T>() {
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
-      const PlaneGradient<kTaps, kStride> gradient(arena, s, part.band);
+      const PlaneGradient<kTaps, kStride> gradient(arena, s, part);
       const auto& [above, before] = std::tie(gradient.above, gradient.before);
       const int64_t count = gradient.q.size() + above.before + above.behind;
       const int64_t needed = gradient.width + before.before + before.behind;

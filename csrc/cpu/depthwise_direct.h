@@ -100,10 +100,12 @@ class Column {
   int64_t step_[kDeep];
 };
 
-// The first channel of a group; the last group begins early enough to be full and repeats channels of the one before.
+// The first channel of a group. In channels_last images the last group begins early enough to be full and repeats
+// channels of the one before; in contiguous ones it repeats the last channel.
 template <class T>
 int64_t first_channel(const DepthwiseSizes& s, int64_t group) {
-  return std::min(group * Group<T>::kChannels, s.c - Group<T>::kChannels);
+  const int64_t first = group * Group<T>::kChannels;
+  return s.layout == Layout::kContiguous ? first : std::min(first, s.c - Group<T>::kChannels);
 }
 
 // The channels of a group as [vector][lane].
@@ -123,6 +125,13 @@ void visit_direct_dtype(DType dtype, F&& f) {
       f.template operator()<T>();
     }
   });
+}
+
+// Whether contiguous images are transposed for these kernels, rather than worked on plane by plane: measured 1.5 times
+// as fast in the mean, but not where most lanes would stay empty.
+template <class T>
+bool is_worth_transposing(const DepthwiseSizes& s) {
+  return 2 * s.c > Group<T>::kChannels && std::max(s.w, s.wo) <= kMostPlaneCols;
 }
 
 // f<k, stride>()

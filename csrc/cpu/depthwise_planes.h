@@ -98,15 +98,6 @@ void each_plane(PaddedRows<kStride> (&rows)[2], int64_t begin, int64_t end, cons
   }
 }
 
-// The rows [begin, end) of y in a band.
-struct Span {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-inline Span band_rows(const DepthwiseSizes& s, int64_t rows, int64_t band) {
-  return {rows * band / bands(s), rows * (band + 1) / bands(s)};
-}
-
 // f<T>() for the element types that have these kernels, f<k, stride>() for the kernels.
 template <class F>
 void visit_plane_dtype(DType dtype, F&& f) {

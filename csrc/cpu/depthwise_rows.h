@@ -133,6 +133,12 @@ template <class V>
   return x;
 }
 
+// Rows [begin, end).
+struct Span {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
 // Hands out parts of a thread's working memory, each aligned to a cache line.
 class Arena {
  public:
@@ -221,27 +227,43 @@ void depthwise_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scra
 struct DepthwiseDirect {
   int64_t blocks;  // 0: not for these sizes
   int64_t size;    // of a block of partial sums [kh * kw + 1][vector][lane]
+  bool planes;     // whether each block is a plane
 };
 template <Isa I>
 DepthwiseDirect depthwise_direct(const DepthwiseSizes& s);
 template <Isa I>
 void depthwise_direct_taps(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin, int64_t end);
-// Blocks [begin, end) of a band.
+// Blocks [begin, end) of one of the bands of an image.
 struct DepthwisePart {
-  int64_t image, band, begin, end;
+  int64_t image, band, bands, begin, end;
 };
+namespace {
+// Of `count` rows, those in the band.
+inline Span band_rows(const DepthwisePart& part, int64_t count) {
+  return {count * part.band / part.bands, count * (part.band + 1) / part.bands};
+}
+}  // namespace
 template <Isa I>
 void depthwise_direct_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
+// Writes dx and adds to the partial sums of all blocks, or begins them; each where wanted.
+template <Isa I>
+void depthwise_direct_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part,
+                               void* partial, bool begins);
 template <Isa I>
 void depthwise_direct_dx(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part);
-// Adds to the partial sums of all blocks, or begins them.
 template <Isa I>
-void depthwise_direct_dw(const DepthwiseConv2dBackward& a, void* scratch, DepthwisePart part, void* partial,
-                         bool begins);
+void depthwise_direct_dw(const DepthwiseConv2dBackward& a, DepthwisePart part, void* partial, bool begins);
 template <Isa I>
 void depthwise_direct_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 
-// The same for contiguous images: each block is a plane.
+// The same for contiguous images, groups of channels transposed on the way.
+template <Isa I>
+void depthwise_transposed_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
+template <Isa I>
+void depthwise_transposed_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
+                                   DepthwisePart part, void* partial, bool begins);
+
+// The same for contiguous images, each block a plane.
 template <Isa I>
 DepthwiseDirect depthwise_planes(const DepthwiseSizes& s);
 template <Isa I>

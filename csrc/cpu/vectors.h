@@ -21,7 +21,7 @@ template <int N, class F>
 template <class V, int kDistance = V::kLanes / 2>
 [[gnu::always_inline]] inline void transpose(V* rows) {
   if constexpr (kDistance > 0) {
-    using Index = RawVec<typename V::Int>;
+    using Index = RawVec<typename V::Int, sizeof(V)>;
     const auto [low, high] = [&]<int... e>(std::integer_sequence<int, e...>) {
       return std::pair{Index{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...},
                        Index{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...}};

@@ -72,22 +72,22 @@ class _Where(NamedTuple):
 
 
 # (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and "eager" of
-# benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the later table of
-# benchmarks/LOG.md. A contiguous row shorter than a vector wastes lanes; ragged channels cross lines and cannot be
-# stored past the caches.
+# benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the
+# last table of them in benchmarks/LOG.md: those below four columns are not transposed, and waste lanes. Ragged channels
+# cross lines and cannot be stored past the caches.
 # Kernels that are not square, and other sizes up to those listed, go to stock at any size of x from _SMALL on. Larger
 # kernels, multipliers and dilation never do: stock bfloat16 convolutions with 31x31 kernels may not return, and stock
 # float32 gradients with a multiplier corrupt the heap.
 _VECTOR_BYTES = 64
 _SMALL = 200_000  # elements of x: up to here stock's calls cost more than what its kernels may gain
 _ALWAYS, _NEVER = _Where(mib=float("inf")), _Where()
-_NARROW, _SHORT, _RAGGED = _Where(columns=8), _Where(columns=14), _Where(ragged_mib=float("inf"))
+_NARROW, _RAGGED = _Where(columns=4), _Where(ragged_mib=float("inf"))
 _STOCK_FASTER = {
     "forward": {
-        ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=10), 7: _SHORT},
-        ("contiguous", torch.float32, 2): {3: _NARROW, 5: _SHORT},
-        ("contiguous", torch.bfloat16, 1): {3: _NARROW, 5: _SHORT, 7: _SHORT},
-        ("contiguous", torch.bfloat16, 2): {3: _NARROW, 5: _SHORT},
+        ("contiguous", torch.float32, 1): {3: _NARROW, 5: _NARROW, 7: _NARROW},
+        ("contiguous", torch.float32, 2): {3: _NARROW, 5: _NARROW},
+        ("contiguous", torch.bfloat16, 1): {3: _NARROW, 5: _NARROW, 7: _NARROW},
+        ("contiguous", torch.bfloat16, 2): {3: _NARROW, 5: _NARROW},
         ("channels_last", torch.float32, 1): {3: _Where(ragged_mib=14), 5: _NEVER},
         ("channels_last", torch.float32, 2): {3: _Where(mib=50), 5: _ALWAYS},
         ("channels_last", torch.bfloat16, 1): {3: _RAGGED, 5: _RAGGED, 7: _RAGGED},
@@ -106,13 +106,11 @@ _STOCK_FASTER = {
 _STOCK_FASTER_ON = {
     "avx512": {
         "forward": {
-            ("contiguous", torch.bfloat16, 1): {3: _NARROW, 5: _NARROW, 7: _SHORT},
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
         },
     },
     "avx2": {
         "forward": {
-            ("contiguous", torch.float32, 1): {3: _NARROW, 5: _Where(columns=15), 7: _SHORT},
             ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
             **{(layout, torch.bfloat16, stride): {} for layout in ("contiguous", "channels_last") for stride in (1, 2)},
         },

@@ -1,0 +1,206 @@
+// depthwise_conv2d on the CPU, contiguous images and square kernels of 3, 5 or 7: y, dx, dw and db by the kernels of
+// channels_last images.
+// A band of rows of a group of planes is transposed to [pixel][channel] in cache; what the kernels write there is
+// transposed back. Vectors then lie along channels, and planes may be of any width.
+#include "cpu/depthwise_direct.h"
+
+namespace fusedtrain::cpu {
+namespace {
+
+// A vector of 32-bit words as wide as a pixel of a group.
+template <class T>
+struct Words {
+  using Int = int32_t;
+  static constexpr int kLanes = Group<T>::kChannels * int(sizeof(T)) / 4;
+  RawVec<uint32_t, 4 * kLanes> v;
+};
+
+// out(j)[i] = in(i)[j], i and j < kChannels.
+template <class T, class In, class Out>
+[[gnu::always_inline]] inline void transpose_square(const In& in, const Out& out) {
+  using W = Words<T>;
+  const auto transposed = [&](W * words, auto row) __attribute__((always_inline)) {
+    unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) { std::memcpy(&words[i].v, in(row(i)), sizeof(W)); });
+    transpose(words);
+  };
+  const auto put = [&](int row, W words) __attribute__((always_inline)) { std::memcpy(out(row), &words.v, sizeof(W)); };
+  W words[W::kLanes];
+  if constexpr (sizeof(T) == 4) {
+    transposed(words, [](int i) { return i; });
+    unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) { put(i, words[i]); });
+  } else {
+    // Words hold an even column and the odd one behind it, of the even rows first, then of the odd ones.
+    W even[W::kLanes];
+    transposed(even, [](int i) { return 2 * i; });
+    transposed(words, [](int i) { return 2 * i + 1; });
+    unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) {
+      put(2 * i, W{(even[i].v & 0xffff) | (words[i].v << 16)});
+      put(2 * i + 1, W{(even[i].v >> 16) | (words[i].v & 0xffff0000)});
+    });
+  }
+}
+
+constexpr int64_t kAheadBytes = 256;
+
+// Some rows of a group of planes; the last plane stands for those that are missing.
+template <class T>
+class Planes {
+ public:
+  static constexpr int64_t kChannels = Group<std::remove_const_t<T>>::kChannels;
+
+  Planes(const DepthwiseSizes& s, T* image, int64_t block, int64_t h, int64_t w, Span rows)
+      : pixels_(std::max<int64_t>(0, rows.size()) * w),
+        ahead_(rows.size() == h ? kChannels * h * w : kAheadBytes / int64_t(sizeof(T))) {
+    for (int64_t i = 0; i < kChannels; ++i) {
+      planes_[i] = image + (std::min(block * kChannels + i, s.c - 1) * h + rows.begin) * w;
+    }
+  }
+
+  // tile[pixel][channel] = the planes.
+  void read(std::remove_const_t<T>* tile) const {
+    each_square(
+        [&](int64_t at) {
+          for (const T* plane : planes_) __builtin_prefetch(plane + at + ahead_, 0, 2);
+          transpose_square<std::remove_const_t<T>>(
+              [&](int i) __attribute__((always_inline)) { return planes_[i] + at; },
+              [&](int j) __attribute__((always_inline)) { return tile + (at + j) * kChannels; });
+        },
+        [&](int64_t channel, int64_t pixel) { tile[pixel * kChannels + channel] = planes_[channel][pixel]; });
+  }
+
+  // The planes = tile[pixel][channel].
+  void write(const T* tile) const {
+    each_square(
+        [&](int64_t at) {
+          for (const T* plane : planes_) prefetch_for_store(plane + at + ahead_);
+          transpose_square<T>(
+              [&](int j) __attribute__((always_inline)) { return tile + (at + j) * kChannels; },
+              [&](int i) __attribute__((always_inline)) { return planes_[i] + at; });
+        },
+        [&](int64_t channel, int64_t pixel) { planes_[channel][pixel] = tile[pixel * kChannels + channel]; });
+  }
+
+ private:
+  // square(pixel) for as many pixels as channels at a time, the last of which may overlap; each(channel, pixel) where
+  // there are too few.
+  template <class Square, class Each>
+  void each_square(const Square& square, const Each& each) const {
+    if (pixels_ < kChannels) {
+      for (int64_t pixel = 0; pixel < pixels_; ++pixel) {
+        for (int64_t channel = 0; channel < kChannels; ++channel) each(channel, pixel);
+      }
+      return;
+    }
+    for (int64_t pixel = 0; pixel < pixels_; pixel += kChannels) square(std::min(pixel, pixels_ - kChannels));
+  }
+
+  T* planes_[kChannels];
+  int64_t pixels_;
+  int64_t ahead_;  // to what is read or written next: the next group, if planes are short
+};
+
+// The rows of x that rows of y read, and the rows of dy that rows of dx read; with a group as a whole image.
+inline Span rows_of_x(const DepthwiseSizes& s, Span y) {
+  const int64_t begin = std::clamp<int64_t>(y.begin * s.sh - s.top, 0, s.h);
+  return {begin, std::clamp((y.end - 1) * s.sh - s.top + s.kh, begin, s.h)};
+}
+inline Span rows_of_dy(const DepthwiseSizes& s, Span x) {
+  const int64_t begin = std::clamp<int64_t>(ceil_div(x.begin + s.top - s.kh + 1, s.sh), 0, s.ho);
+  return {begin, std::clamp((x.end - 1 + s.top) / s.sh + 1, begin, s.ho)};
+}
+
+template <class T>
+DepthwiseSizes group_sizes(DepthwiseSizes s) {
+  s.n = 1;
+  s.c = Group<T>::kChannels;
+  s.layout = Layout::kChannelsLast;
+  return s;
+}
+
+}  // namespace
+
+template <>
+void depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void* taps, void* scratch,
+                                                       DepthwisePart part) {
+  const DepthwiseSizes& s = a.sizes;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    constexpr int64_t kChannels = Group<T>::kChannels;
+    const Span y_rows = band_rows(part, s.ho), x_rows = rows_of_x(s, y_rows);
+    Arena arena(scratch);
+    T* x = arena.take<T>(x_rows.size() * s.w * kChannels);
+    T* y = arena.take<T>(y_rows.size() * s.wo * kChannels);
+    T bias[kChannels];
+    Acc<T> moments[3 * kChannels];  // as those of one band
+    DepthwiseConv2d group{.sizes = group_sizes<T>(s),
+                          .act = a.act,
+                          .x = x - x_rows.begin * s.w * kChannels,
+                          .weight = nullptr,
+                          .bias = a.bias ? bias : nullptr,
+                          .y = y - y_rows.begin * s.wo * kChannels,
+                          .moments = nullptr};
+    if constexpr (std::is_same_v<T, float>) {
+      if (a.moments) group.moments = moments - part.band * 3 * kChannels;
+    }
+    for (int64_t block = part.begin; block < part.end; ++block) {
+      const T* image = static_cast<const T*>(a.x) + part.image * s.c * s.h * s.w;
+      Planes<const T>(s, image, block, s.h, s.w, x_rows).read(x);
+      for (int64_t i = 0; a.bias && i < kChannels; ++i) {
+        bias[i] = static_cast<const T*>(a.bias)[std::min(block * kChannels + i, s.c - 1)];
+      }
+      depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(group,
+                                                    static_cast<const Acc<T>*>(taps) + block * s.kh * s.kw * kChannels,
+                                                    nullptr, {0, part.band, part.bands, 0, 1});
+      for (int64_t i = 0; a.moments && i < 3; ++i) {
+        float* to = a.moments + ((part.image * part.bands + part.band) * 3 + i) * s.c + block * kChannels;
+        std::copy_n(moments + i * kChannels, std::min(kChannels, s.c - block * kChannels), to);
+      }
+      T* out = static_cast<T*>(a.y) + part.image * s.c * s.ho * s.wo;
+      Planes<T>(s, out, block, s.ho, s.wo, y_rows).write(y);
+    }
+  });
+}
+
+template <>
+void depthwise_transposed_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps,
+                                                        void* scratch, DepthwisePart part, void* partial, bool begins) {
+  constexpr Isa I = Isa::FUSEDTRAIN_ISA;
+  const DepthwiseSizes& s = a.sizes;
+  visit_direct_dtype(s.dtype, [&]<class T>() {
+    constexpr int64_t kChannels = Group<T>::kChannels;
+    const int64_t k = s.kh * s.kw;
+    const DepthwisePart one{0, part.band, part.bands, 0, 1};
+    const Span dx_rows = band_rows(part, s.h), dw_rows = band_rows(part, s.ho), x_rows = rows_of_x(s, dw_rows);
+    Span dy_rows = dw_rows;
+    if (a.dx) {
+      const Span reached = rows_of_dy(s, dx_rows);
+      dy_rows = {std::min(reached.begin, dw_rows.begin), std::max(reached.end, dw_rows.end)};
+    }
+    Arena arena(scratch);
+    auto* mirrored = arena.take<Acc<T>>(k * kChannels);
+    T* dy = arena.take<T>(dy_rows.size() * s.wo * kChannels);
+    T* x = arena.take<T>(std::max(dx_rows.size(), x_rows.size()) * s.w * kChannels);  // dx, then x
+    const DepthwiseConv2dBackward group{.sizes = group_sizes<T>(s),
+                                        .dy = dy - dy_rows.begin * s.wo * kChannels,
+                                        .x = x - x_rows.begin * s.w * kChannels,
+                                        .weight = nullptr,
+                                        .dx = x - dx_rows.begin * s.w * kChannels,
+                                        .dw = a.dw,
+                                        .db = a.db,
+                                        .partial = partial};
+    for (int64_t block = part.begin; block < part.end; ++block) {
+      Planes<const T>(s, static_cast<const T*>(a.dy) + part.image * s.c * s.ho * s.wo, block, s.ho, s.wo, dy_rows)
+          .read(dy);
+      if (a.dx) {
+        depthwise_direct_dx<I>(group, static_cast<const Acc<T>*>(taps) + block * k * kChannels, mirrored, one);
+        Planes<T>(s, static_cast<T*>(a.dx) + part.image * s.c * s.h * s.w, block, s.h, s.w, dx_rows).write(x);
+      }
+      if (a.partial == nullptr) continue;
+      if (a.dw) {
+        Planes<const T>(s, static_cast<const T*>(a.x) + part.image * s.c * s.h * s.w, block, s.h, s.w, x_rows).read(x);
+      }
+      depthwise_direct_dw<I>(group, one, static_cast<Acc<T>*>(partial) + block * (k + 1) * kChannels, begins);
+    }
+  });
+}
+
+}  // namespace fusedtrain::cpu
