@@ -46,18 +46,21 @@ struct GroupedConv2dDw {
   void* partial;  // sums over parts of the images, added in order
 };
 
+// Functions are static: what the variants of the kernels do not inline must not be shared among them.
 namespace cpu {
 // A group's pixels are staged, zeros around them: copied to blocks of a cache line of steps. A step is what one product
 // takes: one channel, or two of bfloat16 where rounds_to_bf16_by_instruction.
 constexpr int64_t kBlockBytes = 64, kWideLanes = 16;  // vectors of any instruction set divide these
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -ceil_div(-a, b); }
-constexpr int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t pads, int64_t dilation) {
+static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static constexpr int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -ceil_div(-a, b); }
+static constexpr int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t pads, int64_t dilation) {
   return floor_div(size + pads - dilation * (kernel - 1) - 1, stride) + 1;
 }
-constexpr int64_t acc_size(const GroupedSizes& s) { return s.dtype == DType::kFloat64 ? 8 : 4; }
-inline bool in_pairs(const GroupedSizes& s) { return s.dtype == DType::kBFloat16 && rounds_to_bf16_by_instruction; }
+static constexpr int64_t acc_size(const GroupedSizes& s) { return s.dtype == DType::kFloat64 ? 8 : 4; }
+static inline bool in_pairs(const GroupedSizes& s) {
+  return s.dtype == DType::kBFloat16 && rounds_to_bf16_by_instruction;
+}
 
 // Rows or columns. The outputs stand in phases, of which each meets other taps: `stride` of them for dx, one for y.
 struct Line {
@@ -87,46 +90,46 @@ struct Line {
   }
 };
 
-constexpr Line rows_of(const GroupedSizes& s, bool transposed) {
+static constexpr Line rows_of(const GroupedSizes& s, bool transposed) {
   return {transposed ? s.ho : s.h, transposed ? s.h : s.ho, s.kh, s.sh, s.top, s.dil_h, transposed};
 }
-constexpr Line cols_of(const GroupedSizes& s, bool transposed) {
+static constexpr Line cols_of(const GroupedSizes& s, bool transposed) {
   return {transposed ? s.wo : s.w, transposed ? s.w : s.wo, s.kw, s.sw, s.left, s.dil_w, transposed};
 }
 // What is staged of a row, each column behind the one that the next output meets: [col % step][col / step].
-constexpr int64_t staged_cols(const Line& cols) { return ceil_div(cols.inputs(cols.outputs(0)), cols.step()); }
+static constexpr int64_t staged_cols(const Line& cols) { return ceil_div(cols.inputs(cols.outputs(0)), cols.step()); }
 
 // ---- y and dx: items are bands of rows of sets of groups ----
 
 constexpr int64_t kBandBytes = 24 << 10;  // staged at a time
 
-constexpr int64_t in_channels(const GroupedConv2d& a) { return a.transposed ? a.sizes.co : a.sizes.ci; }
-constexpr int64_t out_channels(const GroupedConv2d& a) { return a.transposed ? a.sizes.ci : a.sizes.co; }
-inline int64_t steps(const GroupedConv2d& a) { return ceil_div(in_channels(a), in_pairs(a.sizes) ? 2 : 1); }
-inline int64_t blocks(const GroupedConv2d& a) { return ceil_div(steps(a) * acc_size(a.sizes), kBlockBytes); }
+static constexpr int64_t in_channels(const GroupedConv2d& a) { return a.transposed ? a.sizes.co : a.sizes.ci; }
+static constexpr int64_t out_channels(const GroupedConv2d& a) { return a.transposed ? a.sizes.ci : a.sizes.co; }
+static inline int64_t steps(const GroupedConv2d& a) { return ceil_div(in_channels(a), in_pairs(a.sizes) ? 2 : 1); }
+static inline int64_t blocks(const GroupedConv2d& a) { return ceil_div(steps(a) * acc_size(a.sizes), kBlockBytes); }
 // Groups whose pixels share a block.
-inline int64_t set_groups(const GroupedConv2d& a) {
+static inline int64_t set_groups(const GroupedConv2d& a) {
   const int64_t block = kBlockBytes / acc_size(a.sizes);
   return in_channels(a) % (in_pairs(a.sizes) ? 2 : 1) == 0 && block % steps(a) == 0 ? block / steps(a) : 1;
 }
-inline int64_t sets(const GroupedConv2d& a) { return ceil_div(a.sizes.groups, set_groups(a)); }
-inline int64_t staged_row_bytes(const GroupedConv2d& a) {
+static inline int64_t sets(const GroupedConv2d& a) { return ceil_div(a.sizes.groups, set_groups(a)); }
+static inline int64_t staged_row_bytes(const GroupedConv2d& a) {
   const Line cols = cols_of(a.sizes, a.transposed);
   return cols.step() * staged_cols(cols) * blocks(a) * kBlockBytes;
 }
-inline int64_t bands(const GroupedConv2d& a) {
+static inline int64_t bands(const GroupedConv2d& a) {
   const Line rows = rows_of(a.sizes, a.transposed);
   const int64_t more = kBandBytes / staged_row_bytes(a) - rows.inputs(1);
   return ceil_div(rows.outputs(0), 1 + std::max<int64_t>(0, more / rows.step()));
 }
-inline int64_t items(const GroupedConv2d& a) { return a.sizes.n * bands(a) * sets(a); }
+static inline int64_t items(const GroupedConv2d& a) { return a.sizes.n * bands(a) * sets(a); }
 // Bytes of `packed`: [group][panel of vectors][phase][block][tap][step][vector][lane].
-inline int64_t packed_size(const GroupedConv2d& a) {
+static inline int64_t packed_size(const GroupedConv2d& a) {
   const int64_t lanes = ceil_div(out_channels(a), kWideLanes) * kWideLanes;
   return a.sizes.groups * a.sizes.kh * a.sizes.kw * steps(a) * lanes * acc_size(a.sizes);
 }
 // Bytes of working memory per thread: a band, the taps, and a tile.
-inline int64_t grouped_conv2d_scratch(const GroupedConv2d& a) {
+static inline int64_t grouped_conv2d_scratch(const GroupedConv2d& a) {
   const Line rows = rows_of(a.sizes, a.transposed);
   const int64_t most = ceil_div(rows.outputs(0), bands(a));
   return rows.inputs(most) * staged_row_bytes(a) + 16 * a.sizes.kh * a.sizes.kw * blocks(a) + 8192;
@@ -146,33 +149,33 @@ constexpr int64_t kPartPixels = 1024, kMostParts = 32;
 constexpr int64_t kLeastChain = 96;  // products of a sum in a register, about
 
 // A step is a pixel, or two of bfloat16: of a row of y, or of two as a pair.
-inline int64_t step_rows(const GroupedSizes& s) { return in_pairs(s) ? 2 : 1; }
-inline int64_t row_steps(const GroupedSizes& s) { return ceil_div(s.ho, step_rows(s)); }
-inline int64_t dw_bands(const GroupedSizes& s) {
+static inline int64_t step_rows(const GroupedSizes& s) { return in_pairs(s) ? 2 : 1; }
+static inline int64_t row_steps(const GroupedSizes& s) { return ceil_div(s.ho, step_rows(s)); }
+static inline int64_t dw_bands(const GroupedSizes& s) {
   return ceil_div(row_steps(s), ceil_div(kLeastChain, std::max<int64_t>(1, s.wo)));
 }
-inline int64_t parts(const GroupedSizes& s) {
+static inline int64_t parts(const GroupedSizes& s) {
   const int64_t all = s.n * dw_bands(s), wanted = s.n * s.ho * s.wo / kPartPixels;
   return std::max<int64_t>(1, std::min({all, wanted, kMostParts}));
 }
-inline int64_t dw_set_groups(const GroupedSizes& s) {
+static inline int64_t dw_set_groups(const GroupedSizes& s) {
   const int64_t block = kBlockBytes / acc_size(s);
   return block % s.ci == 0 ? block / s.ci : 1;
 }
-inline int64_t dw_sets(const GroupedSizes& s) { return ceil_div(s.groups, dw_set_groups(s)); }
+static inline int64_t dw_sets(const GroupedSizes& s) { return ceil_div(s.groups, dw_set_groups(s)); }
 // Elements of acc in `partial`: [part][group][ky][kx][o][i].
-constexpr int64_t partial_pitch(const GroupedSizes& s) { return ceil_div(s.ci, kWideLanes) * kWideLanes; }
-constexpr int64_t group_sums(const GroupedSizes& s) { return s.kh * s.kw * s.co * partial_pitch(s); }
-inline int64_t partial_size(const GroupedSizes& s) { return parts(s) * s.groups * group_sums(s); }
+static constexpr int64_t partial_pitch(const GroupedSizes& s) { return ceil_div(s.ci, kWideLanes) * kWideLanes; }
+static constexpr int64_t group_sums(const GroupedSizes& s) { return s.kh * s.kw * s.co * partial_pitch(s); }
+static inline int64_t partial_size(const GroupedSizes& s) { return parts(s) * s.groups * group_sums(s); }
 // Elements staged of x and of dy, [block][row][col]; and bytes of working memory per thread.
-inline int64_t staged_x_rows(const GroupedSizes& s) {
+static inline int64_t staged_x_rows(const GroupedSizes& s) {
   const int64_t most = ceil_div(row_steps(s), dw_bands(s));
   return (most - 1) * step_rows(s) * s.sh + (s.kh - 1) * s.dil_h + 1;
 }
-inline int64_t staged_blocks(const GroupedSizes& s, int64_t channels) {
+static inline int64_t staged_blocks(const GroupedSizes& s, int64_t channels) {
   return ceil_div(dw_set_groups(s) * channels * acc_size(s), kBlockBytes);
 }
-inline int64_t grouped_conv2d_dw_scratch(const GroupedSizes& s) {
+static inline int64_t grouped_conv2d_dw_scratch(const GroupedSizes& s) {
   const Line cols = cols_of(s, false);
   const int64_t most = ceil_div(row_steps(s), dw_bands(s));
   const int64_t x = staged_blocks(s, s.ci) * staged_x_rows(s) * cols.step() * staged_cols(cols);

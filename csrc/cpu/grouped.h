@@ -2,31 +2,15 @@
 // How the kernels of grouped_conv2d read images: in staged blocks. Internal linkage, as in core/simd.h.
 #include <algorithm>
 
-#include "cpu/vectors.h"
+#include "cpu/pairs.h"
 #include "grouped_conv2d.h"
 
 namespace fusedtrain::cpu {
 namespace {
 
-// What a step holds: float, double, or two bfloat16.
-struct Pair {
-  uint32_t bits;
-};
-template <class E>
-using Sum = std::conditional_t<std::is_same_v<E, double>, double, float>;
-template <class E>
-constexpr int kLanes = kVecBytes / int(sizeof(E));
 template <class E>
 constexpr int64_t kBlock = kBlockBytes / int64_t(sizeof(E));
 
-template <class E>
-[[gnu::always_inline]] inline auto broadcast(E x) {
-  if constexpr (std::is_same_v<E, Pair>) {
-    return Pairs{RawVec<uint32_t>{} + x.bits};
-  } else {
-    return Vec<E>(x);
-  }
-}
 template <class E>
 [[gnu::always_inline]] inline auto load_vector(const E* p) {
   if constexpr (std::is_same_v<E, Pair>) {

@@ -7,6 +7,7 @@
 // registers (AMX) a tile of sums is 16 narrow channels times kTileVecs vectors, 16 steps at once.
 #include <numeric>
 
+#include "cpu/pairs.h"
 #include "cpu/pixels.h"
 #include "cpu/tiles.h"
 #include "cpu/vectors.h"
@@ -18,14 +19,6 @@ namespace {
 constexpr int kTileVecs = 3;
 constexpr bool kHasMasks = kVecBytes == 64;  // loads of a part of a vector cost as much as whole ones
 
-// What a step holds of one channel: float, double, or two bfloat16 of consecutive pixels.
-struct Pair {
-  uint32_t bits;
-};
-template <class E>
-using Sum = std::conditional_t<std::is_same_v<E, double>, double, float>;
-template <class E>
-constexpr int kLanes = kVecBytes / int(sizeof(E));
 template <class E>  // with kTileVecs the registers are full; staged, the rows of a tile lie in one vector
 constexpr int kTileRows = kVecBytes == 64 ? 8 : std::min(kLanes<E>, 4);
 template <class E>
@@ -47,15 +40,6 @@ template <class E>
     return load<Vec<E>>(p);
   }
 }
-template <class E>
-[[gnu::always_inline]] inline auto broadcast(E x) {
-  if constexpr (std::is_same_v<E, Pair>) {
-    return Pairs{RawVec<uint32_t>{} + x.bits};
-  } else {
-    return Vec<E>(x);
-  }
-}
-
 // ---- operands ----
 
 // What a tile reads of an operand.
