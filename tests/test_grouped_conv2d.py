@@ -328,6 +328,18 @@ def test_each_direction_runs_where_it_was_measured_faster(chosen):
     assert chosen("avx512_bf16", torch.float64, 28, 1) == ()
 
 
+def test_pixels_that_share_sets_are_left_to_stock_where_it_strides(monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    monkeypatch.undo()  # of the fixture that gives all to the kernel
+    for name, value in (("cpu_vendor", "amd"), ("isa_active", "avx512_bf16")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    for channels, stride, faster in ((512, 2, False), (512, 1, True), (496, 2, True)):
+        x = harness.images((1, channels, 56, 56), "channels_last")
+        parts = MODULE._faster_parts(x, torch.empty(channels, 16, 3, 3), [stride, stride])
+        assert ("dw" in parts) == faster, (channels, stride)
+
+
 def test_what_was_not_measured_is_left_to_stock(chosen):
     x = harness.images((16, 64, 28, 28), "channels_last")
     chosen("avx512_bf16", torch.float32, 28, 1)

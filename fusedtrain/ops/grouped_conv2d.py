@@ -89,6 +89,9 @@ _FASTER = {
     ("amd", "avx2", torch.float32): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
 }
+_SHARED = (
+    2048  # bytes: pixels that many times this apart share sets of L1; dw with a stride takes 1.3 times stock's time
+)
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
 
@@ -97,7 +100,10 @@ def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ..
     cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
     table = _FASTER.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
-    return tuple(part for part, where in table.items() if where.holds_for(columns, max(stride) > 1, width))
+    strided = max(stride) > 1
+    parts = tuple(part for part, where in table.items() if where.holds_for(columns, strided, width))
+    shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
+    return tuple(part for part in parts if part != "dw") if shared else parts
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
