@@ -92,10 +92,7 @@ TABLES = {
     "optimizer_step_table_": f"(Tensor table, {_STEP}, {_NARROW}) -> ()",
 }
 
-CPU_ONLY = (
-    "grouped_conv2d",
-    "pointwise_conv2d",
-)  # ops that are matrix products on a GPU, where PyTorch's own libraries run them
+CPU_ONLY = ("grouped_conv2d", "pointwise_conv2d")  # ops that PyTorch's own libraries run on a GPU
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
