@@ -89,9 +89,9 @@ _FASTER = {
     ("amd", "avx2", torch.float32): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
 }
-_SHARED = (
-    2048  # bytes: pixels that many times this apart share sets of L1; dw with a stride takes 1.3 times stock's time
-)
+# Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
+# stock (benchmarks/LOG.md, 2026-11-24).
+_SHARED = 2048
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
 
