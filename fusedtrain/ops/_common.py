@@ -127,7 +127,8 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """True when the autograd Function must record; under export the raw operator stands in the graph."""
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    # Not is_exporting(), which is True in every compiled graph before torch 2.13: all gradients would be lost.
+    if not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
         return False
     return any(t is not None and t.requires_grad for t in tensors)
 
