@@ -508,6 +508,20 @@ def test_fused_models_run_on_the_meta_device(zoo):
     assert y.shape == (2, 10) and all(p.grad.is_meta for p in model.parameters())
 
 
+def test_unfuse_names_the_fused_layers_that_it_cannot_change():
+    class Doubled(fusedtrain.nn.BatchNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), Doubled(4), nn.ReLU())
+    fusedtrain.fuse(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    kept = [(c.name, c.reason) for c in fusedtrain.unfuse(model).kept]
+    assert kept == [("0", "it is parametrized"), ("1", "its class is a derived one")]
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0"] and type(model[0]) is nn.Conv2d
+
+
 def test_torch_fx_traces_fused_models(zoo):
     model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10).eval()
     fusedtrain.fuse(model)

@@ -369,6 +369,10 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
                 recorded.restore(module)
             continue
         if kind_of(module) not in _STOCK_OF:
+            base = next((cls for cls in type(module).__mro__ if cls in _STOCK_OF), None)
+            if base is not None:
+                special = "it is parametrized" if parametrize.is_parametrized(module) else "its class is a derived one"
+                report.append(Candidate(name, _path(base), None, special))
             continue
         stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[kind_of(module)]))
         if wrapper is not None:

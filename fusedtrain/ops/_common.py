@@ -144,9 +144,12 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
         forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ):
         _refuse_transforms(tensors)
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-        return False
-    return any(t is not None and t.requires_grad for t in tensors) and not torch.jit.is_tracing()
+    return records(*tensors) and not torch.compiler.is_exporting() and not torch.jit.is_tracing()
+
+
+def records(*tensors: Tensor | None) -> bool:
+    """True when gradients are recorded for one of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 _ELSEWHERE = "have it: use fusedtrain.use_backend('reference'), or fusedtrain.unfuse(model)"

@@ -252,7 +252,7 @@ def depthwise_conv2d(
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
     impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)
     stock, backward = impl.forward is reference, reference_backward
-    if torch.is_grad_enabled():
+    if _common.records(x, weight, bias):
         backward = select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
     recording = not (stock and backward is reference_backward) and _common.needs_autograd(x, weight, bias)
     if stock and not recording:
