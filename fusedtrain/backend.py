@@ -102,6 +102,12 @@ def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     return impl
 
 
+def runs_whole(impl: Impl, *args) -> bool:
+    """Whether a backend that leaves directions to stock PyTorch where that is faster has to run all of them: it is
+    forced, or ``fusedtrain tune backend`` has measured it so against its own rule."""
+    return _forced is not None or (_tuned.active and impl.slower is not None and impl.slower(*args) is not None)
+
+
 def _verdict(impl: Impl, args: tuple) -> str | None:
     return impl.why_not(*args) or (impl.slower(*args) if impl.slower is not None else None)
 

@@ -190,6 +190,7 @@ def check_sweep(model):
         fused = type(model.get_submodule(candidate.name))
         fused = Recorded if issubclass(fused, Recorded) else fused
         assert f"{fused.__module__}.{fused.__qualname__}" == candidate.after
+    assert all(map(isinstance, model.modules(), classes))
     assert not fusedtrain.fuse(model).swapped
     assert len(fusedtrain.unfuse(model)) == len(report.swapped)
     assert classes_of(model) == classes and layout_of(model) == before
@@ -335,7 +336,7 @@ def gathered(monkeypatch):
         pytest.skip(reason)
     module, calls = sys.modules["fusedtrain.ops.pointwise_conv2d"], []
     real = module._STATS
-    monkeypatch.setattr(module, "_by_kernel", lambda x, channels: x.dtype == torch.float32)
+    monkeypatch.setattr(module, "_by_kernel", lambda x, *_: x.dtype == torch.float32)
     monkeypatch.setattr(module, "_STATS", lambda *inputs: calls.append(1) or real(*inputs))
     return calls
 
@@ -393,7 +394,7 @@ def test_objects_hooks_optimizers_and_shared_modules_stay(zoo):
     shared.register_forward_hook(lambda *_: calls.append("hook"))
     report = fusedtrain.fuse(model)
     assert [candidate.name for candidate in report.swapped] == ["1", "5"]
-    assert model[1] is model[4] is shared and type(shared) is fusedtrain.nn.SqueezeExcite
+    assert model[1] is model[4] is shared and isinstance(shared, fusedtrain.nn.SqueezeExcite)
     before = shared.conv_expand.bias.detach().clone()
     model(harness.images((2, 3, 8, 8))).sum().backward()
     optimizer.step()
@@ -443,6 +444,84 @@ def test_unfused_models_script_and_export_with_the_trained_weights(zoo):
     assert torch.equal(torch.export.export(model, (x,)).module()(x), stock)
 
 
+def exported_families(zoo):
+    """A network of each kind of block: separable with a gate, residual, MBConv, torchvision's."""
+    yield from (timm_model(zoo, name, num_classes=10) for name in ("lcnet_050", "test_resnet", "test_efficientnet"))
+    yield zoo.torchvision.models.mobilenet_v3_small(num_classes=10)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("family", range(4))
+def test_fused_models_are_traced_and_exported_unfused_ones_scripted_too(zoo, family):
+    model = list(exported_families(zoo))[family].eval()
+    x, other = (harness.images((2, 3, size, size)) for size in (32, 48))
+    fusedtrain.fuse(model)
+    traced = torch.jit.trace(model, x)  # recording gradients, as a model does by default
+    assert "PythonOp" not in str(traced.inlined_graph)
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(other), model(other))
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+    with pytest.raises(RuntimeError, match=r"cannot script the fused layer \w+: call fusedtrain.unfuse\(model\) first"):
+        torch.jit.script(model)
+    fusedtrain.unfuse(model)
+    for other_form in (torch.jit.trace(model, x), torch.jit.script(model), torch.export.export(model, (x,)).module()):
+        assert torch.equal(other_form(x), model(x))
+
+
+def randomised(model):
+    """Statistics and scales as after some training, so that a layer left out shows."""
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            for t, low, high in ((norm.running_mean, -0.2, 0.2), (norm.running_var, 0.5, 2), (norm.weight, 0.5, 1.5)):
+                nn.init.uniform_(t, low, high)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["lcnet_050", "repghostnet_050", "mobileone_s0", "fastvit_t8"])
+def test_timms_tools_do_to_fused_models_what_they_do_to_others(zoo, name):
+    torch.manual_seed(0)
+    model = randomised(timm_model(zoo, name, num_classes=10))
+    x, utils = harness.images((2, 3, 64, 64)), zoo.timm.utils.model
+    for tools in (
+        [utils.freeze_batch_norm_2d],
+        [utils.freeze_batch_norm_2d, utils.unfreeze_batch_norm_2d],
+        [zoo.timm.layers.convert_sync_batchnorm],
+        [utils.reparameterize_model],
+    ):
+        fused, stock = copy.deepcopy(model), copy.deepcopy(model)
+        assert fusedtrain.fuse(fused).swapped
+        for tool in tools:
+            fused, stock = tool(fused).eval(), tool(stock).eval()
+        with torch.no_grad():
+            truth = copy.deepcopy(stock).double()(x.double())
+            harness.assert_as_good_as_torch(fused(x), stock(x), truth, f"{name} after {tool.__name__}")
+
+
+def test_fused_models_run_on_the_meta_device(zoo):
+    with torch.device("meta"):
+        model, x = timm_model(zoo, "lcnet_050", num_classes=10), torch.empty(2, 3, 64, 64)
+    fusedtrain.fuse(model)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (2, 10) and all(p.grad.is_meta for p in model.parameters())
+
+
+def test_unfuse_names_the_fused_layers_that_it_cannot_change():
+    class Doubled(fusedtrain.nn.BatchNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), Doubled(4), nn.ReLU())
+    fusedtrain.fuse(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    kept = [(c.name, c.reason) for c in fusedtrain.unfuse(model).kept]
+    assert kept == [("0", "it is parametrized"), ("1", "its class is a derived one")]
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0"] and type(model[0]) is nn.Conv2d
+
+
 def test_torch_fx_traces_fused_models(zoo):
     model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10).eval()
     fusedtrain.fuse(model)
@@ -467,7 +546,7 @@ def test_the_whole_model_may_be_one_layer(zoo):
     assert str(fusedtrain.fuse(layer)).startswith(
         "(the model)  timm.layers.eca.EcaModule -> fusedtrain.nn.eca.EcaModule"
     )
-    assert type(layer) is fusedtrain.nn.EcaModule
+    assert isinstance(layer, (fusedtrain.nn.EcaModule, zoo.timm.layers.EcaModule))
 
 
 def derived(zoo, layer):

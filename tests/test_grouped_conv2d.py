@@ -1,6 +1,7 @@
 """grouped_conv2d: a convolution in groups of channels; and its layer."""
 
 import copy
+import dataclasses
 import sys
 
 import cases
@@ -68,15 +69,6 @@ def backend(backend):
     if backend not in ("cpu", "reference"):
         pytest.skip("on GPUs every backend is stock PyTorch")
     return backend
-
-
-@pytest.fixture
-def by_kernel(monkeypatch):
-    """In all directions."""
-    monkeypatch.setattr(MODULE, "_faster_parts", lambda *_: ("forward", "dx", "dw"))
-
-
-pytestmark = pytest.mark.usefixtures("by_kernel")
 
 
 def make(
@@ -167,6 +159,19 @@ def test_not_finite_reaches_what_torch_lets_it_reach(device, backend, value, dty
     inputs = make(device, dtype=dtype)
     inputs["x"][1, 37, 4, 4] = value
     harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, "grouped_conv2d", frozen=("w",))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("row", [0, -1])
+def test_not_finite_images_reach_no_more_gradients_than_in_torch(device, backend, value, dtype, row):
+    inputs = make(device, dtype=dtype)
+    inputs["x"][1, 37, row, 4] = value
+    for stride in (1, 2):  # nine rows come out, and five: the last has no second one to make a pair with
+        ours, stock = (
+            harness.evaluate(f, inputs, dy_dtype=dtype)["dw"] for f in (function(stride), reference_of((stride,) * 2))
+        )
+        assert (ours.isfinite() | ~stock.isfinite()).all() and not ours.isfinite().all()
 
 
 @dense_layouts
@@ -300,7 +305,6 @@ def test_bad_inputs_are_named(change, error, message):
 @pytest.fixture
 def chosen(monkeypatch):
     """What runs of RegNet's layers, given a CPU."""
-    monkeypatch.undo()
 
     def parts(isa, dtype, columns, stride, width=16, vendor="amd"):
         monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
@@ -331,7 +335,6 @@ def test_each_direction_runs_where_it_was_measured_faster(chosen):
 def test_pixels_that_share_sets_are_left_to_stock_where_it_strides(monkeypatch):
     if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
         pytest.skip(reason)
-    monkeypatch.undo()  # of the fixture that gives all to the kernel
     for name, value in (("cpu_vendor", "amd"), ("isa_active", "avx512_bf16")):
         monkeypatch.setitem(_extension.BUILD_INFO, name, value)
     for channels, stride, faster in ((512, 2, False), (512, 1, True), (496, 2, True)):
@@ -362,10 +365,24 @@ def test_the_automatic_choice_compiles(chosen):
 def test_stock_runs_the_directions_that_it_does_faster(monkeypatch):
     if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
         pytest.skip(reason)
+    monkeypatch.setitem(IMPLS, "cpu", dataclasses.replace(IMPLS["cpu"], slower=None))
     for parts in ((), ("forward",), ("dx",), ("dw",)):
         monkeypatch.setattr(MODULE, "_faster_parts", lambda *_, parts=parts: parts)
-        with fusedtrain.use_backend("cpu"):
-            harness.assert_op_as_good_as_torch(function(2), reference_of((2, 2)), make(), str(parts))
+        harness.assert_op_as_good_as_torch(function(2), reference_of((2, 2)), make(), str(parts))
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@dense_layouts
+def test_a_forced_backend_runs_every_direction(layout, dtype, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
+        pytest.skip(reason)
+    monkeypatch.setattr(MODULE, "_faster_parts", lambda *_: ())  # stock is faster everywhere
+    monkeypatch.setattr(MODULE, "reference_backward", None)
+    monkeypatch.setattr(MODULE, "reference", None)
+    leaves = {name: t.requires_grad_() for name, t in make(layout=layout, dtype=dtype).items()}
+    with fusedtrain.use_backend("cpu"):
+        y = function(2)(*leaves.values())
+    torch.autograd.grad(y.sum(), list(leaves.values()))  # on the backend that ran forward
 
 
 def test_forced_backend_never_falls_back():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import fusedtrain
@@ -409,6 +410,29 @@ def test_export_and_graph_tracing_give_the_same_layer(label, device, backend):
     assert torch.equal(exported(other), layer(other))
     with torch.no_grad():
         assert torch.equal(torch.fx.symbolic_trace(layer)(other), layer(other))
+
+
+@one_each
+def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("some layers are stock PyTorch there")
+    layer, x = make(label, device=device).eval(), harness.images((2, C, 3, 5), device=device)
+
+    def forward_mode():
+        with torch.no_grad(), forward_ad.dual_level():
+            return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+
+    for derive in (
+        forward_mode,
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+        lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda: torch.func.vmap(torch.func.grad(lambda x: layer(x[None]).sum()))(x),
+    ):
+        if backend == "reference":
+            assert derive() is not None
+        else:
+            with pytest.raises(RuntimeError, match=r"no forward-mode and torch.func .*use_backend\('reference'\)"):
+                derive()
 
 
 @one_each

@@ -396,15 +396,11 @@ def test_images_do_not_mix(device, backend):
 
 
 @harness.needs_memory(21)
-@pytest.mark.parametrize("layout", ["kernel", *harness.DENSE_LAYOUTS])
-def test_more_than_2_to_the_31_elements(device, layout, monkeypatch):
+@dense_layouts
+def test_more_than_2_to_the_31_elements(device, layout):
     if reason := harness.why_not("cpu", device, "pointwise_conv2d"):
         pytest.skip(reason)
-    if layout == "kernel":
-        if not _extension.BUILD_INFO["isa_active"].endswith("_bf16"):
-            pytest.skip("the kernel multiplies bfloat16 by instructions only")
-        monkeypatch.setattr(MODULE, "_by_kernel", lambda x, channels: _common.is_channels_last(x))
-    inputs = make(device, (3, 64, 64, 64), layout.replace("kernel", "channels_last"), torch.bfloat16, 64)
+    inputs = make(device, (3, 64, 64, 64), layout, torch.bfloat16, 64)
     inputs["x"][1] = 0
     with fusedtrain.use_backend("cpu"):
         calls = function(), lambda counts, x, w, b: reference(x, w, b, [1, 1])
@@ -580,10 +576,29 @@ def test_large_weights_are_left_to_stock_on_intels_cpus(isa, images, largest, no
 def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weights, no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
-    with fusedtrain.use_backend("cpu"):
-        for out in (weights, weights + 8):  # within and beyond the limits
-            draws = [make("cpu", (images, 256, 5, 7), out=out, seed=seed) for seed in range(2)]
-            harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    for out in (weights, weights + 8):  # within and beyond the limits
+        draws = [make("cpu", (images, 256, 5, 7), out=out, seed=seed) for seed in range(2)]
+        harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@dense_layouts
+def test_a_forced_backend_runs_every_direction(layout, dtype, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    monkeypatch.setattr(MODULE, "_limits", lambda few: MODULE._Limits(0, 0, 0))  # stock is faster everywhere
+    monkeypatch.setattr(MODULE, "_KERNEL_IS_FASTER", {})
+    monkeypatch.setattr(MODULE, "_KERNEL_IS_FASTER_ON_PLANES", {})
+    monkeypatch.setattr(MODULE, "reference_backward", None)
+    monkeypatch.setattr(MODULE, "reference", None)
+    if MODULE._takes(dtype):
+        monkeypatch.setattr(MODULE, "_BY_LIBRARY", None)
+    for stride in (1, 2) if layout == "channels_last" or not MODULE._takes(dtype) else (1,):
+        leaves = {name: t.requires_grad_() for name, t in make("cpu", layout=layout, dtype=dtype).items()}
+        with fusedtrain.use_backend("cpu"):
+            y = function(stride)(*leaves.values())
+        torch.autograd.grad(y.sum(), list(leaves.values()))  # on the backend that ran forward
 
 
 @pytest.mark.parametrize("options", [dict(), dict(stride=2, bias=False), dict(padding="same", padding_mode="reflect")])

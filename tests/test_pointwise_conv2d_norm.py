@@ -44,7 +44,7 @@ def takes(dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and instruction)
 
 
-def by_kernel(x, channels) -> bool:
+def by_kernel(x, *_) -> bool:
     return takes(x.dtype) and x.is_contiguous(memory_format=torch.channels_last)
 
 

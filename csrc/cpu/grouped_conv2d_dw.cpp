@@ -19,6 +19,7 @@ struct Tile {
   const E* x[kTileTaps];  // of the first pixel at the taps
   int64_t x_row;
   int64_t rows, cols;
+  bool half;           // the last row is one without a second: what x has there counts as 0, whatever it is
   Sum<E>* sums;        // [tap][o][i]
   int64_t tap, pitch;  // from a tap to the next, and from a channel of dy
   bool begins;         // the sums
@@ -37,13 +38,16 @@ template <int kTaps, int kRows, class E>
   each_sum([&](auto tap, auto row) __attribute__((always_inline)) { sums[tap][row] = V(0); });
   const char* ahead = t.ahead->p;
   const int64_t line = t.ahead->any() ? kLine : 0;
-  for (int64_t y = 0; y < t.rows; ++y) {
+  const auto add_row = [&](int64_t y, auto half) __attribute__((always_inline)) {
     const E* dy = t.dy + y * t.dy_row;
     const E* x[kTaps];
     unroll<kTaps>([&](auto tap) __attribute__((always_inline)) { x[tap] = t.x[tap] + y * t.x_row; });
     for (int64_t at = 0; at < t.cols * kBlock<E>; at += kBlock<E>) {
       decltype(load_vector(dy)) v[kTaps];
-      unroll<kTaps>([&](auto tap) __attribute__((always_inline)) { v[tap] = load_vector(x[tap] + at); });
+      unroll<kTaps>([&](auto tap) __attribute__((always_inline)) {
+        v[tap] = load_vector(x[tap] + at);
+        if constexpr (half) v[tap].v &= 0xffff;
+      });
       __builtin_prefetch(ahead, 0, 2);
       ahead += line;
       unroll<kRows>([&](auto row) __attribute__((always_inline)) {
@@ -52,6 +56,10 @@ template <int kTaps, int kRows, class E>
                           __attribute__((always_inline)) { sums[tap][row] = multiply_add(sums[tap][row], v[tap], b); });
       });
     }
+  };
+  for (int64_t y = 0; y < t.rows - t.half; ++y) add_row(y, std::false_type());
+  if constexpr (std::is_same_v<E, Pair>) {
+    if (t.half) add_row(t.rows - 1, std::true_type());
   }
   t.ahead->p = ahead;
   each_sum([&](auto tap, auto row) __attribute__((always_inline)) {
@@ -110,11 +118,12 @@ class WeightGradient {
     for (int64_t at = first; at < last; ++at) {
       const int64_t image = at / dw_bands(s_), band = at % dw_bands(s_);
       const int64_t row = row_steps(s_) * band / dw_bands(s_), rows = row_steps(s_) * (band + 1) / dw_bands(s_) - row;
+      const bool half = (row + rows) * kStepRows > s_.ho;
       for (int64_t set = begin; set < end; ++set) {
         const int64_t group = set * dw_set_groups(s_), groups = std::min(dw_set_groups(s_), s_.groups - group);
         stage_set(image, group, groups, row, rows);
         ask_for_next(image, row, rows, set - begin, end - begin);
-        for (int64_t i = 0; i < groups; ++i) add_group(part, group + i, i, rows, at == first);
+        for (int64_t i = 0; i < groups; ++i) add_group(part, group + i, i, rows, half, at == first);
       }
     }
   }
@@ -169,7 +178,7 @@ class WeightGradient {
     ahead_[1] = ask(a_.dy, s_.groups * s_.co, s_.ho, s_.wo, (row + rows) * kStepRows, rows * kStepRows);
   }
 
-  void add_group(int64_t part, int64_t group, int64_t in_set, int64_t rows, bool begins) {
+  void add_group(int64_t part, int64_t group, int64_t in_set, int64_t rows, bool half, bool begins) {
     const int64_t pitch = partial_pitch(s_), tap_pitch = s_.co * pitch;
     auto* const partial = static_cast<Sum<E>*>(a_.partial) + (part * s_.groups + group) * group_sums(s_);
     Tile<E> tile{.dy = nullptr,
@@ -178,6 +187,7 @@ class WeightGradient {
                  .x_row = kStepRows * s_.sh * x_pitch_,
                  .rows = rows,
                  .cols = s_.wo,
+                 .half = half,
                  .sums = nullptr,
                  .tap = tap_pitch,
                  .pitch = pitch,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
+from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
@@ -62,11 +63,12 @@ def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:
         return se
     if observed(se):
         return None
-    if type(se) is SqueezeExcite:
+    kind = kind_of(se)
+    if kind is SqueezeExcite:
         return se.conv_reduce, se.act1, se.conv_expand, se.gate
-    if type(se) is SEModule and not se.add_maxpool and op_name(se.bn) == "identity":
+    if kind is SEModule and not se.add_maxpool and op_name(se.bn) == "identity":
         return se.fc1, se.act, se.fc2, se.gate
-    if type(se) is SqueezeExcitation and gates.is_mean(se.avgpool):
+    if kind is SqueezeExcitation and gates.is_mean(se.avgpool):
         return se.fc1, se.activation, se.fc2, se.scale_activation
     return None
 
@@ -119,7 +121,7 @@ def middle(
     act, left = _activation_behind(norm, left)
     gate = _gate(left[0]) if left else None
     left = left if gate is None else left[1:]
-    if type(conv) in CONVOLUTIONS:
+    if kind_of(conv) in CONVOLUTIONS:
         x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
     elif gate is not None:
         x = _gated(*_convolved(x, conv, norm), norm, act, gate)
@@ -181,11 +183,11 @@ def is_projection(layer: nn.Module) -> bool:
 
 
 def _is_known(conv: nn.Module | None, norm: nn.Module) -> bool:
-    if type(norm) not in NORMS or observed(norm):
+    if kind_of(norm) not in NORMS or observed(norm):
         return False
     if conv is None:
         return True
-    if type(conv) not in BEFORE_NORM or observed(conv):
+    if kind_of(conv) not in BEFORE_NORM or observed(conv):
         return False
     return conv.padding_mode == "zeros" or type(conv) is PointwiseConv2d
 
@@ -336,7 +338,7 @@ BLOCKS = (DepthwiseSeparableConv, InvertedResidual)
 
 def is_pair(layer: nn.Module | None) -> bool:
     """True for timm's ``ConvNormAct`` of nothing but a convolution ``conv`` and a normalisation ``bn``."""
-    known = type(layer) is ConvNormAct or f"{type(layer).__module__}.{type(layer).__qualname__}" == _PAIR
+    known = kind_of(layer) is ConvNormAct or f"{type(layer).__module__}.{type(layer).__qualname__}" == _PAIR
     return known and type(getattr(layer, "aa", None)) in (type(None), nn.Identity) and not observed(layer)
 
 
@@ -356,7 +358,7 @@ class Sequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         layers, i = list(self), 0
         while i < len(layers):
-            found = find(layers[i:], type)
+            found = find(layers[i:], kind_of)
             if found is None:
                 input = layers[i](input)
                 i += 1

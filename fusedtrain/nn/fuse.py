@@ -3,7 +3,7 @@
 A layer is swapped by giving the module object another class, as ``torch.nn.utils.parametrize`` and FSDP do. The object
 itself stays, and with it all that refers to it: parameters and buffers, their names and order, optimizers, hooks,
 modules that several parents share, references held outside the model. That is possible because a fused layer has the
-very attributes of its stock layer.
+very attributes of its stock layer. It stays an instance of that class (:mod:`fusedtrain.nn._kind`).
 """
 
 import importlib
@@ -24,6 +24,7 @@ from fusedtrain.nn import (
     recorded,
     squeeze_excite,
 )
+from fusedtrain.nn._kind import derived, kind_of
 
 
 class Rule(NamedTuple):
@@ -47,7 +48,7 @@ class Rule(NamedTuple):
 def _becomes(module: nn.Module) -> type:
     """Returns the class that ``module`` has once it is fused."""
     rule = _rule_of(module)
-    return rule.fused if rule is not None and _why_not(module, rule, _wrapper(module)) is None else type(module)
+    return rule.fused if rule is not None and _why_not(module, rule, _wrapper(module)) is None else kind_of(module)
 
 
 def _has_middle(conv: str, norm: str) -> Callable[[nn.Module], bool]:
@@ -167,6 +168,16 @@ _GATES = {
     rule.fused for rule in RULES if rule.fused is None or rule.fused.__module__.endswith(("squeeze_excite", "eca"))
 }
 
+
+def _refuse_script(layer: nn.Module) -> nn.Module:
+    raise RuntimeError(
+        f"TorchScript cannot script the fused layer {type(layer).__name__}: call fusedtrain.unfuse(model) first"
+    )
+
+
+for _fused in (*_STOCK_OF, recorded.Recorded):
+    _fused.__prepare_scriptable__ = _refuse_script  # what torch.jit.script calls before anything else
+
 # What is left to a gate that holds it.
 _ON_ONE_PIXEL = (pointwise_conv2d.PointwiseConv2d, grouped_conv2d.GroupedConv2d, linear.Linear)
 
@@ -263,7 +274,7 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
 
 def _rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule of the module's class or of the nearest class it is derived from, where that applies."""
-    if type(module) in _STOCK_OF:
+    if kind_of(module) in _STOCK_OF:
         return None
     rules = next((_BY_STOCK[path] for path in map(_path, type(module).__mro__) if path in _BY_STOCK), ())
     return next((rule for rule in rules if rule.applies(module)), None)
@@ -301,7 +312,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     convolves = any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in model.modules())
     for name, module, wrapper in list(_outer_wrappers(model)):
         rule = _rule_of(module)
-        if type(module) in _GATES or (rule is not None and rule.fused in _GATES):
+        if kind_of(module) in _GATES or (rule is not None and rule.fused in _GATES):
             inside_gates.add(name)
         elif name.rpartition(".")[0] in inside_gates:
             inside_gates.add(name)
@@ -309,7 +320,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
                 continue  # it sees one pixel, and the gate's op takes its weights
         if rule is not None and rule.fused is linear.Linear and not convolves:
             continue
-        if rule or wrapper or type(module) in _STOCK_OF or getattr(module, "qconfig", None) is not None:
+        if rule or wrapper or kind_of(module) in _STOCK_OF or getattr(module, "qconfig", None) is not None:
             theirs.add(name)
         if rule is None:
             continue
@@ -317,7 +328,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
         report.append(Candidate(name, _path(type(module)), None if reason else _path(rule.fused), reason))
         if reason is None and not dry_run:
             module._stock_class = _path(type(module))
-            module.__class__ = rule.fused
+            module.__class__ = derived(rule.fused, type(module))
     for name, found in recorded.find(model, _becomes, theirs.__contains__).items():
         block = model.get_submodule(name)
         reason = None if isinstance(found, recorded.Recording) else found
@@ -357,9 +368,13 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
             if reason is None and not dry_run:
                 recorded.restore(module)
             continue
-        if type(module) not in _STOCK_OF:
+        if kind_of(module) not in _STOCK_OF:
+            base = next((cls for cls in type(module).__mro__ if cls in _STOCK_OF), None)
+            if base is not None:
+                special = "it is parametrized" if parametrize.is_parametrized(module) else "its class is a derived one"
+                report.append(Candidate(name, _path(base), None, special))
             continue
-        stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[type(module)]))
+        stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[kind_of(module)]))
         if wrapper is not None:
             reason = f"it is, or stands in, a {wrapper}"
         report.append(Candidate(name, _path(type(module)), None if reason else _path(stock), reason))

@@ -28,6 +28,7 @@ from torch.nn.utils import parametrize
 
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import create, observed, op_name
+from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn.depthwise_bn_act_se import (
     BEHIND_GATES,
     BLOCKS,
@@ -134,7 +135,7 @@ class Recorded(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         restore(self)  # its own forward is what is recorded
-        recording = record(self, type)
+        recording = record(self, kind_of)
         if isinstance(recording, Recording):
             take(self, recording)
 
@@ -254,7 +255,7 @@ def _holds_one(module: nn.Module, kind: Kind) -> bool:
 
 def _is_sequence(module: nn.Module) -> bool:
     """Whether all that ``module`` does is to call its children one after another."""
-    return type(module) in _SEQUENCES or f"{type(module).__module__}.{type(module).__qualname__}" == _SEQUENCE
+    return kind_of(module) in _SEQUENCES or f"{type(module).__module__}.{type(module).__qualname__}" == _SEQUENCE
 
 
 _SEQUENCES = (nn.Sequential, Sequential, Conv2dNormActivation)

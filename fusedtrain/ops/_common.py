@@ -1,11 +1,14 @@
 """What the ops share: argument checks, memory formats, and the reasons why a backend cannot run."""
 
+import functools
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedtrain import _extension
 
@@ -29,7 +32,12 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     hundred times (AVX2) as long over matrices and convolutions of one that it has none for."""
     if dtype == torch.float16:
         return _CPU_MULTIPLIES_FLOAT16
-    return dtype != torch.bfloat16 or not _ON_X86 or _extension.BUILD_INFO.get("isa_active", "").endswith("_bf16")
+    return dtype != torch.bfloat16 or not _ON_X86 or has_bfloat16()
+
+
+def has_bfloat16() -> bool:
+    """Whether the kernels for this CPU multiply bfloat16 by its instructions."""
+    return _extension.BUILD_INFO.get("isa_active", "").endswith("_bf16")
 
 
 def check_images(op: str, x: Tensor) -> None:
@@ -103,7 +111,7 @@ def strided_like(dw: Tensor, w: Tensor) -> Tensor:
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -126,11 +134,64 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """True when the autograd Function must record; under export the raw operator stands in the graph."""
+    """True when the autograd Function must record; under export and torch.jit.trace the raw operator stands in the
+    graph, which has no gradient.
+
+    Raises:
+        RuntimeError: derivatives are asked for that the operators lack, and would be taken for 0.
+    """
+    if not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    ):
+        _refuse_transforms(tensors)
     # Not is_exporting(), which is True in every compiled graph before torch 2.13: all gradients would be lost.
-    if not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
-        return False
-    return any(t is not None and t.requires_grad for t in tensors)
+    return records(*tensors) and not torch.compiler._is_exporting_flag and not torch.jit.is_tracing()
+
+
+def records(*tensors: Tensor | None) -> bool:
+    """True when gradients are recorded for one of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_ELSEWHERE = "have it: use fusedtrain.use_backend('reference'), or fusedtrain.unfuse(model)"
+
+
+def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    functional = any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+    if functional or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"fused ops have no forward-mode and torch.func derivatives; PyTorch's {_ELSEWHERE}")
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, and what they were computed from."""
+
+    @staticmethod
+    def forward(ctx, gradients: tuple[Tensor | None, ...], *inputs: Tensor):
+        return gradients if len(gradients) > 1 else gradients[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"fused ops have no second derivative; PyTorch's {_ELSEWHERE}")
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorator of the backward of an autograd Function, whose own backward raises.
+
+    Torch's own lets second derivatives count as 0 where ``torch.autograd.grad`` is told its inputs, or the incoming
+    gradient is a constant, as in gradient penalties.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *dys):
+        with torch.no_grad():
+            gradients = backward(ctx, *dys)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return gradients
+        inputs = [t for t in (*dys, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return _Once.apply(gradients, *inputs) if inputs else gradients
+
+    return once
 
 
 def why_not_cpu(x: Tensor, *_) -> str | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
@@ -182,7 +181,7 @@ class _BatchNormAct(torch.autograd.Function):
         return impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
         need_dx, need_dw, need_db, need_dr = ctx.needs_input_grad[:4]

@@ -6,7 +6,6 @@ and ReLU, as in SE-ResNet, are added as y is written; the gradient of ReLU, by y
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common
@@ -26,7 +25,7 @@ class _BatchNormActSe(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         need_dz, *need_others, need_dresidual = ctx.needs_input_grad[:8]
         y, *saved = ctx.saved_tensors

@@ -6,7 +6,6 @@ r"""channel_pool: one number per sample and channel, with an activation fused in
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
@@ -53,7 +52,7 @@ class _ChannelPool(torch.autograd.Function):
         return pooled.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dpooled):
         x, peak, ties = ctx.saved_tensors
         return ctx.impl.backward(dpooled.to(_common.acc_dtype(x)), x, peak, ties, *ctx.codes), None, None, None

@@ -5,7 +5,6 @@ r"""channel_scale: one factor per sample and channel, with an activation fused i
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
@@ -46,7 +45,7 @@ class _ChannelScale(torch.autograd.Function):
         return impl.forward(x, gate, in_act)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, gate = ctx.saved_tensors
         need_dx, need_dgate = ctx.needs_input_grad[:2]

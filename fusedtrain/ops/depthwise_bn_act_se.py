@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
@@ -177,7 +176,7 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *saved = ctx.saved_tensors
         need_conv, need_others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
@@ -199,7 +198,7 @@ class _DepthwiseBnAct(torch.autograd.Function):
         return ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
         need_conv, (need_dgamma, need_dbeta) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5]
@@ -241,7 +240,7 @@ class _Projection(torch.autograd.Function):
         return ctx.impl.forward(y, weight, bias, [1, 1])
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]

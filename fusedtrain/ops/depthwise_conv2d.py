@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
@@ -176,7 +175,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
         return forward(x, weight, bias, *geometry, 0)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
@@ -252,11 +251,11 @@ def depthwise_conv2d(
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
     impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)
-    recording = _common.needs_autograd(x, weight, bias)
-    backward = reference_backward
-    if recording:
+    stock, backward = impl.forward is reference, reference_backward
+    if _common.records(x, weight, bias):
         backward = select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
-    if impl.forward is reference and backward is reference_backward:
+    recording = not (stock and backward is reference_backward) and _common.needs_autograd(x, weight, bias)
+    if stock and not recording:
         return reference(x, weight, bias, *geometry, act_code)
     x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
     if not recording:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain import _extension
-from fusedtrain.backend import Impl, register, select
+from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
 from fusedtrain.ops._windows import geometry, output_size, stock_padding
 
@@ -72,6 +71,7 @@ class _Where(NamedTuple):
         return enough and width <= self.width and width % self.multiple == 0
 
 
+_PARTS = ("forward", "dx", "dw")
 # By the CPU's vendor, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24). Without instructions for
 # bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = _Where(columns=7, strided=7, width=32, multiple=8)
@@ -86,8 +86,8 @@ _FASTER = {
         "dx": _Where(columns=28, strided=14, width=64),
         "dw": _Where(columns=7, strided=7, width=64, multiple=4),
     },
-    ("amd", "avx2", torch.float32): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
-    ("amd", "avx2", torch.bfloat16): dict.fromkeys(("forward", "dx", "dw"), _ON_AVX2),
+    ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
+    ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
 }
 # Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
 # stock (benchmarks/LOG.md, 2026-11-24).
@@ -96,7 +96,7 @@ _SMALL = 200_000  # elements: up to here the calls cost more than what the kerne
 
 
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
-    """Which of "forward", "dx" and "dw" were measured faster here than in stock PyTorch, for 3x3 kernels."""
+    """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
     cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
     table = _FASTER.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
@@ -125,15 +125,14 @@ def _channels_last(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)  # of a weight: the kernel's fast way to read it
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry) -> Tensor:
-    if "forward" not in _faster_parts(x, weight, geometry[0]):
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[str, ...], *geometry) -> Tensor:
+    if "forward" not in parts:
         return reference(x, weight, bias, *geometry)
     return _common.dense_like(_OP(_channels_last(x), _channels_last(weight), bias, *geometry), x)
 
 
-def _backward(dy, x, weight, *geometry, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    faster = _faster_parts(x, weight, geometry[0])
-    by_kernel = ["dx" in faster, "dw" in faster]
+def _backward(dy, x, weight, parts, *geometry, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    by_kernel = ["dx" in parts, "dw" in parts]
     by_stock = [needed and not kernel for needed, kernel in zip(need, by_kernel)]
     dx, dw = reference_backward(dy, x, weight, *geometry, [*by_stock, False])[:2] if any(by_stock) else (None, None)
     if need[0] and by_kernel[0]:
@@ -157,17 +156,17 @@ IMPLS = register(
 
 class _GroupedConv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, *geometry):
+    def forward(ctx, x, weight, bias, parts, *geometry):
         ctx.save_for_backward(x, weight)
-        ctx.geometry = geometry
-        return _forward(x, weight, bias, *geometry)
+        ctx.options = parts, *geometry
+        return _forward(x, weight, bias, parts, *geometry)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = _common.dense_like(dy, x)
-        return *_backward(dy, x, weight, *ctx.geometry, need=ctx.needs_input_grad[:3]), None, None, None, None
+        return *_backward(dy, x, weight, *ctx.options, need=ctx.needs_input_grad[:3]), *(None,) * 5
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
@@ -223,7 +222,7 @@ def grouped_conv2d(
 
     Cost: the products of ``F.conv2d``. Forward and both gradients each read their images once, through copies of
         bands of rows that stay in the caches. Stock PyTorch runs, direction by direction, where it was measured
-        faster, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight)``.
+        faster and no backend is forced, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight)``.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
     Source: Krizhevsky et al., 2012; Xie et al., ResNeXt, https://arxiv.org/abs/1611.05431
     """
@@ -236,6 +235,7 @@ def grouped_conv2d(
     impl = select("grouped_conv2d", IMPLS, x, weight, bias, *window, groups)
     if impl.backward is None:
         return reference(x, weight, bias, *window, groups)
+    parts = _PARTS if runs_whole(impl, x, weight, bias, *window, groups) else _faster_parts(x, weight, window[0])
     x = _common.dense(x)
     run = _GroupedConv2d.apply if _common.needs_autograd(x, weight, bias) else _forward
-    return _common.in_format_of(run(x, weight, bias, *window, groups), x)
+    return _common.in_format_of(run(x, weight, bias, parts, *window, groups), x)

@@ -6,7 +6,6 @@ r"""linear: the last dimension times a matrix, as a 1x1 convolution of as many p
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain import _extension, _tuned
 from fusedtrain.backend import Impl, current_backend, register, select
@@ -103,7 +102,7 @@ class _Linear(torch.autograd.Function):
         return _forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         return _backward(dy, *ctx.saved_tensors, ctx.needs_input_grad)
 

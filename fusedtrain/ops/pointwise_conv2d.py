@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain import _extension
-from fusedtrain.backend import Impl, register, select
+from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
 
 
@@ -97,13 +96,23 @@ _KERNEL_IS_FASTER = {
     torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
     torch.bfloat16: {("amd", "avx512_bf16")},
 }
+
+
+def _takes(dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies a dtype on this CPU."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and _common.has_bfloat16())
+
+
 _ZEN5 = 26  # family
 _LEAST_OF_ZEN5, _FEW_OF_MANY = 40, 64  # channels
 
 
-def _by_kernel(x: Tensor, channels: int) -> bool:
-    """Whether the product of x with a weight of so many output channels runs in the kernel."""
+def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
+    """Whether the product of x with a weight of so many output channels runs in the kernel; ``whole``: wherever that
+    can."""
     cpu = _extension.BUILD_INFO
+    if whole:
+        return _takes(x.dtype) and _common.is_channels_last(x)
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
     if x.dtype == torch.bfloat16:
@@ -120,11 +129,11 @@ _KERNEL_IS_FASTER_ON_PLANES = {
 }
 
 
-def _by_planes(x: Tensor, stride: list[int]) -> bool:
-    """Whether contiguous x is multiplied in the kernel."""
+def _by_planes(x: Tensor, stride: list[int], whole: bool = False) -> bool:
+    """Whether contiguous x is multiplied in the kernel; ``whole``: wherever that can."""
     cpu = _extension.BUILD_INFO
     fast = (cpu.get("cpu_vendor"), cpu.get("isa_active")) in _KERNEL_IS_FASTER_ON_PLANES.get(x.dtype, ())
-    return fast and stride == [1, 1] and x.is_contiguous()
+    return (_takes(x.dtype) if whole else fast) and stride == [1, 1] and x.is_contiguous()
 
 
 class _Limits(NamedTuple):
@@ -189,27 +198,27 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
     return torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *geometry, need)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
-    if _by_kernel(x, weight.shape[0]):
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
+    if _by_kernel(x, weight.shape[0], whole):
         return _KERNEL(x, weight, bias, stride)
-    if _by_planes(x, stride):
+    if _by_planes(x, stride, whole):
         return _KERNEL_ON_PLANES(x, weight, bias)
     float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
-    run = _BY_LIBRARY if float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
+    run = _BY_LIBRARY if whole or float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
     return run(x, weight, bias, stride)
 
 
-def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
+def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
-    if stride == [1, 1] and _by_kernel(dy, x.shape[1]):
+    if stride == [1, 1] and _by_kernel(dy, x.shape[1], whole):
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
-    if _by_planes(dy, stride):
+    if _by_planes(dy, stride, whole):
         return _KERNEL_ON_PLANES(dy, weight.transpose(0, 1), None)
-    if _common.cpu_multiplies(x.dtype):
+    if _common.cpu_multiplies(x.dtype) and not whole:
         if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    product = _BY_LIBRARY(dy, weight.transpose(0, 1), None, [1, 1])
+    product = _forward(dy, weight.transpose(0, 1), None, [1, 1], whole)
     if stride == [1, 1]:
         return product
     dx = torch.zeros_like(x)
@@ -217,12 +226,12 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
     return dx
 
 
-def _backward(dy, x, weight, stride, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
     dx = dw = db = None
     if need_dx:
-        dx = _common.in_format_of(_dx(dy, x, weight, stride), x)  # dy of one channel is in both formats
-    if need_dw and (x.dtype != torch.float32 or _faster("dw", x, weight)):
+        dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
+    if need_dw and (whole or x.dtype != torch.float32 or _faster("dw", x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
         dw = reference_backward(dy, x, weight, stride, [False, True, False])[1]
@@ -245,23 +254,24 @@ IMPLS = register(
 
 class _PointwiseConv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride):
+    def forward(ctx, x, weight, bias, stride, whole):
         ctx.save_for_backward(x, weight)
-        ctx.stride = stride
-        return _forward(x, weight, bias, stride)
+        ctx.stride, ctx.whole = stride, whole
+        return _forward(x, weight, bias, stride, whole)
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy, *_):
         x, weight = ctx.saved_tensors
-        return *_backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.needs_input_grad[:3]), None
+        grads = _backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.whole, ctx.needs_input_grad[:3])
+        return *grads, None, None
 
 
 class _PointwiseConv2dStats(_PointwiseConv2d):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride):
+    def forward(ctx, x, weight, bias, stride, whole):
         ctx.save_for_backward(x, weight)
-        ctx.stride = stride
+        ctx.stride, ctx.whole = stride, whole
         y, mean, m2 = _STATS(x, weight, bias, stride)
         ctx.mark_non_differentiable(mean, m2)
         return y, mean, m2
@@ -303,10 +313,10 @@ def pointwise_conv2d(
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
     Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. y and the gradient of x come
-        from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs, else from
-        them. On CPUs without instructions for bfloat16 or float16 a few images at a time are converted and multiplied
-        in float32, in 4 MiB more memory per thread, or as much as one image needs. On GPUs, and where
-        ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
+        from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs, or the
+        backend is forced, else from them. On CPUs without instructions for bfloat16 or float16 a few images at a time
+        are converted and multiplied in float32, in 4 MiB more memory per thread, or as much as one image needs. On
+        GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads.
     Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
@@ -338,10 +348,11 @@ def _convolve(
     impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
     if impl.backward is None or x.numel() == 0:
         return reference(x, weight, bias, stride), None
-    x = _common.dense(x)
+    whole, x = runs_whole(impl, x, weight, bias, stride), _common.dense(x)
     recording = _common.needs_autograd(x, weight, bias)
-    if with_moments and _by_kernel(x, weight.shape[0]):
-        y, *moments = (_PointwiseConv2dStats.apply if recording else _STATS)(x, weight, bias, stride)
+    if with_moments and _by_kernel(x, weight.shape[0], whole):
+        inputs = (x, weight, bias, stride)
+        y, *moments = _PointwiseConv2dStats.apply(*inputs, whole) if recording else _STATS(*inputs)
         return _common.in_format_of(y, x), tuple(moments)
     run = _PointwiseConv2d.apply if recording else _forward
-    return _common.in_format_of(run(x, weight, bias, stride), x), None
+    return _common.in_format_of(run(x, weight, bias, stride, whole), x), None

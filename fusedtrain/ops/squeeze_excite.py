@@ -7,7 +7,6 @@ r"""squeeze_excite: channel attention from the channels' own means.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
@@ -60,7 +59,7 @@ class _SqueezeExcite(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @_common.once_differentiable
     def backward(ctx, dy):
         x, w1, w2, *saved = ctx.saved_tensors
         need_dx, *need = ctx.needs_input_grad[:5]

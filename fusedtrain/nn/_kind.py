@@ -1,0 +1,37 @@
+"""The class of a fused layer that is also an instance of its stock class.
+
+Code of timm and of users asks ``isinstance(layer, BatchNormAct2d)`` and calls other methods than forward, as when it
+freezes, synchronises or reparameterises layers; a layer that :func:`fusedtrain.fuse` has made must answer as before.
+"""
+
+import functools
+
+from torch import nn
+
+_KINDS: dict[type, type] = {}
+
+
+def kind_of(module: nn.Module) -> type:
+    """Returns the class of ours that a layer has, or its class."""
+    return _KINDS.get(type(module), type(module))
+
+
+@functools.cache
+def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
+    """Returns ``fused``, or what computes as that does and is a ``stock`` too."""
+    if issubclass(fused, stock):
+        return fused
+    names = {"__module__": fused.__module__, "__qualname__": fused.__qualname__, "__doc__": fused.__doc__}
+
+    def __reduce_ex__(self, protocol):
+        return _new, (fused, stock), vars(self).copy()
+
+    members = {"forward": fused.forward, "__reduce_ex__": __reduce_ex__}  # forward: fused may have it from a base
+    made = type(fused.__name__, (fused, stock), names | members)
+    _KINDS[made] = fused
+    return made
+
+
+def _new(fused: type[nn.Module], stock: type[nn.Module]) -> nn.Module:
+    kind = derived(fused, stock)
+    return kind.__new__(kind)
