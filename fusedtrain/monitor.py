@@ -250,24 +250,34 @@ def find(target: str) -> int:
     """Returns the process that is meant: by its number, or by the folder of a run in which it keeps a file open.
 
     Raises:
-        MonitorError: no process has a file open below the folder, or it is not a folder.
+        MonitorError: no process has a file open below the folder or was started with it, or it is not a folder.
     """
     if target.isdigit():
         return int(target)
     folder = Path(target)
     if not folder.is_dir():
         raise MonitorError(f"{target} is neither a process number nor the folder of a run")
-    psutil, inside = need("psutil", "data"), os.path.join(folder.resolve(), "")
-    holders = []
+    psutil, folder = need("psutil", "data"), folder.resolve()
+    inside, holders, named = os.path.join(folder, ""), [], []
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
             if any(f.path.startswith(inside) and getattr(f, "mode", "w") != "r" for f in process.open_files()):
                 holders.append(process)
+            elif process.pid not in own and _names(process.cmdline(), process.cwd(), folder):
+                named.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    if not holders:
-        raise MonitorError(f"no process has a file open in {target}: is the run over?")
-    return min(holders, key=lambda process: process.create_time()).pid  # the workers inherit its files
+    found = holders or named
+    if not found:
+        raise MonitorError(f"no process has a file open in {target} or was started with it: is the run over?")
+    return min(found, key=lambda process: process.create_time()).pid  # the workers inherit its files
+
+
+def _names(arguments: list[str], cwd: str, folder: Path) -> bool:
+    """Returns whether a command line, that of no monitor, names a folder."""
+    values = [argument.rpartition("=")[2] for argument in arguments[1:]]
+    return "monitor" not in values and any(Path(cwd, value).resolve() == folder for value in values if value)
 
 
 def line(sample: dict) -> str:

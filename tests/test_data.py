@@ -15,7 +15,7 @@ from test_readme import SNIPPETS
 from torch.utils.data import Dataset, Subset
 
 from fusedtrain import data
-from fusedtrain.data import workers
+from fusedtrain.data import faults, workers
 from fusedtrain.train.sampler import EpochSampler
 
 
@@ -107,6 +107,16 @@ def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatc
         data.WorkerError, match=r"no batch came within timeout=2 s: worker 0 was at sample 2 \(square-2.png\)"
     ):
         list(data.loader(Squares(hang=2), 4, num_workers=1, timeout=2))
+
+
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named():
+    process = torch.multiprocessing.get_context("fork").Process(target=os._exit, args=(9,))
+    process.start()
+    guarded = faults.Guarded(Squares(10), 1)
+    errors = ConnectionResetError(104, "Connection reset by peer"), OSError("disk")
+    found = [faults.worker_error(error, [process], guarded, 0) for error in errors]
+    assert isinstance(found[0], data.WorkerError) and "a worker process ended with exit code 9" in str(found[0])
+    assert found[1] is errors[1] and faults.worker_error(errors[0], [], guarded, 0) is errors[0]
 
 
 def test_it_is_a_data_loader_of_the_dataset():

@@ -7,6 +7,7 @@ a loaded machine cannot hide it.
 import ast
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -31,6 +32,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
@@ -38,6 +40,7 @@ from fusedtrain._waits import TeamWaits, Waits
 from fusedtrain.diagnose import (
     batches,
     drive,
+    growth,
     html,
     instrument,
     lines,
@@ -48,6 +51,7 @@ from fusedtrain.diagnose import (
     script,
     verify,
 )
+from fusedtrain.diagnose import report as report_text
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
@@ -198,7 +202,7 @@ def test_every_remedy_that_holds_within_a_process_is_made_again_in_another():
     driver = types.SimpleNamespace(loader=loader, instrument=types.SimpleNamespace(sites={}))
     made = [make() for make in SIMPLE.values()]
     made += [remedies.NoDebugging(driver), remedies.Fuse(), remedies.CudnnBenchmark(), remedies.PinnedCopies(driver)]
-    made += [remedies.Loader(driver, num_workers=1)]
+    made += [remedies.Loader(driver, num_workers=1), remedies.WholeBatches(driver)]
     again = [remedies.rebuild(json.loads(json.dumps(remedies.specification(remedy))), driver) for remedy in made]
     assert [remedy.name for remedy in again] == [remedy.name for remedy in made]
     inside = {cls for cls in remedies.Remedy.__subclasses__() if not cls.outside and cls is not remedies.NoExchange}
@@ -851,6 +855,147 @@ def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
     assert isinstance(rules._constants(facts, driver), str)
 
 
+KEEPS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.rand(256, 64), 8)
+
+class Log:
+    def __init__(self):
+        self.kept = {"outputs": []}
+
+def fit(log):
+    kept, total = [], 0.0
+    for epoch in range(1000):
+        recent, sums = [], 0.0
+        for batch in data:
+            outputs = model(batch)
+            loss = outputs.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            KEEP
+
+fit(Log())
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "kind", "size", "emptied"),
+    [
+        ("kept.append(outputs.detach())", "kept", "a list of tensors", 1024, False),
+        (
+            "log.kept['outputs'].append(outputs.detach().numpy())",
+            "log.kept['outputs']",
+            "a list of ndarrays",
+            1024,
+            False,
+        ),
+        ("kept.append(loss)", "kept", "a list of tensors with their graphs", 0, False),
+        ("total = total + loss", "total", "a tensor with the graphs of all steps", 0, False),
+        ("recent.append(outputs.detach())", "recent", "a list of tensors", 1024, True),
+        ("sums = sums + loss", "sums", "a tensor with the graphs of all steps", 0, True),
+        ("recent = [outputs.detach()]", None, None, None, None),
+    ],
+)
+def test_what_grows_from_step_to_step_is_found_by_its_name(tmp_path, line, path, kind, size, emptied):
+    train, found = tmp_path / "train.py", None
+    train.write_text(KEEPS.replace("KEEP", line))
+
+    def plan(driver):
+        nonlocal found
+        yield Run(4, collect=2**20, parts=True)
+        driver.instrument.settle()
+        found = yield from measure.growth(driver, measure.Sizes(0.01, 1))
+
+    with Instrument() as watched, contextlib.suppress(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        runpy.run_path(str(train), run_name="__main__")
+    if path is None:
+        assert not found.held and not found.graph
+        return
+    (held,) = found.held
+    assert (held.path, held.kind, held.emptied) == (path, kind, emptied)
+    assert held.size >= size and (not size or held.size < 2 * size)
+    assert (found.graph >= 1) == ("graph" in kind) and found.size > 0
+    added = [site.line for site in held.lines if site.file == str(train)]  # this file runs it
+    assert [train.read_text().splitlines()[i - 1].strip() for i in added] == [line]
+
+
+@pytest.mark.parametrize("once", [200_000, 0])
+def test_memory_that_no_object_holds_is_seen(once):
+    libc, found = ctypes.CDLL(None), None
+    libc.malloc.restype = ctypes.c_void_p
+
+    def plan(driver):
+        nonlocal found
+        yield Run(4, collect=2**20, parts=True)
+        driver.instrument.settle()
+        found = yield from measure.growth(driver, measure.Sizes(0.01, 1))
+
+    w = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    with Instrument() as watched, contextlib.suppress(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        while True:
+            w.sum().backward()
+            optimizer.step()
+            if once:
+                ctypes.memset(libc.malloc(once), 1, once)
+    assert not found.held and found.size == pytest.approx(once, rel=0.2), found
+
+
+@pytest.mark.parametrize(
+    ("size", "emptied", "named"),
+    [
+        (1e6, False, True),  # a thousand steps
+        (1e6, True, False),  # a pass is 20 of them
+        (1e8, True, True),  # which the memory is too small for
+        (1e2, False, False),  # enough for months
+    ],
+)
+def test_memory_that_grows_is_the_cause_where_it_does_not_last(size, emptied, named):
+    held = growth.Growing("kept", "a list of tensors", 1.0, size, emptied, (Site("a.py", 3),))
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {}, None, {})
+    facts.growth, driver = growth.Growth(size, 0.0, 10**9, (held,)), types.SimpleNamespace(loader=[None] * 20)
+    found = rules._memory(facts, driver)
+    assert isinstance(found, rules.Finding) == named, found
+    if named:
+        slow = rules.Finding("own_code", "", "", 0.9)
+        assert ranked([slow, found])[0] is found and found.lines == ((Site("a.py", 3), 0.0),)
+        assert "kept is a list of tensors, 1 more per step (a.py:3)" in found.evidence
+
+
+def test_a_frozen_teacher_and_a_loss_are_of_the_forward_pass():
+    teacher, student, found = nn.Linear(8, 2), nn.Linear(8, 2), []
+    teacher.register_forward_hook(lambda *_: time.sleep(0.01))
+
+    def plan(driver):
+        yield Run(3, parts=True)
+        driver.instrument.settle()
+        found.extend((yield Run(3, parts=True)))
+
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    with Instrument() as watched, contextlib.suppress(Finished):
+        driver = Driver(watched, plan)
+        driver.install()
+        while True:
+            with torch.no_grad():
+                target = teacher(torch.ones(4, 8))
+            (student(torch.ones(4, 8)) - target).square().sum().backward()
+            optimizer.step()
+    assert all(step.parts["forward"] > 0.01 for step in found)
+    file = nn.functional.__file__
+    assert instrument.running([(file, 1, "cross_entropy"), ("train.py", 9, "<module>")], {}) == "loss"
+    backward = instrument.place(torch.Tensor.backward.__code__)
+    stack = [(file, 1, "relu"), (backward[0], 1, backward[1]), ("train.py", 9, "<module>")]
+    assert instrument.running(stack, {}) == "backward"
+
+
 def test_looking_for_lines_keeps_nothing_of_the_training_alive():
     class Guard:
         def __del__(self):
@@ -1022,6 +1167,90 @@ def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
     assert rules.gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
     facts.rates[0] = measure.LoaderRate(0, 1.5, 0.4)  # what waits takes no core
     assert rules.gain_of_loading(facts, 1) == pytest.approx(1 - 3.4 / 4.5)
+
+
+class Rows(Dataset):
+    """Takes a list of indices, too, but gives something else for it."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(torch.tensor(index).sum()))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "why"),
+    [
+        (TensorDataset(torch.rand(8, 2), torch.arange(8)), {}, None),
+        (torch.utils.data.Subset(TensorDataset(torch.rand(8, 2)), [5, 2, 3, 7, 1]), {}, None),
+        (torch.arange(8), {}, None),
+        (TensorDataset(torch.rand(8, 2)), {"collate_fn": lambda samples: samples[0]}, "a collate_fn of its own"),
+        (TensorDataset(torch.rand(8, 2)), {"batch_size": None}, "whole batches already"),
+        ([(torch.rand(2), i) for i in range(8)], {}, "takes no list of indices: TypeError"),
+        (Rows(), {}, "something else for a list"),
+    ],
+)
+def test_samples_are_taken_at_once_where_that_gives_the_same_batch(dataset, options, why):
+    loader = DataLoader(dataset, **{"batch_size": 3, "shuffle": True} | options)
+    reason = remedies.WholeBatches.why_not(loader)
+    assert reason is None if why is None else why in reason
+    if why is None:
+        orders = []
+        for other in (loader, remedies.WholeBatches.make(loader)):
+            torch.manual_seed(1)
+            orders.append([tensor.tolist() for batch in other for tensor in tree_leaves(batch)])
+        assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "after"),
+    [
+        (
+            "DataLoader(data, 64, shuffle=True, pin_memory=True)",
+            "DataLoader(data, sampler=BatchSampler(RandomSampler(data), 64, False), batch_size=None, pin_memory=True)",
+        ),
+        (
+            "u.DataLoader(dataset=data, batch_size=n, drop_last=True)",
+            "u.DataLoader(data, sampler=BatchSampler(SequentialSampler(data), n, True), batch_size=None)",
+        ),
+        (
+            "DataLoader(data, batch_size=8, sampler=mine)",
+            "DataLoader(data, sampler=BatchSampler(mine, 8, False), batch_size=None)",
+        ),
+        ("DataLoader(data, batch_sampler=mine)", "DataLoader(data, sampler=mine, batch_size=None)"),
+        ("DataLoader(data, **options)", None),
+        ("DataLoader(*both)", None),
+    ],
+)
+def test_a_loader_of_whole_batches_is_shown(tmp_path, code, after):
+    path = tmp_path / "train.py"
+    path.write_text(f"loader = {code}\n")
+    change = lines.edit_loader(Site(str(path), 1))
+    assert (change and change.after) == after
+
+
+def test_loading_that_nothing_helps_is_the_bottleneck_only_where_it_is_much(monkeypatch):
+    monkeypatch.setattr(rules, "cores", lambda: 1)
+    loader = DataLoader(TensorDataset(torch.rand(8, 2)), 2)
+    driver = types.SimpleNamespace(loader=loader, instrument=types.SimpleNamespace(sites={}))
+    diagnosis = Diagnosis()
+    for loading, whole, named, remedy in (
+        (0.15, None, False, None),
+        (0.4, None, True, None),
+        (0.15, 0.03, True, "whole batches"),
+        (0.15, 0.14, False, None),  # nothing to gain
+    ):
+        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"loader": loading}, loader, {})
+        facts.cached = facts.cpu_cached = 1 - loading
+        facts.waiting = measure.Interval(loading, loading, loading)
+        facts.rates = {0: measure.LoaderRate(0, loading, loading), 1: measure.LoaderRate(1, 0.8, None)}
+        facts.whole_batches = whole and measure.LoaderRate(0, whole, whole)
+        diagnosis.findings = [rules._loader(facts, driver)]
+        assert (diagnosis.bottleneck is not None) == named
+        assert [r.name for r in diagnosis.findings[0].remedies] == ([remedy] if remedy else [])
+        if remedy:
+            assert diagnosis.findings[0].gain == pytest.approx(0.12)
 
 
 @pytest.mark.parametrize(("cost", "option", "named"), [(0.2, False, True), (0.2, True, False), (0.09, False, False)])
@@ -1399,6 +1628,17 @@ def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path
     assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.004)  # the logger"
     again = sum("starting it again" in message.get("stage", "") for message in messages)
     assert len(log.read_text().split()) == again + 1 > 2 and not any("ended" in message for message in messages)
+
+
+def test_of_processes_that_end_early_it_is_said_what_was_measured(tmp_path, monkeypatch):
+    train = tmp_path / "train.py"
+    train.write_text(SHORT)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # with others a script is not started again
+    report = script.diagnose_script(str(train), [str(tmp_path / "starts")], verify=True)
+    assert not report["examined"] and report["bottleneck"] is None and not report["findings"]
+    assert report["failure"] == "the script ended before all was measured"
+    assert report["parts_ms"]["rest"] > 4 and "goes to: rest" in report_text.headline(report)
+    assert "ended after" in html.page(report)
 
 
 def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):

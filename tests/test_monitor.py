@@ -228,11 +228,34 @@ def test_the_log_of_a_run_holds_what_its_stages_use(tmp_path, monkeypatch, no_gp
         Logging(log_usage=True)
 
 
+def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": tmp_path}
+    ways = [["--output=run"], ["--output", str(folder)]]
+    children = [subprocess.Popen([sys.executable, "-c", code, *way], **pipes) for way in ways]
+    other = subprocess.Popen([sys.executable, "-c", code, "monitor", str(folder)], **pipes)
+    try:
+        for child in (*children, other):
+            child.stdout.readline()
+        for child in children:
+            assert monitor.find(str(folder)) == child.pid  # the older one first
+            child.kill()
+            child.wait()
+        with pytest.raises(monitor.MonitorError, match="was started with it"):
+            monitor.find(str(folder))
+    finally:
+        for child in (*children, other):
+            child.kill()
+            child.wait()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["none"], "none is neither a process number nor the folder of a run"),
-        (["."], "no process has a file open in .: is the run over?"),
+        (["."], "no process has a file open in . or was started with it: is the run over?"),
         (["1", "--interval", "0"], "--interval must be positive and --count at least 1"),
         (["1", "--count", "0"], "--interval must be positive and --count at least 1"),
     ],

@@ -201,6 +201,24 @@ def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys)
     assert "the storage belongs to another search: its direction is minimize, not maximize" in capsys.readouterr().err
 
 
+def test_a_process_whose_parent_is_gone_ends(monkeypatch):
+    code = "from fusedtrain.tune import target; import multiprocessing as m, types; "
+    code += (
+        "m.parent_process = lambda: types.SimpleNamespace(is_alive=lambda: ALIVE); target.end_with_parent(); print()"
+    )
+    assert harness.run_python("-c", code.replace("ALIVE", "True")).returncode == 0
+    assert harness.run_python("-c", code.replace("ALIVE", "False")).returncode == 1
+
+
+def test_a_help_shows_a_space_that_is_read(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["tune", "search", "--help"])
+    example = capsys.readouterr().out.partition("for instance:\n")[2]
+    (tmp_path / "space.yaml").write_text(example)
+    space = tune.read_space(tmp_path / "space.yaml")
+    assert space.params["lr"] == {"low": 1e-5, "high": 0.1, "log": True} and space.trials == 20
+
+
 def test_a_killed_search_runs_the_trial_again_that_was_cut_off(space, tmp_path):
     path = space(trials=3)
     (tmp_path / "stop").touch()
@@ -243,6 +261,9 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
     assert failed["error"] == "RuntimeError: the command ended with 1: {} / no such x".format(
         " / ".join(["starts", *(json.dumps({"step": s, "loss": 9.0 + s}) for s in range(3))])
     )
+    code = "python -c \"print(str({'loss': {x}, 'trial': {trial}}).replace(chr(39), chr(34)))\""  # braces of its own
+    path = space(**grid, command=json.dumps(code), params="{x: [4]}")
+    assert tune.search(tune.read_space(path), tmp_path / "braces.db")["best"]["value"] == 4
     path = space(**grid, command=f"python {script} 3", params="{x: [1]}")
     with pytest.raises(tune.TuneError, match="no trial came to its end: RuntimeError: the command ended with 1"):
         tune.search(tune.read_space(path), tmp_path / "other.db")
@@ -262,6 +283,7 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
         ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
         ({"color": "red"}, "'color' is not one of params, objective, command"),
         ({"params": "{x: ["}, "is not YAML: "),
+        ({"objective": None, "command": "run {y}", "metric": "loss"}, "command: holds {y}, and there is no parameter"),
     ],
 )
 def test_a_space_that_makes_no_sense_is_refused_in_one_line(space, tmp_path, capsys, changes, message):

@@ -91,19 +91,32 @@ class Loader(DataLoader):
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 processes = getattr(batches, "_workers", [])
                 found = faults.worker_error(error, processes, self._guarded, self.timeout)
-                self._iterator = None  # persistent workers: the next pass starts new ones
+                self._end(batches)
                 if found is error:
                     raise
                 raise found from error
-            for failure in batch.failures:
-                self._count(failure)
+            try:
+                for failure in batch.failures:
+                    self._count(failure)
+            except faults.SampleError:
+                self._end(batches)
+                raise
             if batch.data is not None:
                 yield batch.data
             else:  # the loop never sees this batch, but it is used up
                 self.advance()
+
+    def _end(self, batches: _BaseDataLoaderIter) -> None:
+        """Ends the workers, persistent ones too: the next pass starts new ones.
+
+        Else they live as long as the error, and what another loader forks meanwhile prints that it cannot end them.
+        """
+        self._iterator = None
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
 
     def _count(self, failure: faults.Failure) -> None:
         self.skipped[failure.name] = failure.reason

@@ -5,9 +5,12 @@ import re
 import signal
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing import connection
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
+
+GRACE = 5.0  # seconds in which a worker that closed its connections has ended
 
 
 class SampleError(RuntimeError):
@@ -120,11 +123,21 @@ class Collate:
 _PIDS = re.compile(r"\(pids?(?:\(s\))? ([\d, ]+)\)")
 
 
-def worker_error(error: RuntimeError, processes: list, guarded: Guarded | None, timeout: float) -> Exception:
+def worker_error(error: Exception, processes: list, guarded: Guarded | None, timeout: float) -> Exception:
     """Returns a :class:`WorkerError` for what a DataLoader raised when a worker died or timed out; else ``error``."""
     message = str(error).partition("\n")[0]
     found = _PIDS.search(message)
-    if found:
+    if isinstance(error, (ConnectionError, EOFError)) and processes and not message.startswith("Caught"):
+        # It died while it handed a batch over, before torch noticed; now torch may.
+        try:
+            dead = connection.wait([process.sentinel for process in processes], GRACE)
+        except RuntimeError as noticed:
+            return worker_error(noticed, processes, guarded, timeout)
+        suspects = [i for i, process in enumerate(processes) if process.sentinel in dead]
+        if not suspects:
+            return error
+        message, hint = _death([processes[i] for i in suspects], "a worker process ended")
+    elif found:
         pids = {int(pid) for pid in found[1].split(",")}
         suspects = [i for i, process in enumerate(processes) if process.pid in pids]
         message, hint = _death([processes[i] for i in suspects], message)

@@ -8,12 +8,13 @@ import torch
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.batches import CachedSource
-from fusedtrain.diagnose.drive import Driver, agree
+from fusedtrain.diagnose.drive import SETTLING, Driver, agree
+from fusedtrain.diagnose.instrument import Step
 from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
 from fusedtrain.diagnose.rules import LEAST, RULES, Finding
-from fusedtrain.diagnose.statistics import Interval, Paired
+from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 SHARED = 4
 # What is cured by other means too, and rather by these: they are the cause in the script's own lines.
@@ -58,6 +59,8 @@ class Diagnosis:
         self.combined: Paired | None = None
         self.timeline: list[list[tuple[str, float, float]]] = []
         self.failure = ""
+        self.examined = True  # whether causes were looked for
+        self.early: list[Step] = []  # what was measured of the run as it is before causes are looked for
         self.keep_state, self.before = restore, None
         self.remedies: dict = {}  # all that were considered, by name
         self.arm = Arm()
@@ -70,17 +73,40 @@ class Diagnosis:
 
     @property
     def bottleneck(self) -> Finding | None:
-        """The cause that costs most, of those that are no matter of choice; None: no such cause costs much."""
-        return next((f for f in self.findings if not f.option and f.cost >= BOTTLENECK), None)
+        """The cause that costs most, of those that something can be done about; None: no such cause costs much."""
+        return next((f for f in self.findings if not (f.option or f.share) and f.cost >= BOTTLENECK), None)
 
     def plan(self, driver: Driver):
         """Yields the runs of the diagnosis to the driver."""
+        plan, records = self._plan(driver), None
         try:
-            yield from self._plan(driver)
+            while True:
+                try:
+                    run = plan.send(records)
+                except StopIteration:
+                    return
+                records = yield run
+                if self.facts is None and run.arm == Arm():
+                    self.early += records
         finally:
+            plan.close()
             for remedy in self.remedies.values():
                 if remedy.on_loader:
                     remedy.source.close()
+
+    def cut_short(self) -> bool:
+        """Takes what was measured before the script ended for a report without causes; returns whether there is any."""
+        steps = self.early[SETTLING:]
+        watched = [step for step in steps if step.spans]
+        if self.facts is not None or not watched:
+            return False
+        mean = bootstrap([step.seconds for step in steps])
+        parts = measure.parts_of([(step, step.seconds) for step in steps], 0.0, mean.value, False)
+        none = Interval(0.0, 0.0, 0.0)
+        self.facts = Facts(steps, mean, parts, self.driver.loader, {}, watched=len(watched), cost=none)
+        self.noise = self.noise or none
+        self.examined = False
+        return True
 
     def _plan(self, driver: Driver):
         self.driver, self.inputs = driver, driver.instrument.inputs
@@ -92,6 +118,7 @@ class Diagnosis:
             yield from self._name_growth(driver, sizes)
             if self.findings:
                 return
+        self.growth = yield from measure.growth(driver, sizes)
         self.stage("A/A: the same run twice, how noisy is the machine?")
         self.noise = (yield from measure.trial(driver, sizes, Arm(), Arm(), verify.PAIRS)).gain(verify.LEVEL)
         self.facts, self.findings, self.checked = yield from self._examine(driver, sizes, Arm(), self.wanted)
@@ -130,7 +157,7 @@ class Diagnosis:
         first = not arm.remedies
         self.stage("watching steps")
         facts = yield from measure.observe(driver, sizes, arm, steps, self.remedies)
-        facts.noise, facts.graphs = self.noise.half(), self.graphs
+        facts.noise, facts.graphs, facts.growth = self.noise.half(), self.graphs, self.growth
         if first:
             yield from self._timeline(driver, arm)
         cached = arm

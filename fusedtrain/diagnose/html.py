@@ -179,11 +179,15 @@ def _finding(number: int, finding: dict) -> str:
     if finding["advice"]:
         parts.append(f"<p>{escape(finding['advice'])}</p>")
     if finding["lines"]:
-        rows = [(f"{line['share']:.0%}", f"{line['file']}:{line['line']}", line["text"]) for line in finding["lines"]]
+        rows = [
+            (f"{line['share']:.0%}" if line["share"] else "", f"{line['file']}:{line['line']}", line["text"])
+            for line in finding["lines"]
+        ]
         parts.append(_table(("share", "line", "text"), rows, (0,)))
+    predicted = f": predicted {finding['predicted_gain']:.0%}" if finding["predicted_gain"] else ""
     return (
-        f"<details{' open' if number <= 2 else ''}><summary><b>{number}. {escape(finding['cause'])}</b>{option}:"
-        f" predicted {finding['predicted_gain']:.0%}</summary>{''.join(parts)}</details>"
+        f"<details{' open' if number <= 2 else ''}><summary><b>{number}. {escape(finding['cause'])}</b>{option}"
+        f"{predicted}</summary>{''.join(parts)}</details>"
     )
 
 

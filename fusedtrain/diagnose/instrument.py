@@ -122,17 +122,21 @@ _RUNNING = {
     place(_BaseDataLoaderIter.__next__.__code__): "loader",
 }
 _CLOSURE = __file__, "within_optimizer"
+_FUNCTIONAL = nn.functional.__file__
 
 
 def running(stack: list[tuple[str, int, str]], parts: dict) -> str:
     """Returns the part that a stack of (file, line, function), the innermost first, is in.
 
     ``parts``: those of more functions, by their place. What an optimizer calls in its step is not the optimizer's.
+    "loss" is what the loop itself calls of torch.nn.functional: the forward pass of no module.
     """
     part = "rest"
     for file, _, name in stack:
         if (file, name) == _CLOSURE:
             break
+        if file == _FUNCTIONAL and part == "rest":
+            part = "loss"
         part = parts.get((file, name)) or _RUNNING.get((file, name), part)
     return part
 
@@ -221,6 +225,7 @@ class Instrument:
         marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
         roots: the outermost modules that were called with gradients, in the order of their first call.
+        frozen: those that were called without, such as a teacher.
         graph: receives the operations that outermost backward passes go back through; None: not noted.
         records_evaluation: whether an evaluation amid the training was recorded for a backward pass.
         optimizers: those of torch.optim that took a step.
@@ -235,6 +240,7 @@ class Instrument:
         self.marks: object = None
         self.part: str | None = None  # the part that is running now
         self.roots: list[nn.Module] = []
+        self.frozen: list[nn.Module] = []
         self._trained: set[nn.Module] = set()  # those that were in training mode then
         self.records_evaluation = False
         self.graph: set | None = None
@@ -393,7 +399,8 @@ class Instrument:
         """Ends the search for the outermost modules; from here on only they carry hooks."""
         self.inputs, self.freeze_schedules = None, True
         # What model.compile() made holds the hooks within it: it would be compiled again whenever they change.
-        for root in self.roots:
+        self.frozen = [module for module in self.frozen if not any(module is root for root in self.roots)]
+        for root in (*self.roots, *self.frozen):
             if root._compiled_call_impl is not None:
                 self._compiled += self._hook(root)
         if self.attached:
@@ -409,7 +416,7 @@ class Instrument:
         self.watch_updates(False)
         self.detach()
         self._unmark()
-        found = (self.roots, self._trained, self.optimizers, self.by_hand, self._updates.found, self.sites)
+        found = (self.roots, self.frozen, self._trained, self.optimizers, self.by_hand, self._updates.found, self.sites)
         for known in (*found, self._inputs, self._compiled, self._made):
             known.clear()
         self.made_optimizer = False
@@ -420,7 +427,7 @@ class Instrument:
         for hook in self._hooks:
             hook.remove()
         if self.inputs is None:
-            roots = [root for root in self.roots if root._compiled_call_impl is None]
+            roots = [root for root in (*self.roots, *self.frozen) if root._compiled_call_impl is None]
             self._hooks = [hook for root in roots for hook in self._hook(root)]
         else:
             self._hooks = [
@@ -444,6 +451,8 @@ class Instrument:
         if self.part is not None or not self.attached or threading.get_ident() != self._thread:
             return
         recorded = torch.is_grad_enabled()
+        if self.inputs is not None and not recorded and not any(module is other for other in self.frozen):
+            self.frozen.append(module)
         if self.inputs is not None and recorded and not any(module is root for root in self.roots):
             self.roots.append(module)
             self._hooks.append(module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))

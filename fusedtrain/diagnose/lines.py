@@ -60,6 +60,29 @@ def edit_call(site: Site | None, names: tuple[str, ...], **keywords: object) -> 
     return Change(site.file, call.lineno, raw[begin:].decode(), new[begin:].decode())
 
 
+def edit_loader(site: Site | None) -> Change | None:
+    """Returns the call that makes a DataLoader with one sampler of whole batches.
+
+    Returns:
+        None where the call cannot be found or spreads ``*arguments``.
+    """
+    call = _find(site, ("DataLoader",))
+    if call is None or len(call.args) > 3 or any(isinstance(argument, ast.Starred) for argument in call.args):
+        return None
+    before = ast.unparse(call)
+    given = dict(zip(("dataset", "batch_size", "shuffle"), map(ast.unparse, call.args)))
+    given |= {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if None in given or "dataset" not in given:
+        return None
+    dataset, size, shuffle = given.pop("dataset"), given.pop("batch_size", "1"), given.pop("shuffle", "False")
+    kind = "SequentialSampler" if shuffle in ("False", "None") else "RandomSampler"
+    sampler = given.pop("sampler", f"{kind}({dataset})")
+    batches = given.pop("batch_sampler", f"BatchSampler({sampler}, {size}, {given.pop('drop_last', 'False')})")
+    given = {"sampler": batches, "batch_size": "None"} | given
+    rest = "".join(f", {name}={value}" for name, value in given.items())
+    return Change(site.file, call.lineno, before, f"{ast.unparse(call.func)}({dataset}{rest})")
+
+
 def before_optimizer(site: Site | None, name: str, line: str) -> Change | None:
     """Returns the line that makes an optimizer with another line in front of it.
 

@@ -27,9 +27,10 @@ from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.drive import Driver, agree, ranks
+from fusedtrain.diagnose.growth import Growth, Watch
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, place, running
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
-from fusedtrain.diagnose.remedies import NoExchange, Remedy, clone_loader, models, why_not_clone
+from fusedtrain.diagnose.remedies import NoExchange, Remedy, WholeBatches, clone_loader, models, why_not_clone
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 CACHE = 256 * 2**20  # bytes of batches that are kept
@@ -43,6 +44,7 @@ CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
 GRAPHS = 5  # steps whose backward passes are followed
+GROWTH = 4  # runs of steps between which memory is looked at
 STALL = 3.0  # times the median: a step that something held up
 
 
@@ -75,6 +77,7 @@ class Facts:
     waiting: Interval | None = None  # share of the step that cached batches save
     rates: dict[int, LoaderRate] = field(default_factory=dict)
     why_no_rates: str | None = None
+    whole_batches: LoaderRate | None = None  # where the dataset is indexed once per batch; None: it cannot be
     lines: list[tuple[str, Site, float]] = field(default_factory=list)  # part, place, share of the samples
     operations: list[tuple[str, float, int]] = field(
         default_factory=list
@@ -85,6 +88,7 @@ class Facts:
     contiguous: list[str] = field(default_factory=list)  # convolutions that channels_last is lost before
     fused_step: float | None = None  # seconds of a fused optimizer on the weights, where theirs is written by hand
     graphs: list[tuple[int, int]] = field(default_factory=list)  # operations of backward passes, and of earlier steps
+    growth: Growth | None = None
     constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
@@ -178,6 +182,24 @@ def graphs(driver: Driver):
         earlier = graph
     driver.instrument.graph = None
     return agree(sizes[1:])
+
+
+def growth(driver: Driver, sizes: Sizes):
+    """Returns what memory grows by from step to step.
+
+    With cached batches: a data set may keep what it has read.
+    """
+    arm = Arm((), CachedSource(driver.batches)) if driver.batches else Arm()
+    steps = math.ceil(min(max(BLOCK / sizes.step, 8), 64) / sizes.period) * sizes.period
+    yield Run(max(steps, len(driver.batches)), arm)
+    watch = Watch()
+    watch.look()
+    for i in range(3 * GROWTH):
+        if i >= GROWTH and not agree(watch.doubtful):
+            break
+        yield Run(steps, arm)
+        watch.look()
+    return agree(watch.found(steps))
 
 
 def bare_steps(watched: int, bare: int, share: float) -> int:
@@ -304,11 +326,11 @@ def exchange(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, snapshot):
     snapshot.restore()  # the processes went their own ways
 
 
-def loader_rate(driver: Driver, workers: int) -> LoaderRate:
+def loader_rate(driver: Driver, workers: int, make=clone_loader) -> LoaderRate:
     """Iterates over the loader with so many workers, without computing."""
     with driver.aside():
         arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
-        source = LoaderSource(clone_loader(driver.loader, **arguments))
+        source = LoaderSource(make(clone_loader(driver.loader, **arguments)))
         for _ in range(max(1, source.in_flight)):
             source.fetch()
         waits = Waits()
@@ -336,6 +358,10 @@ def loader_rates(driver: Driver, facts: Facts) -> None:
     if facts.waiting is None or facts.waiting.high < 0.02:
         return
     single = facts.rates[0]
+    with driver.aside():
+        possible = agree(single.computing and WholeBatches.why_not(driver.loader) is None)
+    if possible and facts.loader.num_workers == 0:
+        facts.whole_batches = loader_rate(driver, 0, WholeBatches.make)
     # Workers that wait for storage do not need a core each; those that compute do.
     most, target = (32, 0.4 * facts.cached) if not single.computing else (cores(), 0.8 * facts.cached)
     workers, best = 1, math.inf
@@ -398,9 +424,15 @@ class Sampler:
                 last = now
 
     def lines(self) -> list[tuple[str, Site, float]]:
-        total = sum(self.times.values())
-        ranked = sorted(self.times.items(), key=lambda item: -item[1])
-        return [(part, site, seconds / total) for (part, site), seconds in ranked[:12]]
+        total, times = sum(self.times.values()), Counter()
+        for (part, site), seconds in self.times.items():
+            times["forward" if part == "loss" else part, site] += seconds / total
+        return [(part, site, share) for (part, site), share in times.most_common(12)]
+
+    def loss(self) -> float:
+        """Returns what share of the time outside of all parts the loss takes."""
+        seconds = {part: sum(s for (p, _), s in self.times.items() if p == part) for part in ("loss", "rest")}
+        return seconds["loss"] / (sum(seconds.values()) or 1.0)
 
 
 class LineCounter:
@@ -455,7 +487,10 @@ def sample(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     with Sampler(driver) as sampler:
         steps = min(max(math.ceil(SAMPLING / sizes.step), 3), 5000)
         yield Run(steps, arm, parts=driver.instrument.calls_closures)  # else what they call looks like the optimizer
-    facts.lines = agree(sampler.lines())
+    facts.lines, loss = agree((sampler.lines(), sampler.loss()))
+    if driver.instrument.roots:  # else the forward pass is what comes before the backward pass
+        loss *= facts.parts["rest"]
+        facts.parts["rest"], facts.parts["forward"] = facts.parts["rest"] - loss, facts.parts["forward"] + loss
     with LineCounter() as counter, contiguous_inputs(driver) as facts.contiguous:
         yield Run(1, arm)
     facts.repeats = agree(counter.repeats())

@@ -17,14 +17,14 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.batches import LoaderSource
 from fusedtrain.diagnose.drive import Driver
 from fusedtrain.diagnose.instrument import non_blocking, replace, with_non_blocking, wrap
-from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call
+from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call, edit_loader
 from fusedtrain.nn.fuse import fuse, unfuse
 
 CLASSES = ("bitwise", "last bit", "tolerance")
@@ -65,11 +65,65 @@ class Loader(Remedy):
         self.arguments = arguments
         self.name = "loader(" + ", ".join(f"{name}={value}" for name, value in arguments.items()) + ")"
         self.how = "give the DataLoader " + ", ".join(f"{name}={value}" for name, value in arguments.items())
-        self.source = LoaderSource(clone_loader(driver.loader, **arguments))
+        self.source = LoaderSource(self.make(driver.loader))
+
+    def make(self, loader: DataLoader) -> DataLoader:
+        return clone_loader(loader, **self.arguments)
 
     def changes(self, driver: Driver) -> list[Change]:
         change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), **self.arguments)
         return [change] if change else []
+
+
+class WholeBatches(Remedy):
+    """The loader asks the dataset for all samples of a batch at once, where it takes a list of indices."""
+
+    name, kind, on_loader = "whole batches", "bitwise", True
+    how = (
+        "let the DataLoader index the dataset once per batch: sampler=BatchSampler(RandomSampler(dataset), size,"
+        " drop_last=False), batch_size=None; both samplers are in torch.utils.data"
+    )
+
+    def __init__(self, driver: Driver):
+        self.source = LoaderSource(self.make(driver.loader))
+
+    @staticmethod
+    def make(loader: DataLoader) -> DataLoader:
+        whole = {"batch_size": None, "sampler": loader.batch_sampler, "batch_sampler": None, "drop_last": False}
+        return clone_loader(loader, **whole, collate_fn=None)
+
+    @staticmethod
+    def why_not(loader) -> str | None:
+        """Returns why a batch cannot be had so, or is another one; None where two are the same, bit for bit."""
+        reason = why_not_clone(loader)
+        if reason or loader.batch_sampler is None:
+            return reason or "it asks for whole batches already"
+        if loader.collate_fn is not default_collate:
+            return "it has a collate_fn of its own"
+        length = len(loader.dataset)
+        for first in (0, length // 2):
+            indices = [i % length for i in range(first, first + 3)]
+            try:
+                single = default_collate([loader.dataset[i] for i in indices])
+                whole = default_convert(loader.dataset[indices])
+            except Exception as error:
+                return f"the dataset takes no list of indices: {type(error).__name__}"
+            if not _same(single, whole):
+                return "the dataset gives something else for a list of indices"
+        return None
+
+    def changes(self, driver: Driver) -> list[Change]:
+        change = edit_loader(driver.instrument.sites.get(id(driver.loader)))
+        return [change] if change else []
+
+
+def _same(one: object, other: object) -> bool:
+    """Returns whether two batches have the same structure and values."""
+    values, others = tree_leaves(one), tree_leaves(other)
+    return tree_structure(one) == tree_structure(other) and all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype is b.dtype and torch.equal(a, b)
+        for a, b in zip(values, others)
+    )
 
 
 def why_not_clone(loader) -> str | None:
@@ -568,7 +622,11 @@ class PinnedCopies(Remedy):
     how = "give the DataLoader pin_memory=True and .to() or .cuda() non_blocking=True"
 
     def __init__(self, driver: Driver):
-        self.source = LoaderSource(clone_loader(driver.loader, pin_memory=True))
+        self.source = LoaderSource(self.make(driver.loader))
+
+    @staticmethod
+    def make(loader: DataLoader) -> DataLoader:
+        return clone_loader(loader, pin_memory=True)
 
     def apply(self, driver: Driver) -> None:
         def waiting_for_nobody(original):
@@ -601,5 +659,5 @@ def specification(remedy: Remedy) -> dict:
 def rebuild(specification: dict, driver: Driver) -> Remedy:
     """Makes a remedy from its :func:`specification`."""
     cls = next(cls for cls in Remedy.__subclasses__() if cls.__name__ == specification["remedy"])
-    needs_driver = cls in (Loader, NoDebugging, PinnedCopies)
+    needs_driver = cls in (Loader, NoDebugging, PinnedCopies, WholeBatches)
     return cls(*[driver] * needs_driver, **specification["arguments"])

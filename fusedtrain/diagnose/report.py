@@ -46,6 +46,7 @@ def to_json(diagnosis, script: str) -> dict:
         and {"gain": _interval(diagnosis.combined.gain(0.99)), "ms": [1e3 * s for s in diagnosis.combined.seconds()]},
         "accepted": [specification(remedy) for remedy in diagnosis.arm.remedies],
         "timeline": [[[part, 1e3 * start, 1e3 * end] for part, start, end in step] for step in diagnosis.timeline],
+        "examined": diagnosis.examined,
         "failure": diagnosis.failure,
     }
 
@@ -124,6 +125,13 @@ def overhead_text(report: dict) -> str:
 
 def headline(report: dict) -> str:
     """Returns the answer in one sentence."""
+    if not report["examined"]:
+        parts, taken = report["parts_ms"], report["steps"] + report["bare_steps"]
+        name = max(parts, key=parts.get)
+        return (
+            f"The script ended after {taken} measured steps; some hundred are needed to tell causes apart: let it train"
+            f" longer. {parts[name] / sum(parts.values()):.0%} of a step goes to: {name}."
+        )
     named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
     if named is None:
         parts = report["parts_ms"]
@@ -133,7 +141,8 @@ def headline(report: dict) -> str:
     if named["lines"]:
         line = named["lines"][0]
         where = f" Look first at {line['file'].rpartition('/')[2]}:{line['line']}: {line['text']}"
-    return f"{named['cause'][0].upper()}{named['cause'][1:]}. Without that, steps take {gain:.0%} less time.{where}"
+    saved = f" Without that, steps take {gain:.0%} less time." if gain else ""
+    return f"{named['cause'][0].upper()}{named['cause'][1:]}.{saved}{where}"
 
 
 def show(report: dict) -> None:
@@ -189,9 +198,8 @@ def _show_parts(console, report: dict) -> None:
 
 def _show_finding(console, number: int, finding: dict, escape) -> None:
     option = " (an option)" if finding["option"] else ""
-    console.print(
-        f"\n[bold]{number}. {escape(finding['cause'])}{option}[/bold]: predicted {finding['predicted_gain']:.0%}"
-    )
+    predicted = f": predicted {finding['predicted_gain']:.0%}" if finding["predicted_gain"] else ""
+    console.print(f"\n[bold]{number}. {escape(finding['cause'])}{option}[/bold]{predicted}")
     console.print(f"   {finding['evidence']}", markup=False, style="dim")
     for remedy in finding["remedies"][:2]:
         console.print(f"   -> {remedy['how']}  [{remedy['class']}]", markup=False)
@@ -207,9 +215,8 @@ def _show_finding(console, number: int, finding: dict, escape) -> None:
 
 def _show_lines(console, lines: list[dict]) -> None:
     for line in lines:
-        console.print(
-            f"      {line['share']:4.0%} {line['file']}:{line['line']}  {line['text']}", markup=False, style="dim"
-        )
+        share = f"{line['share']:4.0%}" if line["share"] else "    "
+        console.print(f"      {share} {line['file']}:{line['line']}  {line['text']}", markup=False, style="dim")
 
 
 def _show_verified(console, report: dict, table_class) -> None:

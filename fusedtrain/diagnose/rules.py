@@ -1,5 +1,6 @@
 """The decision tree as a table: from what was measured to a cause, its remedies and the gain they promise."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from fusedtrain.diagnose.remedies import (
     Remedy,
     SetToNone,
     Threads,
+    WholeBatches,
     models,
     replicas,
     why_not_clone,
@@ -35,9 +37,11 @@ from fusedtrain.diagnose.remedies import (
 
 LEAST = 0.03  # of the step: less is not worth naming
 SPARE = 0.5  # of the computing time that loading a batch may take, where more workers cost nothing
+LARGE = 0.25  # of the step: what takes less and nothing was found against is no bottleneck
 LOOP = 16  # times in a step that a module carries out a line of a loop
 LAST = "channels_last already"
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
+LASTS = 24 * 3600  # seconds of training that memory has to last for
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Finding:
         remedies: what can be tried, the most promising first; empty: only advice.
         advice: what to do by hand.
         option: a choice with a price, such as another precision; it is never called the bottleneck.
+        share: nothing was found against what this takes; it is not called the bottleneck either.
         lines: places in the user's code that the time goes to, with their share of the step.
         lost: share of the step that the cause takes, where the remedies take away less; it ranks by that.
         shared: share of the step that this cause takes only because of another one, by the name of its rule; where that
@@ -65,6 +70,7 @@ class Finding:
     remedies: tuple[Remedy, ...] = ()
     advice: str = ""
     option: bool = False
+    share: bool = False
     lines: tuple[tuple[Site, float], ...] = ()
     lost: float = 0.0
     shared: tuple[str, float] = ("", 0.0)
@@ -201,7 +207,8 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
         f" batches/s by number of workers: {delivers}"
     )
     gains = {workers: gain_of_loading(facts, workers) for workers in facts.rates if workers != now}
-    best = max(gains.values())
+    best = max(gains.values(), default=0.0)
+    whole = lost * (1 - facts.whole_batches.seconds / single.seconds) if facts.whole_batches else 0.0
     near = [w for w, gain in gains.items() if gain > best - 0.03]
     # Workers that only wait cost little: with some to spare the loader keeps up when computing gets faster.
     spare = [w for w in near if not computing and facts.rates[w].seconds < SPARE * facts.cached]
@@ -212,10 +219,27 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     )
     advice = "make samples cheaper: decode once and cache, smaller files, faster storage" if best < 0.8 * lost else ""
     shared = ("loader_restart", lost_to_restarts(facts))
+    if whole >= max(LEAST, best):
+        cause = "the step waits for the data loader, which takes the samples of a batch one by one"
+        evidence += f"; with all samples of a batch at once: {1 / facts.whole_batches.seconds:.3g}"
+        remedy = facts.keep(WholeBatches(driver))
+        return Finding("loader", cause, evidence, whole, (remedy,), lines=lines, lost=lost, shared=shared)
     if best < LEAST:
         why = "the cores have no time left for them" if computing else "what it waits for has a limit of its own"
         cause += f"; more workers do not help: {why}"
-        return Finding("loader", cause, evidence, lost, advice=advice, lines=lines, shared=shared)
+        share = lost < LARGE
+        return Finding(
+            "loader",
+            cause,
+            evidence,
+            0.0 if share else lost,
+            (),
+            advice,
+            lines=lines,
+            lost=lost,
+            shared=shared,
+            share=share,
+        )
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
     return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines, lost=lost, shared=shared)
@@ -598,6 +622,53 @@ def _growth(facts: Facts, driver: Driver) -> Finding | str:
     )
 
 
+def _memory(facts: Facts, driver: Driver) -> Finding | str:
+    growth, step = facts.growth, facts.step.value
+    if growth is None or not growth.size:
+        return "memory does not grow from step to step"
+    held = [g for g in growth.held if g.size > 0.1 * growth.size or "graphs" in g.kind]
+    evidence = f"{size_text(growth.size)} more in every step, of {size_text(growth.free)} that are left"
+    for g in held[:3]:
+        where = ", ".join(f"{site.file.rpartition('/')[2]}:{site.line}" for site in g.lines[:2])
+        more = f", {g.count:.3g} more per step" * (g.count > 0)
+        evidence += f"; {g.path} is {g.kind}{more}{where and f' ({where})'}"
+    if growth.graph >= 1:
+        evidence += f"; {growth.graph:,.0f} more operations of backward passes are kept"
+    passes = getattr(driver.loader, "__len__", None)
+    if held and all(g.emptied for g in held):
+        with contextlib.suppress(TypeError):  # a loader may have no length
+            most = growth.size * (passes() if passes else 0)
+            if passes and most < 0.5 * growth.free:
+                return f"{evidence}: until the pass over the data ends, {size_text(most)} at most"
+    lasts = growth.free / max(growth.size, 1.0) * step
+    if lasts > LASTS:
+        return f"{evidence}: enough for {duration_text(lasts)}"
+    cause = f"memory grows from step to step and is full after {duration_text(lasts)}, {lasts / step:,.0f} steps"
+    advice = (
+        "keep numbers instead of tensors: loss.item(), or detach() where a graph hangs on them; running sums instead of"
+        " lists; and empty what has to be kept"
+    )
+    lines = dict.fromkeys(site for g in held for site in g.lines)
+    share = dict(reversed([(site, share) for _, site, share in facts.lines]))
+    return Finding(
+        "memory", cause, evidence, 0.0, advice=advice, lines=tuple((s, share.get(s, 0.0)) for s in lines), lost=1.0
+    )
+
+
+def size_text(size: float) -> str:
+    """Returns bytes in a readable unit."""
+    unit = next((u for u in ("KiB", "MiB") if size < 1000 * 1024 ** (1 + (u == "MiB"))), "GiB")
+    return f"{size / 1024 ** (('KiB', 'MiB', 'GiB').index(unit) + 1):.3g} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a time in a readable unit."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds > 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["rest"] / facts.step.value
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
@@ -628,6 +699,7 @@ RULES = (
     Rule("evaluation", _evaluation),
     Rule("recomputed", _constants),
     Rule("growing_graph", _growth),
+    Rule("memory", _memory),
     Rule("own_code", _own_code),
     Rule("python_loop", _python_loop),
     Rule("allocator", _allocator),

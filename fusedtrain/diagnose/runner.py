@@ -37,6 +37,7 @@ class Task:
         self.task, self.rank = task, rank
         self.file = open(task["output"], "a", buffering=1)  # noqa: SIM115 (held until the process ends)
         self.failed = False
+        self.diagnosis: Diagnosis | None = None
         self.spawned = 0  # processes that train
         self.others = 0  # processes that the script started otherwise
 
@@ -48,12 +49,13 @@ class Task:
         task = self.task
         if task["do"] == "time":
             return self._time(driver)
-        return Diagnosis(
+        self.diagnosis = Diagnosis(
             steps=task["steps"],
             verify=task["verify"],
             stage=lambda text: self.tell(stage=text),
             checkpoint=lambda diagnosis: self.tell(report=to_json(diagnosis, task["script"])),
-        ).plan(driver)
+        )
+        return self.diagnosis.plan(driver)
 
     def _time(self, driver: Driver):
         driver.losses = losses = []
@@ -85,6 +87,8 @@ class Task:
             if self.spawned:
                 self.tell(spawned=self.spawned)  # they report
             elif not driver.finished:
+                if self.diagnosis is not None and self.diagnosis.cut_short():
+                    self.tell(report=to_json(self.diagnosis, self.task["script"]))
                 seen = driver.loader is not None or driver.optimizer is not None
                 self.tell(ended=True, seen=seen, steps=driver.steps, processes=self.others)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource
@@ -162,12 +163,11 @@ def _check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
     if remedy.on_loader:
         generator = driver.loader.generator
         state = generator and generator.get_state()
-        arguments = ({}, getattr(remedy, "arguments", {"pin_memory": True}))
         values = []
-        for extra, new in zip(arguments, ((), (remedy,))):
+        for make, new in ((clone_loader, ()), (remedy.make, (remedy,))):
             if generator is not None:
                 generator.set_state(state)
-            source = LoaderSource(_Seeded(driver, extra))
+            source = LoaderSource(_Seeded(make(driver.loader)))
             values.append((yield from losses(driver, Arm((*base, *new), source), snapshot)))
             source.close()
         plain, changed = values
@@ -205,8 +205,8 @@ def _check_losses(driver: Driver, remedy: Remedy, base: tuple[Remedy, ...]):
 class _Seeded:
     """A loader that starts every pass from the same random numbers."""
 
-    def __init__(self, driver: Driver, arguments: dict):
-        self.loader = clone_loader(driver.loader, **arguments)
+    def __init__(self, loader: DataLoader):
+        self.loader = loader
 
     def __iter__(self):
         state = random_state()

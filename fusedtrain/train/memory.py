@@ -1,6 +1,7 @@
-"""Peak memory of a training run."""
+"""Memory that a training run takes, and that is left."""
 
 import gc
+import os
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ class PeakMemory:
             return
         try:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far, that of the imports
-            self._start = _status("VmRSS")
+            self._start = resident()
         except OSError:
             self._start = None
 
@@ -37,9 +38,24 @@ def memory_text(device: torch.device) -> str:
     if device.type == "cuda":
         return f"  {torch.cuda.memory_allocated(device) / 2**30:.1f} GiB"
     try:
-        return f"  {_status('VmRSS') / 2**30:.1f} GiB"
+        return f"  {resident() / 2**30:.1f} GiB"
     except OSError:
         return ""
+
+
+def resident() -> int:
+    """Returns the bytes of this process in main memory; OSError where the system does not tell."""
+    return _status("VmRSS")
+
+
+def available() -> int:
+    """Returns the bytes of memory that processes can have before the system has to swap or to end one."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _status(field: str) -> int:

@@ -1,7 +1,6 @@
 """The largest batch that fits into memory, and the one that is fastest per sample."""
 
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from statistics import median
 
 import torch
 
+from fusedtrain.train.memory import available
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import Target, TuneError, end_with_parent
 
@@ -54,7 +54,7 @@ def tune_batch_size(
         raise TuneError(f"steps and memory must be at least 1, got {steps} and {memory}")
     if memory is None and target.resolve_device().type == "cpu":
         # In quarters of a GiB: the free memory is never the same twice, and a search must find its results again.
-        memory = max(1, int(0.9 * _free() / 2**28)) * 2**28
+        memory = max(1, int(0.9 * available() / 2**28)) * 2**28
     limits = {"smallest": smallest, "largest": largest, "steps": steps}
     state = State("batch-size", {**target.key(), **limits, "torch": torch.__version__}, fresh=fresh)
 
@@ -161,12 +161,3 @@ def _run(target: Target, size: int, steps: int) -> dict:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"fits": True, "seconds_per_sample": median(seconds[WARM_UP:]) / size, "peak_bytes": peak}
-
-
-def _free() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -16,6 +16,22 @@ TUNERS = {
 }
 
 
+SPACE = """SPACE.yaml, for instance:
+
+  objective: train.py:objective     # objective(params, report) returns the value, the less the better;
+                                    # report(step, value) on the way lets the pruner end it
+  # command: python train.py --lr {lr} --width {width}    instead; it prints lines such as {"step": 3, "loss": 0.5}
+  # metric: loss
+  params:
+    lr: {low: 1e-5, high: 1e-1, log: true}
+    width: [64, 128, 256]
+  direction: minimize               # or maximize
+  sampler: tpe                      # random, grid, cmaes, qmc, gp, nsgaii
+  pruner: median                    # percentile, hyperband, halving, none
+  trials: 20
+"""
+
+
 def main(arguments: list[str]) -> int:
     """Runs one tuner and returns the exit status: 0, 1 for a missing package, 2 for bad input, 130 for Ctrl-C."""
     args = _parser().parse_args(arguments)
@@ -175,6 +191,7 @@ def _float_images(folder: str, size: int):
 
 
 def _search(command) -> None:
+    command.formatter_class, command.epilog = argparse.RawDescriptionHelpFormatter, SPACE
     command.add_argument(
         "space", metavar="SPACE.yaml", help="parameters, objective or command, sampler, pruner, trials"
     )

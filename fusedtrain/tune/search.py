@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler
 SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
 PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
 PRUNERS |= {"halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
+BRACES = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Space:
             give whole numbers.
         objective: ``FILE.py:NAME`` of a function ``(params, report) -> value``; ``report(step, value)`` tells an
             intermediate value and ends the trial where the pruner finds it hopeless.
-        command: instead of a function, a command line with ``{name}`` for each parameter and ``{trial}`` for a number.
+        command: instead of a function, a command line with ``{name}`` for each parameter and ``{trial}`` for a number;
+            other braces stay.
             Each line of its output that is a JSON object with ``metric`` (and, for pruning, ``step``) is an
             intermediate value, the last one the result.
         metric: of the command's lines.
@@ -56,6 +59,10 @@ class Space:
             raise TuneError("the space needs either objective: FILE.py:NAME or command: with metric:")
         if self.command is not None and self.metric is None:
             raise TuneError("command: needs metric:, the name of the value in the command's JSON lines")
+        names = {*self.params, "trial"} if isinstance(self.params, dict) else set()
+        unknown = [name for name in BRACES.findall(self.command or "") if name not in names]
+        if unknown:
+            raise TuneError(f"command: holds {{{unknown[0]}}}, and there is no parameter of that name")
         if self.direction not in ("minimize", "maximize"):
             raise TuneError(f"direction must be minimize or maximize, got {self.direction!r}")
         if not isinstance(self.trials, int) or self.trials < 1:
@@ -266,7 +273,8 @@ def _command(space: Space, number: int) -> Callable:
     """Returns an objective that runs the command and reads its JSON lines."""
 
     def run(params: dict, report) -> float:
-        words = [word.format(trial=number, **params) for word in shlex.split(space.command)]
+        values = {**params, "trial": number}
+        words = [BRACES.sub(lambda m: str(values[m[1]]), word) for word in shlex.split(space.command)]
         words[0] = sys.executable if words[0] == "python" else words[0]
         value, tail, step = None, [], 0
         # A session of its own, so that a pruned command goes with all its processes.

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import importlib.util
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -143,6 +145,9 @@ def end_with_parent() -> None:
     """Lets the system end this process when the one that wants its result is gone."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it was gone before the system knew
+        os._exit(1)
 
 
 def load(name: str) -> Callable:
