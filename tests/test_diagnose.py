@@ -29,6 +29,7 @@ import harness
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import optimizer as optimizer_hooks
@@ -992,6 +993,7 @@ def test_a_frozen_teacher_and_a_loss_are_of_the_forward_pass():
     file = nn.functional.__file__
     assert instrument.running([(file, 1, "cross_entropy"), ("train.py", 9, "<module>")], {}) == "loss"
     backward = instrument.place(torch.Tensor.backward.__code__)
+    assert instrument.running([("train.py", 2, "step"), (eval_frame.__file__, 1, "compile_wrapper")], {}) == "loss"
     stack = [(file, 1, "relu"), (backward[0], 1, backward[1]), ("train.py", 9, "<module>")]
     assert instrument.running(stack, {}) == "backward"
 

@@ -122,20 +122,20 @@ _RUNNING = {
     place(_BaseDataLoaderIter.__next__.__code__): "loader",
 }
 _CLOSURE = __file__, "within_optimizer"
-_FUNCTIONAL = nn.functional.__file__
+_FORWARD = (nn.functional.__file__, os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py"))
 
 
 def running(stack: list[tuple[str, int, str]], parts: dict) -> str:
     """Returns the part that a stack of (file, line, function), the innermost first, is in.
 
     ``parts``: those of more functions, by their place. What an optimizer calls in its step is not the optimizer's.
-    "loss" is what the loop itself calls of torch.nn.functional: the forward pass of no module.
+    "loss" is what the loop itself calls of torch.nn.functional, or has compiled: the forward pass of no module.
     """
     part = "rest"
     for file, _, name in stack:
         if (file, name) == _CLOSURE:
             break
-        if file == _FUNCTIONAL and part == "rest":
+        if file in _FORWARD and part == "rest":
             part = "loss"
         part = parts.get((file, name)) or _RUNNING.get((file, name), part)
     return part
