@@ -3,7 +3,7 @@
 // maps. Internal linkage, as in core/simd.h.
 //
 // A functor holds its images; f.params(at) gathers what a channel brings, where at(p) is the vector of p[c], repeated
-// for contiguous images. Rows are taken kGroup at a time, with the next ones fetched ahead: the processor by itself
+// for contiguous images. Rows are taken a few at a time, with the next ones fetched ahead: the processor by itself
 // follows few streams, and not across pages.
 #include "batch_norm_act.h"
 #include "cpu/channels.h"
@@ -37,7 +37,15 @@ constexpr bool in_turn<F, AllLanes> = true;
 
 inline void fetch(const void* p) { __builtin_prefetch(p); }
 
-// Whether every row is taken by itself, from end to end: where two or three tensors like these images outgrow the last
+// While vector ch of a group of rows is worked on, asks for some of the next group, whose first element is `next`: line
+// after line in the order of memory, which the processor follows further by itself. f(element) asks for a line.
+template <class T, class F>
+[[gnu::always_inline]] inline void fetch_rows(int64_t next, int64_t ch, int64_t rows, const F& f) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t k = 0; k < rows && ch % kLine == 0; ++k) f(next + ch * rows + k * kLine);
+}
+
+// Whether sums take every row by itself, from end to end: where two or three tensors like these images outgrow the last
 // cache of a processor that fetches ahead of few streams.
 template <class T>
 inline bool row_by_row(const Images& m) {
@@ -97,16 +105,17 @@ void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups
       typename F::State s, group;
       s.load(out + ch, c, lanes);
       group.clear(s);
-      for (int k = 0; k < kRows; ++k) {
-        if (kRows > 1) f.prefetch(i + (kRows + k) * c);
-        group.add(f, i + k * c, params, lanes);
+      if (kRows > 1) {
+        fetch_rows<typename F::Element>((row + kRows) * c, ch, kRows, [&](int64_t next) { f.prefetch(next); });
       }
+      for (int k = 0; k < kRows; ++k) group.add(f, i + k * c, params, lanes);
       s.merge(group);
       s.store(out + ch, c, lanes);
     });
   };
+  constexpr int kMany = F::kStreams == 1 ? kGroup : kGroup / 2;
   int64_t row = begin;
-  for (; in_groups && row + kGroup <= end; row += kGroup) add.template operator()<kGroup>(row);
+  for (; in_groups && row + kMany <= end; row += kMany) add.template operator()<kMany>(row);
   for (; row < end; ++row) add.template operator()<1>(row);
 }
 
@@ -166,23 +175,29 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
                                   [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
     }
   } else {
-    // Rows share the loads of a channel's vectors; several streams past the caches would be slower than one.
+    // Rows share the loads of a channel's vectors. Several streams past the caches would be slower than one, and so
+    // are, from memory, several of float32 where the processor fetches ahead of few.
     constexpr int64_t kAhead = 64 * V::kLanes;
-    const bool alone = kStream || row_by_row<typename F::Element>(m);
+    const bool alone = kStream || (sizeof(typename F::Element) > 2 && !fetches_ahead_of_many_streams);
     const int64_t rows = alone ? 1 : 4;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t count = std::min(rows, end - row);
       for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
         int64_t i = row * m.c + ch, k = 0;
+        if (!alone) {
+          fetch_rows<typename F::Element>((row + rows) * m.c, ch, rows, [&](int64_t next) {
+            f.prefetch(next);
+            fetch(out + next);
+          });
+        }
         if constexpr (in_turn<F, decltype(lanes)>) {
           for (; k + kTogether <= count; k += kTogether, i += kTogether * m.c) {
-            for (int j = 0; j < kTogether; ++j) f.prefetch(i + j * m.c + kAhead);
             store(out + i, f(i, params, Apart<kTogether>{m.c}), Apart<kTogether>{m.c});
           }
         }
         for (; k < count; ++k, i += m.c) {
-          if (kStream || !alone) f.prefetch(i + kAhead);
+          if (kStream) f.prefetch(i + kAhead);
           write(i, f(i, params, lanes), lanes);
         }
       });

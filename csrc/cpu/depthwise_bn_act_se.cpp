@@ -29,6 +29,7 @@ template <class V, class T>
 // and then element i of the images.
 template <class T>
 struct Normalised {
+  using Element = T;
   using Lane = Acc<T>;
   using V = Vec<Lane>;
   const T* z;
@@ -48,8 +49,6 @@ struct Normalised {
     return {get(mean + ch), get(weight + ch) * get(rstd + ch), get(bias + ch)};
   }
   auto centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
-  // Whether the next rows are asked for at this channel: once per cache line; processors follow short rows themselves.
-  static bool asks(int64_t ch, int64_t c) { return ch % int64_t(64 / sizeof(T)) == 0 && c * int64_t(sizeof(T)) >= 512; }
   void prefetch(int64_t i) const { fetch(z + i); }
 };
 
@@ -80,6 +79,7 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
   using Lane = typename V::Lane;
   constexpr int kSums = F::kSums;
   const auto add = [&](V* sums, int64_t i, auto lanes, const auto& at) {
+    if constexpr (std::is_same_v<decltype(lanes), AllLanes>) return f.add(sums, i, lanes, at);
     V terms[kSums];
     std::fill_n(terms, kSums, V(0));
     f.add(terms, i, lanes, at);
@@ -110,10 +110,8 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
         const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
         V sums[kSums];
         std::fill_n(sums, kSums, V(0));
-        for (int64_t k = 0; k < rows; ++k) {
-          if (F::asks(ch, m.c)) f.prefetch((row + rows + k) * m.c + ch);
-          f.add(sums, (row + k) * m.c + ch, lanes, at);
-        }
+        fetch_rows<typename F::Element>((row + rows) * m.c, ch, rows, [&](int64_t next) { f.prefetch(next); });
+        for (int64_t k = 0; k < rows; ++k) f.add(sums, (row + k) * m.c + ch, lanes, at);
         for (int k = 0; k < kSums; ++k) {
           auto* p = out + k * m.c + ch;
           store(p, load<V>(p, lanes) + sums[k], lanes);
@@ -142,7 +140,15 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
     Split plane(begin, m.c);
     for (int64_t item = begin; item < end; ++item, ++plane) {
       const auto at = f.at(item, plane.remainder, repeated<V>());
-      for_each_vector<V, kStream>(m.hw, [&](int64_t i, auto lanes) { write(item * m.hw + i, lanes, at); });
+      const int64_t end_of_plane = (item + 1) * m.hw;
+      int64_t i = item * m.hw;
+      if constexpr (in_turn<F, AllLanes>) {
+        constexpr Apart<kTogether> some{V::kLanes};
+        for (; i + kTogether * V::kLanes <= end_of_plane; i += kTogether * V::kLanes) {
+          kStream ? stream(out + i, f(i, some, at), some) : store(out + i, f(i, some, at), some);
+        }
+      }
+      for_each_vector<V, kStream>(end_of_plane - i, [&](int64_t j, auto lanes) { write(i + j, lanes, at); });
     }
   } else {
     for (int64_t first = begin; first < end;) {
@@ -150,7 +156,10 @@ void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end)
       for_row_groups(first, last, [&](int64_t row, auto rows) {
         for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
           const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
-          for (int64_t k = 0; k < rows && F::asks(ch, m.c); ++k) f.prefetch((row + rows + k) * m.c + ch);
+          fetch_rows<T>((row + rows) * m.c, ch, rows, [&](int64_t next) {
+            f.prefetch(next);
+            if (!kStream) fetch(out + next);
+          });
           if constexpr (rows == kRows && in_turn<F, decltype(lanes)>) {
             for (int64_t k = 0; k < rows; k += kTogether) {
               const int64_t i = (row + k) * m.c + ch;
