@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedtrain.backend import Impl, register, select
+from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import _all_reduced, _check_statistics, _fake_stats, _statistics, batch_norm_act
@@ -235,17 +235,18 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weight, bias, again, *kept):
         ctx.save_for_backward(weight, *kept)
-        ctx.again = again
-        ctx.impl = select("pointwise_conv2d", PROJECTION_IMPLS, y, weight, bias, [1, 1])
-        return ctx.impl.forward(y, weight, bias, [1, 1])
+        impl = select("pointwise_conv2d", PROJECTION_IMPLS, y, weight, bias, [1, 1])
+        stock = impl.backward is None
+        ctx.again, ctx.run_backward = again, projection_backward if stock else impl.backward
+        ctx.options = ([1, 1],) if stock else ([1, 1], runs_whole(impl, y, weight, bias, [1, 1]))
+        return impl.forward(y, weight, bias, *ctx.options)
 
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
-        backward = ctx.impl.backward or projection_backward
-        grads = backward(_common.dense_like(dout, y), y, weight, [1, 1], needed)
+        grads = ctx.run_backward(_common.dense_like(dout, y), y, weight, *ctx.options, needed)
         return *(grad if need else None for grad, need in zip(grads, needed)), None, *(None,) * len(kept)
 
 
