@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedtrain.diagnose.instrument import Site, graph_of, is_users
 from fusedtrain.train.memory import available, resident
 
-_libc = ctypes.CDLL(None)
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None  # glibc's
 KINDS = (list, dict, set, deque, defaultdict, OrderedDict)
 DEPTH = 4  # attributes and items between a variable and what it holds
 OBJECTS = 100_000  # that are looked into
@@ -74,8 +74,8 @@ class Watch:
 
     def look(self) -> None:
         gc.collect()
-        if hasattr(_libc, "malloc_trim"):
-            _libc.malloc_trim(0)  # what is free does not count
+        if _trim is not None:
+            _trim(0)  # what is free does not count
         self.memory.append(_taken())
         alive = gc.get_objects()
         tensors = [o for o in alive if type(o) is Tensor and o.grad_fn is not None]

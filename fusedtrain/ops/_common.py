@@ -144,7 +144,7 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
         forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ):
         _refuse_transforms(tensors)
-    # Not is_exporting(), which is True in every compiled graph before torch 2.13: all gradients would be lost.
+    # Not is_exporting(): torch 2.11 takes it for True in every compiled graph, and all gradients would be lost.
     return records(*tensors) and not torch.compiler._is_exporting_flag and not torch.jit.is_tracing()
 
 
