@@ -138,7 +138,7 @@ def one(name: str, verify: bool) -> dict:
         return row | {"findings": [(f["rule"], round(f["predicted_gain"], 3)) for f in report["findings"]]}
     kept = [v["remedy"] for v in report["verified"] if v["accepted"]]
     fresh = report.get("fresh")
-    row |= {"remedies_kept": " + ".join(kept) or "-", "slower": bool(fresh and fresh["gain"]["high"] < 0)}
+    row |= {"remedies_kept": " + ".join(kept) or "-", "slower": bool(kept and fresh and fresh["gain"]["high"] < 0)}
     if fresh:
         row |= {"ms_fresh_before": round(fresh["ms"][0], 3), "ms_fresh_after": round(fresh["ms"][1], 3)}
     return row | (optimum(path, planted, report) if planted["CAUSES"] and planted["RANKS"] == 1 else {})
@@ -169,7 +169,8 @@ def optimum(path: Path, planted: dict, report: dict) -> dict:
     if cause is not None and not cause["remedies"]:
         promised = cause["predicted_gain"] * before / (before - fixed)
         return found | ({"promised": round(promised, 3)} if promised else {})
-    return found | {"of_optimum": round((before - (fresh["ms"][1] if fresh else before)) / (before - fixed), 3)}
+    after = fresh["ms"][1] if report["accepted"] else before
+    return found | {"of_optimum": round((before - after) / (before - fixed), 3)}
 
 
 def alone(path: Path, variables: dict[str, str]) -> float:

@@ -16,7 +16,7 @@ from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
 PAIRS = 3  # of fresh processes
-CLEAR = 0.1  # where both of the first two pairs differ by more in the same direction, they are enough
+CLEAR = 0.1  # where both of the first two pairs save more, they are enough
 ALLOCATOR = {"remedy": "Allocator", "arguments": {}}
 
 
@@ -103,6 +103,16 @@ def _verify_outside(task: dict, report: dict) -> None:
             report["accepted"], kept = arms[-1], times[-1]
     if kept is not None:
         report["fresh"] = _summary(Paired(times[0], kept))
+        if report["fresh"]["gain"]["high"] < 0:
+            _withdraw(report)
+
+
+def _withdraw(report: dict) -> None:
+    """Takes back what was kept: where nothing else has run before it, the script is slower with it."""
+    report["accepted"] = []
+    for verdict in report["verified"]:
+        if verdict["accepted"]:
+            verdict |= {"accepted": False, "reason": "slower in fresh processes, with all that was kept"}
 
 
 def _summary(pairs: Paired, level: float = 0.95) -> dict:
@@ -153,7 +163,7 @@ def _fresh(task: dict, arms: list[list[dict]]) -> tuple[list[tuple[float, ...]] 
 
 def _clear(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
     gains = [1 - b / a for a, b in zip(before, after)]
-    return min(gains) > CLEAR or max(gains) < -CLEAR
+    return min(gains) > CLEAR
 
 
 def _run(task: dict, variables: dict[str, str], stage=lambda text: None) -> tuple[list[dict], str]:
