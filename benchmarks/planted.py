@@ -22,6 +22,7 @@ benchmarks of its own: they change what a row measures, not what the diagnosis i
 import argparse
 import ast
 import csv
+import functools
 import hashlib
 import inspect
 import json
@@ -72,11 +73,16 @@ def constants(path: Path) -> dict:
     return found
 
 
+@functools.cache
+def common() -> list[str]:
+    """Returns what all rows depend on."""
+    judging = map(inspect.getsource, (restrict, one, diagnose, optimum))
+    return [torch.__version__, *map(program, [*judging, *(module.read_text() for module in MODULES)])]
+
+
 def code(path: Path) -> str:
     """Returns what a row depends on, in short: a hash."""
-    judging = map(inspect.getsource, (restrict, one, diagnose, optimum))
-    texts = [path.read_text(), *judging, *(module.read_text() for module in MODULES)]
-    return hashlib.sha256("\0".join([torch.__version__, *map(program, texts)]).encode()).hexdigest()[:8]
+    return hashlib.sha256("\0".join([*common(), program(path.read_text())]).encode()).hexdigest()[:8]
 
 
 def program(text: str) -> str:
