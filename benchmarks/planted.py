@@ -258,7 +258,7 @@ def save(path: Path, columns: tuple[str, ...], table: list[dict]) -> None:
 
 def rows() -> dict[str, dict]:
     """Returns the table by script."""
-    return {row["script"]: row for row in read(TABLE)}
+    return {row["script"]: {name: row[name] for name in COLUMNS if name in row} for row in read(TABLE)}
 
 
 def aa_runs() -> int:
