@@ -8,11 +8,12 @@ in random order, and so does a copy of as many elements, the machine's bandwidth
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import torch
 from harness import BYTES, _race, _ratio, quantiles
 from networks import NETWORKS, elements
-from timing import _peak_host, host_clock
+from timing import _peak_device, _peak_host, host_clock
 from torch import Tensor
 
 Make = Callable[[list[Tensor]], Callable[[], Tensor | None]]
@@ -100,6 +101,23 @@ def _error(values: list[Tensor], truth: list[Tensor]) -> float:
     return max((v.double() - t).abs().max().item() for v, t in zip(values, truth, strict=True))
 
 
+def timed(step: Callable, device: torch.device) -> Callable:
+    """Returns a function that makes one step and returns its seconds: on a GPU until it is done, launches included."""
+    on_gpu = device.type == "cuda"
+    clock = perf_counter if on_gpu else host_clock()
+
+    def run() -> tuple[float, float]:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = clock()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return clock() - start, 0.0
+
+    return run
+
+
 def measure(
     benchmark: ListBenchmark, case: ListCase, dtype: torch.dtype, device: torch.device, budget: float, _peak: float
 ) -> Iterator[dict]:
@@ -118,21 +136,13 @@ def measure(
         if not error <= (allowed if case.exact or runner is not everyone[0] else float("inf")):
             runner.note = f"{'no number' if runner is everyone[0] else 'less accurate than eager'}: off by {error:.3g}"
         del values
-        runner.peak = _peak_host(runner.step)[1]
+        runner.peak = (_peak_device if device.type == "cuda" else _peak_host)(runner.step)[1]
     copied = torch.randn(elements(NETWORKS[case.network]), device=device).to(dtype)
-    target, clock = torch.empty_like(copied), host_clock()
+    target = torch.empty_like(copied)
     copy = Runner("copy", None, lambda: target.copy_(copied))
     racers = [runner for runner in everyone if not runner.note.startswith("no number")]
 
-    def timed(step: Callable) -> Callable:
-        def run() -> tuple[float, float]:
-            start = clock()
-            step()
-            return clock() - start, 0.0
-
-        return run
-
-    rounds = _race([(r, timed(r.step)) for r in [*racers, copy]], "bwd", budget, random.Random(0))
+    rounds = _race([(r, timed(r.step, device)) for r in [*racers, copy]], "bwd", budget, random.Random(0))
     yield from _rows(benchmark, case, dtype, everyone, racers, copy, rounds)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 
 import results
 import torch
@@ -129,13 +130,12 @@ class Candidate:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    clock = host_clock()
     if device.type != "cuda":
-        return clock
+        return host_clock()
 
     def synchronised() -> float:
         torch.cuda.synchronize(device)
-        return clock()
+        return perf_counter()
 
     return synchronised
 

@@ -146,13 +146,18 @@ class Gpus:
         """Returns one dict per GPU, and why there are none."""
         if self._nvml is None:
             return [], self._note
-        count = self._nvml.nvmlDeviceGetCount()
-        return [self._gpu(i) for i in range(count)], None if count else "no GPU values: the driver sees none"
+        count = self._ask(self._nvml.nvmlDeviceGetCount) or 0
+        # The driver counts GPUs too that belong to others, and that this process may not look at.
+        found = [gpu for gpu in map(self._gpu, range(count)) if gpu is not None]
+        return found, None if found else f"no GPU values: the driver shows none of {count}"
 
-    def _gpu(self, index: int) -> dict:
+    def _gpu(self, index: int) -> dict | None:
         nvml = self._nvml
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name, memory = nvml.nvmlDeviceGetName(handle), self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
+        name = None if handle is None else self._ask(nvml.nvmlDeviceGetName, handle)
+        if name is None:
+            return None
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         return {

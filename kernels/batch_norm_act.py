@@ -93,7 +93,7 @@ def batch_norm_act_stats_finish_kernel(
         rest = tl.load(total_ptr + at, mask=mask, other=0.0).to(tl.float64)
         total += rest + count * step
         squares += tl.load(squares_ptr + at, mask=mask, other=0.0).to(tl.float64) + step * (2.0 * rest + count * step)
-    moved = tl.sum(total, axis=0) / (samples * hw).to(tl.float64)
+    moved = tl.sum(total, axis=0) / (tl.cast(samples, tl.float64) * hw)  # integers of 1 are constants
     m2 = tl.sum(squares, axis=0) - tl.sum(total, axis=0) * moved
     tl.store(mean_ptr + channels, (base + moved).to(tl.float32), mask=inside)
     tl.store(m2_ptr + channels, tl.where(m2 < 0.0, 0.0, m2).to(tl.float32), mask=inside)

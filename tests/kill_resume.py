@@ -158,6 +158,7 @@ def train(kind: Kind, folder: Path, workers: int | None = None) -> None:
     config = TrainConfig(
         epochs=EPOCHS,
         precision=kind.precision,
+        device="cpu",
         accumulation=2,
         ema_decay=0.9,
         max_grad_norm=1.0,

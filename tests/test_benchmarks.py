@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -221,6 +222,48 @@ def test_a_wrong_step_gets_no_number():
         assert numbers[factor, "eager loop"] and numbers[factor, "copy"]
         assert numbers[factor, "auto"] == (factor == "1.0")
         assert any(of == factor and note.startswith("no number: off by") for of, *_, note in rows) == (factor != "1.0")
+
+
+# What gpu_check.sh calls, on a machine without a GPU: each says how it was called.
+STUB = """#!/bin/bash
+case "$*" in *import*|*info*) exit 0 ;; esac
+echo "caching ${PYTORCH_NO_CUDA_MEMORY_CACHING:-on}, $(basename "$0") $*"
+[ "$(basename "$0")" != pytest ]
+"""
+
+
+def test_the_check_on_a_gpu_keeps_what_each_stage_says(tmp_path):
+    for name in ("python", "pytest", "nvidia-smi", "nvcc", "compute-sanitizer"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", FOLDER / "gpu_check.sh", tmp_path / "out"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    lines = {line.split()[0]: line for line in (tmp_path / "out" / "summary.txt").read_text().splitlines()}
+    assert list(lines) == ["machine", "build", "tests", "triton", "memcheck", "racecheck", "benchmarks"], done.stderr
+    assert done.returncode == 2 and all(f"{name} exit" in " ".join(lines[name].split()) for name in lines)
+    for name in ("tests", "triton"):  # pytest fails here, and the next stage runs all the same
+        assert "exit   1" in lines[name] and "-v" in (tmp_path / "out" / f"{name}.log").read_text()
+    for name in ("memcheck", "racecheck"):
+        log = (tmp_path / "out" / f"{name}.log").read_text()
+        assert log.startswith("caching 1, compute-sanitizer") and "--kernel-name kns=fusedtrain" in log
+
+
+# A GPU that needs a hundredth of a second for what was launched; the launches themselves are no work.
+ON_GPU = """
+import time, torch, lists, models
+torch.set_num_threads(1)
+torch.cuda.synchronize = lambda device=None: time.sleep(0.01)
+device = torch.device("cuda")
+seconds, _ = lists.timed(lambda: None, device)()
+clock = models._clock(device)
+start = clock()
+print(seconds >= 0.01, clock() - start >= 0.01)
+"""
+
+
+def test_steps_on_a_gpu_are_timed_until_they_are_done():
+    assert run("-c", ON_GPU).split()[-2:] == ["True", "True"]
 
 
 def test_the_parameters_are_those_of_the_networks(zoo):

@@ -303,7 +303,7 @@ def test_parameters_of_one_call_serve_another(device, kernels):
     inputs = make(device)
     call = function(inputs)
     leaves = [t.requires_grad_() for t in inputs.values()]
-    other = harness.images((3, 13, 7, 9), seed=1)
+    other = harness.images((3, 13, 7, 9), seed=1).to(device)
     first, second = call(*leaves), call(other, *leaves[1:])
     together = torch.autograd.grad(second.sum() + first.sum(), leaves[1:])
     parts = [torch.autograd.grad(call(x, *leaves[1:]).sum(), leaves[1:]) for x in (inputs["x"], other)]
@@ -360,10 +360,12 @@ def test_bad_arguments_are_named_and_change_nothing(changes, error, message):
     assert torch.equal(running["running_mean"], ONES) and torch.equal(running["running_var"], ONES)
 
 
-def test_backends_without_kernels_say_so():
+def test_backends_without_kernels_say_so(device):
     assert IMPLS["cuda"].why_not(X)
+    skip_unless_runs("triton", device, interpreted=True)
+    x, weight, ones = (t.to(device, torch.float64) for t in (X, torch.ones(3, 1, 3, 3), ONES))
     with fusedtrain.use_backend("triton"), pytest.raises(RuntimeError, match="the Triton kernels have no float64"):
-        depthwise_bn_act_se(X.double(), torch.ones(3, 1, 3, 3).double(), None, ONES.double(), ONES.double())
+        depthwise_bn_act_se(x, weight, None, ones, ones)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -325,8 +325,9 @@ def test_blocks_are_one_op_on_every_backend_that_is_forced(zoo, device, backend,
         module, "depthwise_bn_act_se", lambda *args, **options: calls.append(1) or real(*args, **options)
     )
     (block,) = timm_model(zoo, "mobilenetv3_small_050").blocks[0]
-    fusedtrain.fuse(block)
-    assert block(harness.images((2, block.conv_dw.in_channels, 5, 6))).isfinite().all() and calls == [1]
+    fusedtrain.fuse(block.to(device))
+    images = harness.images((2, block.conv_dw.in_channels, 5, 6)).to(device)
+    assert block(images).isfinite().all() and calls == [1]
 
 
 @pytest.fixture

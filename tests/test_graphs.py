@@ -85,7 +85,7 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replay
     capsys.readouterr()
     run = make(**options)
     monkeypatch.setattr(graphs, "check", lambda trainer: None)
-    monkeypatch.setattr(graphs, "Recorder", lambda: Fake(run.optimizer.param_groups))
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(run.optimizer.param_groups))
     monkeypatch.setattr(Fake, "replays", 0)
     run.config = make(cuda_graphs=True, **options).config
     harness.assert_bitwise_equal(outcome(run), expected, str(options))
@@ -93,6 +93,26 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replay
     lines = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs" in line]
     assert len(lines) == 2 and f"captured the step of {run.group.size} x (8x1x4x4, 8)" in lines[0]
     assert lines[1].endswith(f"steps of {eager} run without the graph")
+
+
+def test_the_side_stream_is_one_of_the_runs_device(monkeypatch):
+    """Which need not be the current one: a capture on another device would hold nothing."""
+    asked = []
+
+    class Stream:
+        def __init__(self, device=None):
+            asked.append(str(device))
+
+        def wait_stream(self, other): ...
+
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    run = make()
+    run.device = torch.device("cuda:1")
+    with graphs.Graphs(run)._recorder.aside():
+        pass
+    assert asked == ["cuda:1", "cuda:1"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -126,7 +146,7 @@ def test_a_step_that_is_never_the_same_is_made_eagerly_and_the_run_says_so(monke
     monkeypatch.setattr(graphs, "check", lambda trainer: None)
     monkeypatch.setattr(graphs, "KINDS", 4)
     optimizer = optim.AdamW(model.parameters())
-    monkeypatch.setattr(graphs, "Recorder", lambda: Fake(optimizer.param_groups))
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(optimizer.param_groups))
     config = TrainConfig(epochs=2, device="cpu", accumulation=2, cuda_graphs=True)
     Tokens(model, nn.CrossEntropyLoss(), optimizer, config).fit(data())
     out = capsys.readouterr().out
@@ -175,7 +195,7 @@ def test_a_step_that_fails_to_be_captured_ends_the_run_with_the_reason(monkeypat
 
     run = make()
     monkeypatch.setattr(graphs, "check", lambda trainer: None)
-    monkeypatch.setattr(graphs, "Recorder", lambda: Stuck(run.optimizer.param_groups))
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Stuck(run.optimizer.param_groups))
     run.config = make(cuda_graphs=True).config
     with pytest.raises(InputError, match=r"this step cannot be captured: operation not permitted .*capturing$"):
         run.fit(data())

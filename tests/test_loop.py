@@ -29,6 +29,7 @@ from fusedtrain.train import (
     Trainer,
 )
 from fusedtrain.train import precision as train_precision
+from fusedtrain.train.meter import Late
 from fusedtrain.train.progress import Progress
 
 
@@ -295,6 +296,45 @@ def test_where_nobody_waits_for_the_device_the_run_stops_some_steps_later_with_s
     with pytest.raises(NonFiniteError, match=r"step 3 of epoch 1 was not made: .* a GPU tells some steps later"):
         run.fit(Batches(inputs, targets, 8, shuffle=False))
     assert run.step_count in (5, 6) and weights(model).isfinite().all()
+
+
+class OnSecond(torch.Tensor):
+    """Says that it lies on the second GPU."""
+
+    is_cuda, device = True, torch.device("cuda:1")
+
+
+def test_numbers_are_waited_for_on_their_device_which_need_not_be_the_current_one(monkeypatch):
+    calls = []
+
+    class Stream:
+        def __init__(self, device):
+            calls.append(("stream", str(device)))
+
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            calls.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    late = Late()
+    late.add(torch.tensor([1.0, 2.0]).as_subclass(OnSecond))
+    assert late.collect(wait=True) == [[1.0, 2.0]] and calls == [("stream", "cuda:1"), "waited"]
+
+
+def test_products_without_tf32_leave_the_settings_readable():
+    """Torch refuses to read its setting for cuDNN as a whole where convolutions and recurrent layers differ."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for tf32 in (False, True):
+            Precision(tf32=tf32).set_tf32(torch.device("cuda"))
+            assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
+            with torch.backends.cudnn.flags(benchmark=True):
+                pass
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch._C._set_cudnn_allow_tf32(before[1])
 
 
 # --- schedules, averages, the best epoch ------------------------------------------------------------------------------

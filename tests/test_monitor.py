@@ -156,6 +156,24 @@ def test_gpus_are_read_where_the_library_is(monkeypatch):
     assert "gpu1/power" not in monitor.scalars(sample) and monitor.scalars(sample)["gpu1/clock"] == 1410
 
 
+def test_gpus_that_belong_to_others_are_left_out(monkeypatch):
+    """The driver counts them, but does not give them out."""
+    nvml = FakeNvml("pynvml")
+
+    def refused(index):
+        if index in others:
+            raise FakeNvml.NVMLError("Insufficient Permissions")
+        return index
+
+    nvml.nvmlDeviceGetHandleByIndex = refused
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    others = {0}
+    gpus, note = monitor.Gpus().read()
+    assert [gpu["index"] for gpu in gpus] == [1] and note is None
+    others = {0, 1}
+    assert monitor.Gpus().read() == ([], "no GPU values: the driver shows none of 2")
+
+
 def test_a_driver_that_is_missing_is_said(monkeypatch):
     nvml = FakeNvml("pynvml")
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(FakeNvml.NVMLError("Driver Not Loaded"))

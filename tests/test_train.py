@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from fusedtrain import optim
 from fusedtrain._files import write_atomic
 from fusedtrain.train import (
     Batches,
@@ -48,7 +49,9 @@ def assert_same(a: dict, b: dict) -> None:
 
 def trainer(model: nn.Module, loss=None, lr: float = 1e-3, **config) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return Trainer(model, loss or nn.CrossEntropyLoss(), optimizer, TrainConfig(**{"epochs": 1, **config}))
+    # On a GPU the errors that are provoked here would end all work on it.
+    config = {"epochs": 1, "device": "cpu", **config}
+    return Trainer(model, loss or nn.CrossEntropyLoss(), optimizer, TrainConfig(**config))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -141,13 +144,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU runs behind the CPU")
 def test_a_step_does_not_wait_for_the_gpu():
-    data = batches(64, 32)
-    run = trainer(small_net(), device="cuda")
+    data, model = batches(64, 32), small_net()
+    config = TrainConfig(epochs=1, device="cuda", max_grad_norm=1.0)
+    run = Trainer(model, nn.CrossEntropyLoss(), optim.AdamW(model.parameters(), lr=1e-3), config)
     run.fit(data, data)
-    images, targets = run._to_device(next(iter(data)))
+    batch = run.to_device(next(iter(data)))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run.step(images, targets)
+        run.step([(batch, True, True)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

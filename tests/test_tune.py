@@ -103,6 +103,29 @@ def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(mo
         tune.tune_batch_size(target(models, "killed"), smallest=6, steps=1)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_what_the_libraries_of_a_full_gpu_say_is_no_error(models, monkeypatch, message):
+    def full(*args):
+        raise RuntimeError(message)
+
+    class Results(list):
+        send = list.append
+
+    monkeypatch.setattr(sizes, "_run", full)
+    monkeypatch.setattr(sizes, "end_with_parent", lambda: None)
+    found = Results()
+    sizes._child(target(models, "killed"), 8, 1, None, found)
+    assert found == [{"fits": False, "reason": f"RuntimeError: {message}"}]
+
+
 # --- learning rate ----------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +403,14 @@ def test_a_backend_that_was_measured_faster_is_taken_by_auto(models, slow_kernel
     table.write_text(content)
     monkeypatch.setattr(backends, "_measure", lambda call: pytest.fail("measured again"))
     assert main(arguments) == 0
+
+
+def test_the_gpu_that_is_measured_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    device = torch.device("cuda", 1)  # not the current one
+    backends._seconds(lambda: waited.append("run"), 1, device)
+    assert waited == [device, "run", device]
 
 
 def test_a_tie_and_a_model_without_ops_change_nothing(models, monkeypatch):

@@ -41,15 +41,19 @@ def check(trainer) -> None:
 
 
 class Recorder:
-    """The side stream on which steps are run before the capture, and captured."""
+    """The side stream on which steps are run before the capture, and captured.
 
-    def __init__(self):
-        self.stream = torch.cuda.Stream()
+    Args:
+        device: of the run, which need not be the current one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def aside(self):
         """Within the ``with`` block work goes to the side stream, after and before that of the current one."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             yield
@@ -57,10 +61,11 @@ class Recorder:
 
     def record(self, work: Callable) -> Callable:
         """Returns what replays ``work``, and returns each time the same tensors with new values."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads of a loader go on to copy batches meanwhile
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            results = work()
+        with torch.cuda.device(self.device):
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: the threads of a loader go on to copy batches meanwhile
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                results = work()
 
         def replay():
             graph.replay()
@@ -80,7 +85,7 @@ class Graphs:
     """
 
     def __init__(self, trainer):
-        self.trainer, self._recorder = trainer, Recorder()
+        self.trainer, self._recorder = trainer, Recorder(trainer.device)
         self._seen: dict[str, int] = {}  # kind -> how often it was made eagerly
         self._kind = self._replay = None
 

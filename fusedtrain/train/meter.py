@@ -25,10 +25,10 @@ class Late:
         """Returns what is new since the last call; with ``wait`` all there is."""
         ready = self._land()
         if self._pending:
-            host, event = torch.stack(self._pending).to("cpu", non_blocking=True), None
-            if self._pending[0].is_cuda:
-                event = torch.cuda.Event()
-                event.record()
+            numbers, event = torch.stack(self._pending), None
+            host = numbers.to("cpu", non_blocking=True)
+            if numbers.is_cuda:  # of that device, which need not be the current one
+                event = torch.cuda.current_stream(numbers.device).record_event()
             self._flying, self._pending = (host, event), []
         return ready + self._land() if wait else ready
 

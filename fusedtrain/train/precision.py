@@ -43,7 +43,7 @@ class Precision:
         """Lets fp32 products use TF32 or not, for the whole process."""
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch.backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
+            torch._C._set_cudnn_allow_tf32(self.tf32)  # of all its ops: after one alone, torch cannot read it
 
     def warn_where_slow(self, device: torch.device) -> None:
         """Warns of autocast on a CPU without instructions for its dtype: float32 is faster there."""

@@ -83,6 +83,7 @@ class _Call:
         rules = {name for _, name in choices}
         self.auto = rules.pop() if len(rules) == 1 else "mixed"  # backward may choose for itself
         device = args[0].device.type
+        self.device = args[0].device
         self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         # Metadata alone: a whole model's activations would not fit beside each other.
         self._args, self._kwargs = [_Blank.of(a) for a in args], {n: _Blank.of(v) for n, v in kwargs.items()}
@@ -181,12 +182,12 @@ def _measure(call: _Call) -> dict:
     """Lets the backends that can run a call take turns, the automatic choice twice: what differs then is noise."""
     with _tuned.off():  # an older table must not count
         runs = _runs(call)
-        repeats = {name: max(1, int(SECONDS / _seconds(run, 2))) for name, run in runs.items()}
+        repeats = {name: max(1, int(SECONDS / _seconds(run, 2, call.device))) for name, run in runs.items()}
         rounds: dict[str, list[float]] = {name: [] for name in [*runs, AGAIN]}
         for _ in range(ROUNDS):
             for name, times in rounds.items():
                 like = call.auto if name == AGAIN else name
-                times.append(_seconds(runs[like], repeats[like]))
+                times.append(_seconds(runs[like], repeats[like], call.device))
     medians = {name: median(times) for name, times in rounds.items()}
     same = sorted((medians[call.auto], medians.pop(AGAIN)))
     best = min(medians, key=medians.get)
@@ -225,21 +226,21 @@ def _runs(call: _Call) -> dict[str, Callable]:
     return runs
 
 
-def _seconds(run: Callable, repeats: int) -> float:
+def _seconds(run: Callable, repeats: int, device: torch.device) -> float:
     # On one thread the time of the core is that of the work, whoever else wants the core.
-    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    alone = torch.get_num_threads() == 1 and device.type != "cuda"
     clock = time.thread_time if alone else time.perf_counter
-    _wait()
+    _wait(device)
     start = clock()
     for _ in range(repeats):
         run()
-    _wait()
+    _wait(device)
     return (clock() - start) / repeats
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # which need not be the current one
 
 
 def _known(origin: dict, keys: list[tuple]) -> dict | None:

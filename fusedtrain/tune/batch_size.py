@@ -15,6 +15,8 @@ from fusedtrain.tune.target import Target, TuneError, end_with_parent
 WARM_UP = 2  # steps; the optimizer's state comes with the first, allocators settle in the second
 # What torch, its libraries and the C++ runtime say when an allocation fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "could not create a primitive", "MemoryError")
+# cuBLAS and cuDNN make their handles and choose among algorithms by what is left of a GPU.
+OUT_OF_MEMORY += ("STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED", "unable to find an engine to execute")
 
 
 def tune_batch_size(
