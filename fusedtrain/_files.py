@@ -1,6 +1,7 @@
 """Files that several processes share: the user's cache folder, locks, and writes that are never seen half done."""
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -44,14 +45,21 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
     sync_folder(path.parent)
 
 
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)  # not a failing disk: EIO
+
+
 def sync_folder(folder: Path) -> None:
-    """Brings the names in ``folder`` to the disk; only POSIX has and needs this."""
+    """Brings the names in ``folder`` to the disk; only POSIX has and needs this, and some file systems of it cannot."""
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
 
 
 def write_json(path: Path, content) -> None:

@@ -213,6 +213,49 @@ def case_hanging(folder: Path) -> dict:
     return {}
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.rest = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        return x + self.rest(self.linear(x))
+
+
+def nested() -> nn.Sequential:
+    """Lists of lists of blocks, as timm's networks are made."""
+    torch.manual_seed(0)
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))
+    return nn.Sequential(nn.Flatten(), stages, nn.Linear(16, 4))
+
+
+def case_nested(folder: Path) -> dict:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        for name, epochs in (("whole", 2), ("cut", 1), ("cut", 2)):
+            model, place = nested(), folder / f"nested-{strategy}-{name}"
+            options = {"checkpoint": Checkpoint(place), "weights": place.with_suffix(".pt"), "epochs": epochs}
+            options |= {"distributed": Distributed(strategy, timeout=60.0)}
+            optimizer = optim.SGD(model.parameters(), lr=0.1)
+            run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(folder, **options))
+            history = run.fit(data(32, 4), data(11, 4))
+            epochs = [vars(epoch)["metrics"] for epoch in history.epochs]
+            found[f"{strategy} {name}"] = {"losses": history.step_losses, "epochs": epochs}
+    return found
+
+
+def case_refused(folder: Path) -> dict:
+    """A loss that learns, whose gradients nobody would average."""
+    found = {}
+    model, scale = net(), nn.Parameter(torch.ones(()))
+    try:
+        Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD([*model.parameters(), scale]), config(folder))
+    except InputError as error:
+        found["loss"] = str(error)
+    return found
+
+
 def main(folder: str, *cases: str) -> None:
     for case in cases:
         result = globals()[f"case_{case}"](Path(folder))

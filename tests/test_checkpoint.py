@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from collections import Counter
 from contextlib import contextmanager
@@ -483,3 +484,32 @@ def test_masks_may_be_infinite_by_design():
     model = net()
     model.register_buffer("mask", torch.full((2, 2), -torch.inf))
     assert weights.nonfinite_names(model) == ["mask"]
+
+
+def test_views_that_are_read_with_another_sign_are_saved_by_value(tmp_path):
+    z = torch.randn(4, dtype=torch.complex64)
+    values = {"z": z, "conjugate": z.conj(), "negative": torch.imag(z.conj()), "alone": torch._neg_view(torch.ones(3))}
+    store = CheckpointStore(tmp_path)
+    for saved in (values, {"conjugate": z.conj()}):
+        store.save(1, saved)
+        found, _ = store.load()
+        assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize(("number", "matters"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_file_systems_that_cannot_sync_folders_hold_checkpoints_too(tmp_path, monkeypatch, number, matters):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    store = CheckpointStore(tmp_path)
+    if matters:
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            store.save(1, state())
+    else:
+        store.save(1, state())
+        assert store.load()[1].step == 1

@@ -36,7 +36,7 @@ def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedPro
 def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("gradients", "uneven", "resume", "all_data")
+    cases = ("gradients", "uneven", "resume", "all_data", "nested", "refused")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -169,3 +169,20 @@ def test_a_run_of_torchrun_whose_rank_is_killed_goes_on_from_its_last_checkpoint
 def workers(launcher: int) -> list[int]:
     """The processes that torchrun has started."""
     return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def test_lists_of_lists_of_blocks_are_sharded_and_go_on_bitwise_with_their_norms(two):
+    for found in two["nested"]:
+        for strategy in ("ddp", "fsdp"):
+            assert found[f"{strategy} whole"] == found[f"{strategy} cut"]
+        ddp, fsdp = found["ddp whole"], found["fsdp whole"]
+        assert fsdp["losses"] == pytest.approx(ddp["losses"])
+        assert [e["loss"] for e in fsdp["epochs"]] == pytest.approx([e["loss"] for e in ddp["epochs"]])
+    for strategy in ("ddp", "fsdp"):
+        whole, cut = (torch.load(two["folder"] / f"nested-{strategy}-{name}.pt") for name in ("whole", "cut"))
+        assert whole.keys() == cut.keys() == ranks.nested().state_dict().keys()
+        assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_parameters_that_several_processes_would_not_average_are_refused(two):
+    assert all("the optimizer holds parameters that are not the model's" in r["loss"] for r in two["refused"])

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import time
 import warnings
 
@@ -18,6 +19,7 @@ from fusedtrain.train import (
     Batches,
     Callback,
     Checkpoint,
+    Distributed,
     EarlyStopping,
     InputError,
     Logging,
@@ -27,10 +29,12 @@ from fusedtrain.train import (
     Schedule,
     TrainConfig,
     Trainer,
+    saving,
 )
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.meter import Late
 from fusedtrain.train.progress import Progress
+from fusedtrain.train.weights import read_weights
 
 
 def net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
@@ -576,3 +580,252 @@ def test_shorthands_are_the_parts():
     config = TrainConfig(precision="bf16", accumulation=4, schedule="step", checkpoint="folder")
     assert config.precision == Precision("bf16") and config.accumulation == Accumulation(4)
     assert config.schedule == Schedule("step") and config.checkpoint == Checkpoint("folder")
+
+
+# --- what changes while a run goes on, or between two -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind):
+    def unfreeze(model, optimizer):
+        model[1].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+
+    class Unfreeze(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            if epoch == 1:
+                unfreeze(model, optimizer)
+
+    def start():
+        model = net()
+        model[1].requires_grad_(False)
+        return model, kind(model[4].parameters(), lr=0.5)
+
+    plain, stock = start()
+    for epoch in range(3):
+        if epoch == 1:
+            unfreeze(plain, stock)
+        for inputs, targets in data():
+            nn.functional.cross_entropy(plain(inputs), targets).backward()
+            stock.step()
+            stock.zero_grad()
+    model, optimizer = start()
+    schedule = Schedule("plateau", warmup_epochs=0)  # torch's LambdaLR takes no more groups
+    make(model, optimizer, epochs=3, callbacks=[Unfreeze()], schedule=schedule).fit(data())
+    assert torch.equal(weights(model), weights(plain))
+
+
+class Tokens(Trainer):
+    """A mean over the targets that count: of none it is NaN."""
+
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self.forward(batch[0]), batch[1], ignore_index=-1)
+
+    def validation_step(self, batch):
+        return {"loss": torch.zeros(())}
+
+    def weight(self, batch):
+        return int((batch[1] >= 0).sum())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_batches_of_no_weight_change_nothing(accumulate, empty, precision):
+    inputs, targets = samples(24)
+    targets[8 * empty : 8 * empty + 8] = -1
+    feed = list(zip(inputs.split(8), targets.split(8)))
+    without = [batch for index, batch in enumerate(feed) if index != empty]
+    runs = []
+    for batches in (feed, without):
+        run = make(net(), cls=Tokens, accumulation=accumulate, precision=precision)
+        history = run.fit(batches)
+        assert run.skipped == 0
+        runs.append((weights(run.model), history.epochs[0].train_loss))
+    harness.assert_as_good_as_torch(runs[0][0], runs[1][0], runs[1][0].double(), "weights")
+    assert runs[0][1] == pytest.approx(runs[1][1])
+
+
+def test_a_class_of_torch_is_made_with_the_number_of_updates():
+    run = make(net(), scheduler=torch.optim.lr_scheduler.CosineAnnealingLR, epochs=2)
+    run.fit(data())
+    assert run.schedule.T_max == 6 and run.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_update_that_is_left_out_after_a_resume_leaves_the_buffers_too(tmp_path):
+    class Bad(Trainer):
+        def training_step(self, batch):
+            return super().training_step(batch) * (math.nan if self.feed.used == 3 else 1.0)
+
+    def run(folder, callbacks=()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        options = {"accumulation": 2, "nonfinite": "skip", "checkpoint": Checkpoint(folder), "callbacks": callbacks}
+        made = make(model, cls=Bad, **options)
+        made.fit(data(64))
+        return made
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", [Stop(3)])
+    again = run(tmp_path / "cut")
+    assert again.skipped == 1
+    own, expected = again.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+
+
+def test_another_number_of_micro_batches_does_not_go_on_amid_an_update(tmp_path):
+    with pytest.raises(SystemExit):
+        resumable(tmp_path, callbacks=[Stop(2)]).fit(data())
+    with pytest.raises(InputError, match="the checkpoint ends amid an update of 3 micro-batches: go on with as many"):
+        resumable(tmp_path, accumulation=2).fit(data())
+
+
+def test_the_seconds_before_an_interruption_count(tmp_path):
+    class Slow(Trainer):
+        def training_step(self, batch):
+            time.sleep(0.05)
+            return super().training_step(batch)
+
+    with pytest.raises(SystemExit):
+        make(net(), cls=Slow, checkpoint=Checkpoint(tmp_path), callbacks=[Stop(10)]).fit(data(96))
+    (epoch,) = make(net(), cls=Slow, checkpoint=Checkpoint(tmp_path)).fit(data(96)).epochs
+    assert epoch.seconds >= 12 * 0.05
+
+
+def test_the_best_weights_are_there_when_the_checkpoint_says_so(tmp_path, monkeypatch):
+    """A run that is killed while it writes one of them has both in the end."""
+    options = {"epochs": 1, "checkpoint": Checkpoint(tmp_path / "c"), "best_weights": tmp_path / "best.pt"}
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, path):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(saving.Saving, "_save_weights", killed)
+        make(net(), **options).fit(data(), data())
+    run = make(net(), **options)
+    history = run.fit(data(), data())
+    best = net()
+    best.load_state_dict(torch.load(tmp_path / "best.pt"))
+    losses = [epoch.metrics["loss"] for epoch in history.epochs]
+    assert make(best).evaluate(data())["loss"] == min(losses)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_averages_are_read_from_a_checkpoint(kind, tmp_path):
+    model = net()
+    options = {"ema_decay": 0.9, "checkpoint": Checkpoint(tmp_path / "c"), "weights": tmp_path / "w.pt"}
+    make(model, kind(model.parameters(), lr=0.5), **options).fit(data())
+    (checkpoint,) = (tmp_path / "c").glob("*.safetensors")
+    found, expected = read_weights(checkpoint), read_weights(tmp_path / "w.pt")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert not torch.equal(found["1.weight"], model[1].weight)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_averages_that_a_resumed_run_is_the_first_to_keep_begin_with_its_weights(kind, tmp_path):
+    trained, model = net(), net(seed=5)
+    make(trained, kind(trained.parameters(), lr=0.5), checkpoint=Checkpoint(tmp_path)).fit(data())
+    options = {"epochs": 2, "ema_decay": 0.999999, "checkpoint": Checkpoint(tmp_path)}
+    run = make(model, kind(model.parameters(), lr=0.5), **options)
+    run.fit(data())
+    with run.averaged_weights():
+        assert torch.allclose(weights(model), weights(trained), atol=1e-4)
+
+
+class Temperature(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(self.scale * outputs, targets)
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_parameters_of_a_loss_are_saved_too(tmp_path, at):
+    def run(folder, callbacks=()):
+        model, loss = net(), Temperature()
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
+        options = {"epochs": 3, "accumulation": 2, "checkpoint": Checkpoint(folder)}
+        config = TrainConfig(device="cpu", schedule=Schedule("constant", warmup_epochs=0), **options)
+        Trainer(model, loss, optimizer, config, callbacks=callbacks).fit(data())
+        return loss.scale.item()
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", [Stop(at)])
+    assert run(tmp_path / "cut") == whole != 1.0
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_learning_rates_that_are_tensors_are_logged_and_shown(tmp_path, shape):
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=torch.full(shape, 0.25))
+    run = make(model, optimizer, logging=Logging(tmp_path, log_every=1))
+    run.fit(data())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["lr"] for line in lines if "lr" in line] == [0.25] * 3
+    assert "lr 2.50e-01" in run.numbers.shown()
+
+
+def test_what_was_logged_is_never_half_rewritten(tmp_path, monkeypatch):
+    def log(step: int) -> list[int]:
+        (logger,) = Logging(tmp_path, log_every=1).open({}, step)
+        logger.log(step + 1, {"loss": 1.0})
+        logger.close()
+        return [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+
+    assert [log(0), log(1), log(2)] == [[1], [1, 2], [1, 2, 3]]
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        log(1)
+    assert log(3) == [1, 2, 3, 4]
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(whole[:-1])  # killed before the end of the line
+    assert log(4) == [1, 2, 3, 4, 5]
+
+
+def test_what_layers_save_beside_tensors_is_in_the_weights(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"scale": 2.0}
+
+        def set_extra_state(self, state):
+            self.scale = state["scale"]
+
+    model = nn.Sequential(nn.Flatten(), Extra(16, 4))
+    make(model, weights=tmp_path / "w.pt", checkpoint=Checkpoint(tmp_path / "c")).fit(data())
+    fresh = nn.Sequential(nn.Flatten(), Extra(16, 4))
+    fresh.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
+    assert fresh[1].scale == 2.0 and torch.equal(weights(fresh), weights(model))
+
+
+class Scale(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def test_one_process_of_fsdp_that_is_stopped_amid_an_update_goes_on(tmp_path):
+    def run(folder, callbacks=()):
+        model = nn.Sequential(net(), Scale())
+        distributed = Distributed("fsdp")
+        run = make(model, accumulation=3, distributed=distributed, checkpoint=Checkpoint(folder), callbacks=callbacks)
+        run.fit(data(64))
+        return weights(model)
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", [Stop(4)])
+    assert torch.equal(run(tmp_path / "cut"), whole)

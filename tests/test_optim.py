@@ -831,3 +831,96 @@ def test_float64_keeps_its_states():
     p.grad = torch.ones_like(p)
     with pytest.raises(TypeError, match="AdamW: state_dtype=8bit is not for parameters in float64"):
         optim.AdamW([p], state_dtype="8bit").step()
+
+
+@pytest.mark.parametrize("by", ["found_inf", "skip"])
+@pytest.mark.parametrize("name", ["SGD", "Adan"])
+def test_a_first_step_that_is_left_out_leaves_the_next_one_to_be_the_first(device, backend, name, by):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    runs = []
+    for left_out in (True, False):
+        params = parameters(device)
+        extras = {"max_grad_norm": float("inf"), "nonfinite": "skip"} if by == "skip" else {}
+        optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **extras)
+        if left_out:
+            set_gradients(params, 0)
+            if by == "skip":
+                params[0].grad[1, 2, 0, 0] = float("inf")
+            else:
+                optimizer.found_inf = torch.ones((), device=device)
+            optimizer.step()
+            optimizer.found_inf = None
+            saved = optimizer.state_dict()["state"].values()
+            assert all(value.isfinite().all() for state in saved for value in state.values())
+        runs.append({str(i): p.reshape(-1) for i, p in enumerate(train(optimizer, 3, first=1))})
+    harness.assert_bitwise_equal(*runs, name)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+def test_numbers_stay_float32_when_the_parameter_is_a_number_too(dtype):
+    p = torch.ones((), dtype=dtype, requires_grad=True)
+    optimizer = optim.NovoGrad([p], amsgrad=True)
+    runs = []
+    for step in range(3):
+        if step == 2:
+            saved, optimizer = optimizer.state_dict(), optim.NovoGrad([p], amsgrad=True)
+            optimizer.load_state_dict(saved)
+        p.grad = torch.full_like(p, step + 0.1)
+        optimizer.step()
+        runs.append(optimizer.state[p]["exp_avg_sq"])
+    assert all(v.dtype == torch.float32 and v.shape == () for v in runs)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Adan", "Lamb", "NovoGrad", "RMSpropTF"])
+def test_states_of_an_older_timm_are_completed_as_timm_does(zoo, name):
+    newer = {"caution", "corrected_weight_decay", "max_lr_snapshot", "foreach", "maximize", "no_prox"}
+    newer -= {"foreach"} if name == "Adan" else set()  # which timm does not complete itself
+    newer |= {"amsgrad"} if name == "NovoGrad" else set()
+    newer |= {"decoupled_decay"} if name != "RMSpropTF" else set()
+    arguments = {"lr": 0.01, "weight_decay": 0.1}
+    runs = []
+    for cls, dtype in (
+        (getattr(optim, name), torch.float32),
+        (stock_class(name), torch.float32),
+        (stock_class(name), torch.float64),
+    ):
+        params = [p.detach().to(dtype).requires_grad_() for p in parameters()]
+        first = stock_class(name)(params, **arguments)
+        train(first, 2)
+        saved = copy.deepcopy(first.state_dict())
+        for group in saved["param_groups"]:
+            for key in newer & group.keys():
+                del group[key]
+        second = cls(params, **arguments)
+        second.load_state_dict(saved)
+        runs.append(train(second, 3, first=2))
+    assert_as_good(*runs, name)
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, torch.optim.AdamW])
+def test_hooks_have_the_last_word_on_what_is_loaded(cls):
+    """torch's own recipe: states by name, whatever the order."""
+    saved_order, order = "ab", "ba"
+    made = {name: torch.full((3,), 1.0 + i, requires_grad=True) for i, name in enumerate("ab")}
+    before = cls([(name, made[name]) for name in saved_order])
+    for i, p in enumerate(made.values()):
+        p.grad = torch.full_like(p, 1.0 + i)
+    before.step()
+    after = cls([(name, made[name]) for name in order])
+
+    def by_name(optimizer, state_dict):
+        (group,) = state_dict["param_groups"]
+        places = dict(zip(group["param_names"], group["params"]))
+        state = {i: state_dict["state"][places[name]] for i, name in enumerate(order)}
+        return {"state": state, "param_groups": [group | {"param_names": list(order), "params": [0, 1]}]}
+
+    def afterwards(optimizer):
+        optimizer.state[made["a"]]["exp_avg_sq"] = torch.full((3,), 7.0)
+
+    after.register_load_state_dict_pre_hook(by_name)
+    after.register_load_state_dict_post_hook(afterwards)
+    after.load_state_dict(before.state_dict())
+    for p in made.values():
+        assert torch.equal(after.state[p]["exp_avg"], before.state[p]["exp_avg"])
+    assert after.state[made["a"]]["exp_avg_sq"].tolist() == [7.0] * 3
+    after.load_state_dict(before.state_dict())  # nothing is left behind by the first time

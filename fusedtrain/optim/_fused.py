@@ -27,6 +27,7 @@ class FusedStep(torch.optim.Optimizer):
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
     _step_is_int = False  # they are saved as int, as the counterpart has them
+    _numbers: ClassVar[tuple[str, ...]] = ()  # states that are one number per parameter, beside "step"
 
     # GradScaler then hands over its scale and what it found instead of a pass of its own.
     _step_supports_amp_scaling = True
@@ -121,6 +122,10 @@ class FusedStep(torch.optim.Optimizer):
         if not group.get("capturable"):  # else counts of steps tell steps apart: a graph keeps its arguments
             group["rounding_seed"] += 1
         return {"rounding": options["rounding"], "seed": group["rounding_seed"]}
+
+    def _first_state(self, group: dict) -> str | None:
+        """The state by which a parameter's first step, which differs from the others, is known; it has none before."""
+        return None
 
     def _parts(self, group: dict, params: list[Tensor]) -> list[tuple[dict, list[Tensor]]]:
         """``params`` of one group, split where they take different hyperparameters."""
@@ -249,6 +254,13 @@ class FusedStep(torch.optim.Optimizer):
         params = chain.from_iterable(params for _, _, params in groups)
         shared = self._shared(grads[0][0].device, lambda: _total_norm(params, list(chain.from_iterable(grads))))
         stored = {index: self._stored(index) for index, _, _ in groups}
+        begun = [
+            (p, name)
+            for index, _, params in groups
+            if (name := self._first_state(self.param_groups[index])) is not None
+            for p in params
+            if self.state.get(p, {}).get(name) is None
+        ]
         for (index, group, params), own in zip(groups, grads):
             options = self._update(group) | stored[index]
             lists = self._states(params, options["rule"], group)
@@ -261,6 +273,10 @@ class FusedStep(torch.optim.Optimizer):
             optimizer_step_(params, own, **lists, **options, **shared)
             shared.pop("sums", None)
         copies.write_back(self._options["zero_grads"])
+        if begun and _is_left_out(**shared):
+            for p, name in begun:
+                self.state[p].pop(name)
+                self.state[p].pop(f"{name}_scale", None)
 
     def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
         """The states in the order of the op, made or brought into the parameter's memory format where needed."""
@@ -374,7 +390,18 @@ class FusedStep(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm."""
-        super().load_state_dict(state_dict)
+        # Between the hooks of the user: what the last of those before has made of the state is what counts.
+        last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(saved))
+        first = self.register_load_state_dict_post_hook(lambda _: self._restore(found[-1]), prepend=True)
+        found: list[dict] = []
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def _restore(self, state_dict: dict) -> None:
+        """Takes again, as it was saved, what torch has rounded to the dtypes of the parameters."""
         for group in self.param_groups:
             if self._step_of_group and "step" in group and group["params"]:
                 group["step"] = _number(group["params"][0], group["step"])
@@ -383,12 +410,21 @@ class FusedStep(torch.optim.Optimizer):
         for index, p in zip(saved, own):
             state, loaded = self.state.get(p, {}), state_dict["state"].get(index, {})
             for name, value in loaded.items():  # torch has rounded them to the parameter's dtype
-                if name == "step" or (name in _SCALARS and torch.as_tensor(value).dim() == 0 < p.dim()):
+                if name == "step" or name in self._numbers:
                     state[name] = _number(p, value)
                 elif name in ("ema", "master") and value is not None:
                     state[name] = _like(p, value, _common.acc_dtype(p))
                 elif name in _STATES and value is not None:
                     self._set_state(p, name, value)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        legacy = {name: value for name, value in _LEGACY.items() if name in self.defaults}
+        if "max_lr_snapshot" in self.defaults:
+            legacy["max_lr_snapshot"] = self.defaults["max_lr_snapshot"]
+        for group in self.param_groups:
+            for name, value in legacy.items():
+                group.setdefault(name, value)
 
     def __getstate__(self):
         return super().__getstate__() | {"_options": self._options, "_norm": None, "_norm_scale": None}
@@ -402,7 +438,13 @@ _NONNEGATIVE = {
     "weight_decay": "weight decay value",
     "alpha": "alpha value",
 }
-_SCALARS = {name for rule in RULES.values() for name in rule.scalars}
+# What groups lack that an older timm has saved, as timm completes them.
+_LEGACY = {
+    **dict.fromkeys(("caution", "decoupled_decay", "corrected_weight_decay", "no_prox", "amsgrad", "centered"), False),
+    "maximize": False,
+    "momentum": 0.0,
+    "foreach": None,
+}
 _STATES = {name for rule in RULES.values() for name in rule.states}
 _NONE = torch.empty(0)
 
@@ -440,6 +482,11 @@ def _beside(state: dict, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
+
+
+def _is_left_out(found_inf: Tensor | None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_) -> bool:
+    """Whether a step has changed nothing; waits for the device."""
+    return (found_inf is not None and bool(found_inf)) or (skip_nonfinite and not bool(norm.isfinite()))
 
 
 def _is_sharded(t: Tensor) -> bool:

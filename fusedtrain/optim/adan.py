@@ -53,6 +53,9 @@ class Adan(FusedStep):
     ):
         self._init_like_timm(locals())
 
+    def _first_state(self, group: dict) -> str:
+        return "neg_pre_grad"
+
     def _rule(self, group: dict) -> dict:
         return {
             "rule": "adan" + "_cautious" * group["caution"],

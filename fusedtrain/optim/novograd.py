@@ -1,5 +1,7 @@
 """NovoGrad with the arguments and the state of timm's NvNovoGrad."""
 
+from typing import ClassVar
+
 from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
@@ -35,6 +37,7 @@ class NovoGrad(FusedStep):
     """
 
     _step_is_int = True
+    _numbers: ClassVar = ("exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,

@@ -64,6 +64,9 @@ class SGD(FusedStep, torch.optim.SGD):
             fused=fused,
         )
 
+    def _first_state(self, group: dict) -> str | None:
+        return "momentum_buffer" if group["momentum"] != 0 and group["dampening"] != 0 else None
+
     def _parts(self, group: dict, params: list) -> list[tuple[dict, list]]:
         if group["momentum"] == 0 or group["dampening"] == 0:
             return [(group, params)]

@@ -62,7 +62,7 @@ class Group:
         self.done, self.weight = 0, 0.0
 
     def state_dict(self) -> dict:
-        return {"nominal": self.nominal, "done": self.done, "weight": self.weight}
+        return {"size": self.size, "nominal": self.nominal, "done": self.done, "weight": self.weight}
 
     def load_state_dict(self, state: dict) -> None:
         self.nominal, self.done, self.weight = state["nominal"], state["done"], state["weight"]

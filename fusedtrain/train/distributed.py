@@ -107,7 +107,7 @@ class World:
     The first one made joins the group that torchrun describes, or uses the one that is there.
     """
 
-    _control = None
+    _control: tuple | None = None  # the default group, and one beside it
 
     def __init__(self, config: Distributed, device: torch.device):
         self.config, self.device = config, device
@@ -119,8 +119,8 @@ class World:
                     torch.cuda.set_device(device)
                 _join("nccl" if device.type == "cuda" else "gloo", timeout)
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size > 1 and World._control is None:
-            World._control = dist.new_group(backend="gloo", timeout=timeout)
+        if self.size > 1 and (World._control is None or World._control[0] is not dist.group.WORLD):
+            World._control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
 
     # --- agreement ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class World:
         if self.size == 1:
             return list(values)
         t = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(t, operation, group=World._control)
+        dist.all_reduce(t, operation, group=World._control[1])
         return t.tolist()
 
     def decide(self, value):
@@ -144,7 +144,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, 0, group=World._control)
+        dist.broadcast_object_list(box, 0, group=World._control[1])
         return box[0]
 
     def gather(self, value) -> list:
@@ -152,7 +152,7 @@ class World:
         if self.size == 1:
             return [value]
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=World._control)
+        dist.all_gather_object(values, value, group=World._control[1])
         return values
 
     @torch.no_grad()
@@ -203,7 +203,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
-    """FSDP2: one shard unit per block (children of lists and sequences that hold parameters), and the rest."""
+    """FSDP2: one shard unit per block, and the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -211,16 +211,36 @@ def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
         raise InputError("strategy fsdp shards the parameters: the optimizer must not have made a step before")
     mesh = init_device_mesh(world.device.type, (world.size,))
     old = {id(p): name for name, p in model.named_parameters()}
-    for parent in model.modules():
-        if isinstance(parent, (nn.Sequential, nn.ModuleList)):
-            for child in parent:
-                if sum(p.numel() for p in child.parameters()):
-                    fully_shard(child, mesh=mesh)
+    for unit in _units(model):
+        fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     new = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [new[old[id(p)]] if id(p) in old else p for p in group["params"]]
     return model
+
+
+_LISTS = (nn.Sequential, nn.ModuleList)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The children, with parameters, of lists and sequences: where these hold blocks in turn, the blocks."""
+    found, inside = [], set()
+    for parent in model.modules():  # the outer before the inner
+        if not isinstance(parent, _LISTS) or parent in inside:
+            continue
+        for child in parent:
+            holds = sum(p.numel() for p in child.parameters())
+            if holds and child not in inside and not _holds_blocks(child):
+                found.append(child)
+                inside.update(child.modules())
+    return found
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # they have no forward, at which torch would gather them
+        return True
+    return isinstance(module, nn.Sequential) and any(next(child.children(), None) is not None for child in module)
 
 
 def sync_batchnorm(model: nn.Module, world: World) -> nn.Module:

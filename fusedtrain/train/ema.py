@@ -20,6 +20,11 @@ class Averages:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values: dict[str, Tensor] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew with the parameters as they are."""
         self.values = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in self.params.items()
@@ -58,14 +63,19 @@ class Averages:
 class OptimizersAverages:
     """The same, kept inside the step of a ``fusedtrain.optim`` optimizer, whose state holds them."""
 
-    def __init__(self, optimizer: Optimizer):
-        self.swap = optimizer.swap_ema
+    def __init__(self, optimizer: Optimizer, model: nn.Module):
+        self._optimizer, self._model, self.swap = optimizer, model, optimizer.swap_ema
 
     def update(self) -> None:
         pass
 
-    def state_dict(self) -> dict:
-        return {}
+    def restart(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages by name, for who reads a checkpoint without an optimizer; in a file they stand once."""
+        states = {name: self._optimizer.state.get(p, {}) for name, p in self._model.named_parameters()}
+        return {name: state["ema"] for name, state in states.items() if "ema" in state}
 
     def load_state_dict(self, state: dict) -> None:
         pass
@@ -76,5 +86,5 @@ def averages(model: nn.Module, optimizer: Optimizer, decay: float | None) -> Ave
     if isinstance(optimizer, FusedStep):
         if decay is not None:
             optimizer._options["ema_decay"] = decay
-        return None if optimizer._options["ema_decay"] is None else OptimizersAverages(optimizer)
+        return None if optimizer._options["ema_decay"] is None else OptimizersAverages(optimizer, model)
     return None if decay is None else Averages(model, decay)

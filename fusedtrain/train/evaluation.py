@@ -13,8 +13,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
     training, feed, sums, total = model.training, Feed(batches, world, "validation"), {}, 0.0
     position = feed.to_start()
     model.eval()
-    if not world.sharded:
-        world.share_buffers(model)
+    world.share_buffers(model)
     try:
         with trainer.averaged_weights(), trainer.no_gradients():
             feed.begin(trainer._stop.wait)

@@ -175,18 +175,19 @@ class Feed:
 
         return sample_name(loader and loader.dataset, int(indices[row]))
 
-    def groups(self, group: Group, wait: Callable) -> Iterator[Iterator]:
+    def groups(self, group: Group, wait: Callable, undoes: bool = False) -> Iterator[Iterator]:
         """Yields, for each update of the rest of the epoch, an iterator over (batch, counts, last of the group).
 
         Args:
             group: says how many micro-batches are still to come.
             wait: calls what it is given; raises Preempted, instead or afterwards, where the run is to stop.
+            undoes: :meth:`to_group_start` may be called.
         """
         loader = self._loader
         if loader is not None and not loader.num_workers and not isinstance(loader.dataset, SeededDataset):
             wait = functools.partial(_with_generators_put_back, wait)  # the samples draw in this process
         while True:
-            if self.world.size > 1 and group.size > 1:
+            if undoes:
                 self._group_start = self.state_dict(), rng_state()
             first = wait(self.next)
             if first is None and not group.done:
@@ -194,7 +195,7 @@ class Feed:
             yield self._group(first, group, wait)
 
     def to_group_start(self) -> None:
-        """Goes back to where the group under way began, generators too; for several processes."""
+        """Goes back to where the group under way began, generators too."""
         state, generators = self._group_start
         self.load_state_dict(state)
         set_rng_state(generators)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusedtrain._files import write_atomic
 from fusedtrain.train.errors import InputError, make_folder, require
 
 PACKAGES = {"jsonl": None, "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -56,9 +57,12 @@ class JSONLines:
 
     def __init__(self, directory: Path, config: dict, step: int):
         path = directory / "metrics.jsonl"
-        kept = [line for line in path.read_bytes().splitlines(True) if _step(line) <= step] if path.exists() else []
-        self._file = open(path, "w")  # noqa: SIM115  (closed by close())
-        self._file.write(b"".join(kept).decode() if step else "")
+        old = path.read_bytes() if path.exists() else None
+        lines = [line for line in (old or b"").splitlines() if step and _step(line) <= step]
+        kept = b"".join(line + b"\n" for line in lines)
+        if kept != old:  # never half: a run that is killed here must not lose what it has logged
+            write_atomic(path, lambda file: file.write(kept))
+        self._file = open(path, "a")  # noqa: SIM115  (closed by close())
         self._new: list[dict] = []
         self.flush()
 

@@ -55,9 +55,21 @@ class Numbers:
         self.history = History()
         self.loss_sum = self.weight = self.seconds = 0.0  # of the epoch: loss times weight, samples
         self.last: Tensor | float | None = None
-        self.start = 0.0
+        self.start, self.running = 0.0, False
         self._late, self._new, self._weights = Late(), [], []
         self._scale: float | None = None
+
+    def begin(self) -> None:
+        """The training of an epoch begins, or goes on after so many seconds."""
+        self.start, self.running = time.perf_counter() - self.seconds, True
+
+    def end(self) -> None:
+        """The training of an epoch is over."""
+        self.seconds, self.running = self.spent(), False
+
+    def spent(self) -> float:
+        """Returns the seconds that the training of the epoch has taken so far."""
+        return time.perf_counter() - self.start if self.running else self.seconds
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -119,7 +131,7 @@ class Numbers:
         t, values = self.trainer, self.read()
         if not t.loggers:
             return
-        now = {"lr": t.optimizer.param_groups[0]["lr"], "skipped": t.skipped}
+        now = {"lr": float(t.optimizer.param_groups[0]["lr"]), "skipped": t.skipped}
         if values:
             now["loss"] = values[-1]
         now["samples_per_second"] = self.weight / (time.perf_counter() - self.start)
@@ -141,4 +153,4 @@ class Numbers:
         t, losses = self.trainer, self.history.step_losses
         loss = f"loss {losses[-1]:.4f}  " if losses else ""
         rate = self.weight / max(1e-9, time.perf_counter() - self.start)
-        return f"{loss}lr {t.optimizer.param_groups[0]['lr']:.2e}  {rate:,.0f} samples/s{memory_text(t.device)}"
+        return f"{loss}lr {float(t.optimizer.param_groups[0]['lr']):.2e}  {rate:,.0f} samples/s{memory_text(t.device)}"

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fusedtrain._files import write_atomic
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
+from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
@@ -15,7 +17,7 @@ from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
 
 VERSION = 1
-TEXTS = ("ranks", "history", "group")  # their tensors change from save to save
+TEXTS = ("ranks", "history", "group", "others")  # their tensors change from save to save
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ class Saving:
             self.save(wait=False)
 
     def after_epoch(self, best: bool) -> None:
-        self.save(wait=False)
         path = self.trainer.config.best_weights
         if best and path is not None:
-            self._save_weights(path)
+            self._save_weights(path)  # first: a run that is killed here makes the epoch, and the file, again
+        self.save(wait=False)
 
     def finish(self) -> None:
         """Writes the final weights."""
@@ -132,6 +134,12 @@ class Saving:
         t = self.trainer
         t.numbers.read(wait=True)
         grads = {name: p.grad for name, p in t.model.named_parameters() if p.grad is not None and t.group.done}
+        group = {
+            "loss": float(t._group_loss) if t.group.done else 0.0,
+            "grads": grads,
+            "buffers": t._buffers.state() if t.group.done and t._buffers is not None else [],
+            "other_grads": [p.grad for p in t.others if t.group.done],
+        }
         own = {
             "rng": rng_state(),
             "at_start": t.feed.at_start,
@@ -144,14 +152,15 @@ class Saving:
             "optimizer": optimizer_state(t),
             "schedule": t.schedule.state_dict(),
             "scaler": None if t.scaler is None else t.scaler.state_dict(),
-            "averages": None if t.averages is None else t.averages.state_dict(),
+            "averages": self._averages(),
             "best": t.best.state_dict(),
-            "group": t.group.state_dict() | {"loss": float(t._group_loss) if t.group.done else 0.0, "grads": grads},
+            "group": t.group.state_dict() | group,
+            "others": [p.detach() for p in t.others],
             "feed": t.feed.state_dict(),
             "ranks": t.world.gather(own),
             "step_count": t.step_count,
             "skipped": [t.skipped, t.skipped_in_a_row, t.owed],
-            "seconds": t.numbers.seconds,
+            "seconds": t.numbers.spent(),
             "history": {
                 "epochs": [vars(epoch) for epoch in t.history.epochs],
                 "step_losses": torch.tensor(t.history.step_losses, dtype=torch.float64),
@@ -159,6 +168,13 @@ class Saving:
         }
         # Over the ranks go only the tensors that every run of this model has.
         return state | {name: as_text(state[name]) for name in TEXTS} if self.fsdp else state
+
+    def _averages(self) -> dict | None:
+        """Of sharded runs those of the optimizer stand in its state alone, for that is not made of its own tensors."""
+        averages = self.trainer.averages
+        if averages is None or not (self.fsdp and isinstance(averages, OptimizersAverages)):
+            return averages and averages.state_dict()
+        return {}
 
     def resume(self) -> str | None:
         """Goes on from the newest checkpoint, where there is one; returns which, as text.
@@ -195,15 +211,20 @@ class Saving:
     def load(self, state: dict) -> None:
         """Puts the run into the state that :meth:`state` returned."""
         t = self.trainer
-        state = state | {name: from_text(state[name]) for name in TEXTS}
+        state = state | {name: from_text(state.get(name)) for name in TEXTS}
         if state["version"] > VERSION:
             raise InputError(f"the checkpoint has version {state['version']}, this package reads up to {VERSION}")
         if state["group"]["done"] and len(state["ranks"]) != t.world.size:
             count = len(state["ranks"])
             raise InputError(f"the checkpoint ends amid an update of {count} processes: go on with as many first")
+        size = state["group"].get("size", t.group.size)
+        if state["group"]["done"] and size != t.group.size:
+            raise InputError(f"the checkpoint ends amid an update of {size} micro-batches: go on with as many first")
         try:
             load_model_state(t, state["model"])
             load_optimizer_state(t, state["optimizer"])
+            if state["others"] is not None:
+                load_others(t, state["others"])
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
             raise InputError(
@@ -214,6 +235,8 @@ class Saving:
             part = getattr(t, name)
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+        if t.averages is not None and state["averages"] is None:  # they begin here
+            t.averages.restart()
         if t.scaler is not None:  # it makes its tensors with the first loss, but a whole group may be waiting here
             t.scaler.scale(torch.zeros((), device=t.device))
         t.best.load_state_dict(state["best"])
@@ -222,6 +245,11 @@ class Saving:
         params = dict(t.model.named_parameters())
         for name, grad in state["group"]["grads"].items():
             params[name].grad = grad.to(params[name].device)
+        for p, grad in zip(t.others, state["group"].get("other_grads", [])):
+            p.grad = None if grad is None else grad.to(p.device)
+        if t._buffers is not None:
+            t._buffers.keep()
+            t._buffers.load(state["group"].get("buffers", []))
         t.feed.load_state_dict(state["feed"])
         t.step_count, (t.skipped, t.skipped_in_a_row, t.owed) = state["step_count"], state["skipped"]
         t.numbers.seconds = state["seconds"]
@@ -264,7 +292,13 @@ def model_state(t) -> dict:
         return t.model.state_dict()
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return get_model_state_dict(t.model, options=_options())
+    state = get_model_state_dict(t.model, options=_options())
+    if t.world.size > 1:  # what is not sharded, such as running means, is rank 0's: a file holds it once
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh"):
+                state[name] = value.detach().clone()
+                dist.broadcast(state[name], 0)
+    return state
 
 
 def load_model_state(t, state: dict) -> None:
@@ -274,6 +308,15 @@ def load_model_state(t, state: dict) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     set_model_state_dict(t.model, state, options=_options())
+
+
+def load_others(t, state: list) -> None:
+    if len(state) != len(t.others):
+        count = len(t.others)
+        raise ValueError(f"the optimizer holds {count} parameters beside the model's, the checkpoint {len(state)}")
+    with torch.no_grad():
+        for p, value in zip(t.others, state):
+            p.copy_(value)
 
 
 def optimizer_state(t) -> dict:
@@ -296,7 +339,7 @@ def load_optimizer_state(t, state: dict) -> None:
 def as_text(value):
     """``value`` with its tensors, which are on the CPU, as plain values."""
     if isinstance(value, torch.Tensor):
-        data = base64.b85encode(value.cpu().contiguous().view(torch.uint8).numpy().tobytes()).decode()
+        data = base64.b85encode(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
         return {"tensor": data, "dtype": NAMES[value.dtype], "shape": list(value.shape)}
     if isinstance(value, dict):
         return {key: as_text(item) for key, item in value.items()}

@@ -157,6 +157,6 @@ def make(
             f"the schedule {config.schedule} needs training data with a length",
         )
         return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
-    if not hasattr(made, "step"):
+    if isinstance(made, type) or not hasattr(made, "step"):
         made = made(optimizer, (updates or 0) * epochs)
     return made, per_step and not isinstance(made, ReduceLROnPlateau)

@@ -49,6 +49,8 @@ def flatten(state: dict, kinds: tuple[type, ...] = (Tensor, nn.Parameter)) -> tu
         if value.device.type == "meta":
             raise TypeError(f"{where}: the tensor is on the meta device and has no values")
         plain = type(value) in (Tensor, nn.Parameter)
+        if plain:  # else the file would hold the memory, not the numbers
+            value = value.detach().resolve_conj().resolve_neg()
         key = (value.data_ptr() if plain else id(value), value.dtype, value.device, value.shape, value.stride())
         if value.numel() and key in seen:
             return {"$tensor": seen[key]}

@@ -74,13 +74,20 @@ class Trainer:
         self.config = config = config or TrainConfig()
         refuse_wrapped(model)
         own = {id(p) for p in model.parameters() if p.requires_grad}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in own for p in held):
             raise InputError("the optimizer holds none of the model's trainable parameters")
+        self.others = [p for p in held if p.requires_grad and id(p) not in own]  # a loss's, for instance
         self.loss, self.optimizer, self.title, self._scheduler = loss, optimizer, title, scheduler
         self.device = resolve_device(config.device)
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         config.precision.set_tf32(self.device)
         self.world = World(config.distributed, self.device)
+        if self.others and self.world.size > 1:
+            raise InputError(
+                "the optimizer holds parameters that are not the model's, a loss's for instance: several processes"
+                " average the gradients of the model alone; make them parameters of it"
+            )
         if self.world.rank == 0:
             config.precision.warn_where_slow(self.device)
         self.model = sync_batchnorm(
@@ -103,8 +110,10 @@ class Trainer:
         self._autocast = config.precision.autocast(self.device)
         self.update = Update(self.model, optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
-        may_undo = self.world.size > 1 and config.accumulation.accumulate > 1
-        self._buffers = Buffers(self.model) if may_skip or may_undo else None
+        # Such a checkpoint cannot hold half a group: every process has gradients of its own, or a part of each.
+        parted = self.world.size > 1 or config.distributed.strategy == "fsdp"
+        self._undoes = parted and config.accumulation.accumulate > 1
+        self._buffers = Buffers(self.model) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
         self._stop, self.spans = Stops(self.world), Spans()
@@ -178,7 +187,8 @@ class Trainer:
             with self.world.sync(self._wrapped, last):
                 loss = self.training_step(batch)
                 enter("backward")
-                self._scaled(loss, weight).backward()
+                if weight or self.world.size > 1:  # a mean over nothing may be NaN; the others wait for the gradients
+                    self._scaled(loss, weight).backward()
             self._note(batch, loss, weight)
             enter("data")
         enter("optimizer")
@@ -194,7 +204,7 @@ class Trainer:
     def _weigh(self, batch, counts: bool) -> float:
         weight = float(self.weight(batch)) if counts else 0.0
         if self.group.nominal is None:
-            self.group.nominal = self.world.decide(weight)
+            self.group.nominal = self.world.decide(weight) or 1.0
         return weight
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
@@ -208,17 +218,20 @@ class Trainer:
         self.group.add(weight)
         self.feed.advance()
         self._batches.append(batch)
-        loss = (loss.detach() if self.late else loss.item()) * weight
+        if weight or self.world.size > 1:
+            loss = (loss.detach() if self.late else loss.item()) * weight
+        else:
+            loss = torch.zeros_like(loss.detach()) if self.late else 0.0
         self._group_loss = self._group_loss + loss if self.group.done > 1 else loss
 
     def _agree(self) -> tuple[float, bool]:
         """Returns the weight of the group over all processes, and whether the loss is finite on all of them."""
-        self._group_weight = total = self.group.weight
+        self._group_weight = self._total = total = self.group.weight
         if self.late:  # nobody waits for the loss: the gradients tell
-            (total,) = self.world.sum(total)
+            (self._total,) = (total,) = self.world.sum(total)
         elif self.world.size > 1:
             total, self._group_loss = self.world.sum(total, self._group_loss)
-            self._group_weight = total
+            self._group_weight = self._total = total
         return total, self.late or math.isfinite(self._group_loss)
 
     def _follow(self) -> None:
@@ -276,8 +289,8 @@ class Trainer:
             self._finish(error)
 
     def _undo_group(self) -> None:
-        """Takes back the unfinished group of several processes, each of which has gradients of its own."""
-        if self.world.size > 1 and self.group.done:
+        """Takes back the unfinished group where a checkpoint cannot hold it."""
+        if self._undoes and self.group.done:
             self.update.discard()
             self._buffers.put_back(unless=False)
             self.group.clear()
@@ -307,7 +320,7 @@ class Trainer:
             config.schedule, self._scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
         )
         self.numbers, self._batches = Numbers(self, self.late), []
-        self._group_loss = self._group_weight = 0.0
+        self._group_loss = self._group_weight = self._total = 0.0
         self.spans.enter("other")
         self.feed.rewind(0)
         self.saving = Saving(self)
@@ -327,14 +340,14 @@ class Trainer:
         self.callbacks.call("on_epoch_start", self, feed.epoch)
         self.model.train()
         feed.start(self._stop.wait)
-        self.numbers.start = time.perf_counter() - self.numbers.seconds
+        self.numbers.begin()
         self.spans.enter("data")
-        for group in feed.groups(self.group, self._stop.wait):
+        for group in feed.groups(self.group, self._stop.wait, self._undoes):
             if self._tracer is not None:
                 self._tracer.step()
             self._after_step(self._make_step(group))
         self.numbers.read(wait=True)
-        self.numbers.seconds = time.perf_counter() - self.numbers.start
+        self.numbers.end()
         self.spans.enter("evaluation")
         metrics = {} if valid is None else self.evaluate(valid)
         self._end_epoch(metrics)
@@ -344,7 +357,7 @@ class Trainer:
         self.numbers.step(self._group_loss, self._group_weight, applied)
         if applied is True:
             self.skipped_in_a_row = 0
-        elif applied is False:
+        elif applied is False and self._total:  # else there was nothing to learn
             left_out(self, self.step_count, self._batches)
         self._batches.clear()
         if self.step_count % self.config.logging.log_every == 0:

@@ -30,7 +30,7 @@ class Update:
         max_grad_norm: float | None,
     ):
         self.optimizer, self.scaler, self.max_grad_norm = optimizer, scaler, max_grad_norm
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.params = self._trained()
         self.fused = isinstance(optimizer, FusedStep)
         if self.fused:
             options = optimizer._options
@@ -38,16 +38,26 @@ class Update:
                 options["max_grad_norm"] = math.inf if max_grad_norm is None else max_grad_norm
             options["nonfinite"] = "skip"  # decided on the device; what was not finite is reported by the caller
         self.late = self.fused and self.params[0].device.type != "cpu"
-        self._alike = len({(p.dtype, p.device) for p in self.params}) == 1
+        self._alike = self._are_alike()
         self._clears = type(optimizer).zero_grad is Optimizer.zero_grad
         self._found = torch.zeros((), device=self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         self._sharded = None
         self.norm: Tensor | None = None
 
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _are_alike(self) -> bool:
+        return len({(p.dtype, p.device) for p in self.params}) == 1
+
     def __call__(self, correction: float) -> bool | Tensor:
         """Multiplies the gradients by ``correction``, makes the step and returns whether it was applied; where that is
         known late, as a tensor."""
+        params, before = self._trained(), len(self.params)
+        self.params = params
+        if len(params) != before:  # groups come and go, as layers are unfrozen
+            self._alike = self._are_alike()
         grads = [p.grad for p in self.params if p.grad is not None]
         if correction != 1.0 and grads:
             torch._foreach_mul_(grads, correction)
@@ -131,6 +141,15 @@ class Buffers:
     def keep(self) -> None:
         if self._own:
             torch._foreach_copy_(self._kept, self._own)
+
+    def state(self) -> list[Tensor]:
+        """What :meth:`keep` has kept."""
+        return list(self._kept)
+
+    def load(self, state: list[Tensor]) -> None:
+        """Takes over what :meth:`state` has returned."""
+        for kept, value in zip(self._kept, state):
+            kept.copy_(value)
 
     def put_back(self, unless: bool | Tensor) -> None:
         """Undoes the changes unless the update was applied."""

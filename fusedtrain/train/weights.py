@@ -48,7 +48,7 @@ def save_weights(path: Path, model: nn.Module) -> None:
 
     The keys are those of the bare model with stock layers, which loads it as it is.
     """
-    state = {name: tensor.cpu() for name, tensor in canonical_keys(model.state_dict()).items()}
+    state = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in canonical_keys(model.state_dict()).items()}
     write_atomic(path, lambda file: torch.save(state, file))
 
 
@@ -71,7 +71,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         if start[8:] == checkpoint_file._HASH_START:
-            state = checkpoint_file.read(path).state
+            state = _averaged(checkpoint_file.read(path).state)
         elif start[8:9] == b"{":
             state = _read_safetensors(path)
         else:
@@ -90,6 +90,15 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not state or not all(isinstance(t, Tensor) for t in state.values()):
         raise CheckpointError(f"{path}: holds no weights: expected tensors by name, or such under {', '.join(_NESTED)}")
     return canonical_keys(state)
+
+
+def _averaged(state: dict) -> dict:
+    """The state of a run with the averages of its weights in their place, where it has kept some."""
+    model, averages = state.get("model"), state.get("averages")
+    if not isinstance(model, dict) or not isinstance(averages, dict):
+        return state
+    averages = {name: t.to(model[name].dtype) for name, t in canonical_keys(averages).items() if name in model}
+    return {"model": model | averages}
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
