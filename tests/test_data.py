@@ -506,3 +506,20 @@ def test_files_that_the_system_keeps_in_memory_take_no_room(monkeypatch):
 
     monkeypatch.setattr(memory, "available", lambda: 7 * 2**30)
     assert workers._free_memory() == 7 * 2**30
+
+
+@pytest.mark.parametrize("batches", ["loader", "prefetcher", "plain"])
+def test_a_trainer_goes_on_with_a_loader_that_keeps_no_position(batches, tmp_path):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from fusedtrain.train import SmallNet, TrainConfig, Trainer
+
+    samples = TensorDataset(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))
+    own = data.loader(samples, 8, shuffle=True, num_workers=0)
+    given = {"loader": own, "prefetcher": data.DevicePrefetcher(own, "cpu")}
+    given["plain"] = data.DevicePrefetcher(DataLoader(samples, 8), "cpu")
+    assert not getattr(given[batches], "keeps_position", True)
+    model = SmallNet(10)
+    config = TrainConfig(epochs=1, device="cpu", checkpoint=str(tmp_path / "run"))
+    Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), config).fit(given[batches])
+    assert list((tmp_path / "run").iterdir())
