@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -75,9 +76,37 @@ def read_json(path: Path):
         return None
 
 
+def json_text(content, **options) -> str:
+    """Returns JSON as its standard has it: what is not a finite number becomes null."""
+    return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# Descriptors of the locks that this process holds. A fork shares them: its copy would keep a lock for as long as it
+# lives, whatever its parent does.
+_held: dict[object, int] = {}
+
+
+def _leave_held() -> None:
+    for handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_held)
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait: bool = True):
-    """Holds the lock file ``path``, which the system frees when the process ends, killed or not.
+    """Holds the lock file ``path``, which the system frees when the process ends, killed or not; forks do not hold it.
 
     Args:
         path: made where it is missing; never deleted, so that all processes lock the same file.
@@ -90,7 +119,8 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True):
     import fcntl
 
     # Opened anew each time: a descriptor that was inherited by a fork would share its lock.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle, mine = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), object()
+    _held[mine] = handle
     try:
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -99,4 +129,5 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True):
         else:
             yield True
     finally:
-        os.close(handle)
+        if _held.pop(mine, None) is not None:  # else this is a fork, which has closed it
+            os.close(handle)

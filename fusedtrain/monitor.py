@@ -42,7 +42,10 @@ class Sampler:
 
     def running(self) -> bool:
         """Returns whether the process is still there."""
-        return self.process.is_running() and self.process.status() != self._psutil.STATUS_ZOMBIE
+        try:
+            return self.process.is_running() and self.process.status() != self._psutil.STATUS_ZOMBIE
+        except self._psutil.NoSuchProcess:  # it has ended between the two
+            return False
 
     def sample(self) -> dict:
         """Returns nested dicts of numbers; None where the system does not tell.

@@ -1,5 +1,6 @@
 """Samples kept in a file, and remote shards kept on the local disk: by several processes, killed or not."""
 
+import contextlib
 import functools
 import hashlib
 import multiprocessing
@@ -15,7 +16,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader, Dataset
 
-from fusedtrain import data
+from fusedtrain import _files, data
 from fusedtrain.data import staging
 
 
@@ -353,3 +354,229 @@ def test_tables_are_read_from_staged_copies(folder):
             ids = [row["id"].item() for row in rows]
             assert sorted(ids) == list(range(100)) and (ids == sorted(ids)) != shuffle
             assert len(list((folder / "s").glob("*.parquet"))) <= 3
+
+
+class Secret(LocalFileSystem):
+    protocol = "secret"
+
+    def __init__(self, token=None, **options):
+        super().__init__(**options)
+        if token != "x":
+            raise PermissionError("no token")
+
+
+def test_tables_are_found_and_read_with_the_options_of_their_staging(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    fsspec.register_implementation("secret", Secret, clobber=True)
+    pq.write_table(pa.table({"id": [1, 2, 3]}), folder / "a.parquet")
+    shards = data.Staging(folder / "s", storage_options={"token": "x"})
+    rows = data.TableDataset(f"secret://{folder}/*.parquet", staging=shards)
+    assert [row["id"].item() for row in rows] == [1, 2, 3]
+
+
+def test_a_pass_over_staged_tables_goes_on_within_a_block_of_two_files(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    for i in range(4):
+        pq.write_table(pa.table({"id": list(range(10 * i, 10 * i + 10))}), folder / f"{i}.parquet", row_group_size=5)
+
+    def make():
+        shards = data.Staging(folder / "s")
+        rows = data.TableDataset(f"file://{folder}/*.parquet", staging=shards, shuffle=True, shuffle_rows=25)
+        return data.loader(rows, 5, num_workers=0)
+
+    whole = [batch["id"].tolist() for batch in make()]
+    first = make()
+    for _ in zip(range(4), first):
+        first.advance()
+    again = make()
+    again.load_state_dict(first.state_dict())
+    assert [batch["id"].tolist() for batch in again] == whole[4:]
+
+
+def test_shards_that_are_json_are_no_notes(folder):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/notes/labels.json", b"[1, 2, 3]")
+    memory.pipe("/notes/sizes.json", b'{"size": 100000}')
+    memory.pipe("/notes/other.bin", bytes(100))
+    shards = data.Staging(folder / "s", max_bytes=1000)
+    names = ("labels.json", "sizes.json", "other.bin")
+    with contextlib.ExitStack() as stack:
+        paths = [stack.enter_context(shards.hold(f"memory://notes/{name}")) for name in names]
+        assert all(path.exists() for path in paths)
+    memory.rm("/notes", recursive=True)
+
+
+def test_what_was_fetched_ahead_gives_way_to_what_is_needed_now(folder, remote):
+    """Two processes that wait for each other's batches: one has fetched as much as there is room for."""
+    first, second = (data.Staging(folder / "s", max_bytes=3000, ahead=2) for _ in range(2))
+    ahead = first.stage(remote[:3])
+    assert next(ahead).read_bytes() == bytes(1000)
+    while len(copies(folder / "s")) < 3:
+        time.sleep(0.01)
+    with second.hold(remote[3]) as path:
+        assert path.read_bytes() == bytes([3]) * 1000 and "0.bin" in copies(folder / "s")
+    assert [path.read_bytes()[0] for path in ahead] == [1, 2]
+
+
+def test_the_last_copy_of_a_pass_is_let_go_of(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    for i in range(4):
+        pq.write_table(pa.table({"id": list(range(100))}), folder / f"{i}.parquet")
+    size = os.path.getsize(folder / "0.parquet")
+    shards = data.Staging(folder / "s", max_bytes=size * 3 // 2)
+    train, valid = (
+        data.TableDataset([f"file://{folder}/{i}.parquet" for i in part], staging=shards) for part in ((0, 1), (2, 3))
+    )
+    for _ in range(2):
+        assert sum(1 for _ in train) == sum(1 for _ in valid) == 200
+
+
+def test_a_fork_holds_no_lock_of_its_parent(folder):
+    lock = folder / "lock"
+    with _files.locked(lock):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        with _files.locked(lock, wait=False) as free:
+            assert not free
+    try:
+        end, free = time.monotonic() + 20, False
+        while not free and time.monotonic() < end:  # the child has to begin first
+            with _files.locked(lock, wait=False) as free:
+                time.sleep(0.01)
+        assert free
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+class Stream(LocalFileSystem):
+    """A remote without positions, whose connection is lost once, with an error of a library's own."""
+
+    protocol = "stream"
+    lost = 1
+
+    def open(self, path, mode="rb", **options):
+        file = super().open(path, mode, **options)
+        read = file.read
+
+        def reading(size=-1):
+            if Stream.lost and file.tell() >= 3000:
+                Stream.lost -= 1
+                raise KeyError("payload is not completed")
+            return read(size)
+
+        def seek(at, whence=0):
+            raise ValueError("Cannot seek streaming HTTP file")
+
+        file.read, file.seek = reading, seek
+        return file
+
+
+def test_a_stream_that_breaks_is_read_again_from_its_start(folder, monkeypatch):
+    fsspec.register_implementation("stream", Stream, clobber=True)
+    monkeypatch.setattr(staging, "CHUNK", 1000)
+    content = random.Random(0).randbytes(10_000)
+    (folder / "a.bin").write_bytes(content)
+    monkeypatch.setattr(Stream, "lost", 1)
+    with data.Staging(folder / "s").hold(f"stream://{folder}/a.bin") as path:
+        assert path.read_bytes() == content
+    monkeypatch.setattr(Stream, "lost", 100)
+    with pytest.raises(data.StagingError, match=r"stream://.*a.bin: KeyError: 'payload is not completed'"):
+        data.Staging(folder / "t").hold(f"stream://{folder}/a.bin").__enter__()
+
+
+def test_urls_that_cannot_be_listed_raise(folder, remote):
+    def urls():
+        yield remote[0]
+        raise RuntimeError("the list is broken")
+
+    with pytest.raises(RuntimeError, match="the list is broken"):
+        list(data.Staging(folder / "s").stage(urls()))
+
+
+class Mask(torch.Tensor):
+    """Tells a transform what the numbers are."""
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused(folder):
+    with pytest.raises(TypeError, match=r"a cached sample may hold tensors, .* got Mask"):
+        data.SampleCache([torch.zeros(2, 2).as_subclass(Mask)], key="masks")
+
+
+def test_a_broken_first_sample_is_left_out_like_any_other(folder):
+    class Broken(Decoded):
+        def __getitem__(self, index):
+            if index == 0:
+                raise OSError("truncated")
+            return index
+
+    batches = data.loader(data.SampleCache(Broken(folder / "log", length=5)), 5, num_workers=0, max_skipped=1)
+    assert next(iter(batches)).tolist() == [1, 2, 3, 4] and list(batches.skipped) == ["sample 0"]
+
+    class Random(Broken):
+        def __getitem__(self, index):
+            return super().__getitem__(index) + random.random()
+
+    with pytest.raises(ValueError, match="sample 1 differs from call to call"):
+        data.SampleCache(Random(folder / "log"), key="random")
+
+
+IDENTITY = """
+import functools, sys, torch
+from fusedtrain.data import cache
+
+SIZE = int(sys.argv[1])
+
+def scaled(image):
+    return image * SIZE
+
+def known(image):
+    return image in {"L", "P", "RGBA", "CMYK", "LA"}
+
+def outer(image):
+    return scaled(image)
+
+class Scale:
+    def __repr__(self):
+        return "Scale()"
+
+    def __call__(self, image):
+        return image + SIZE
+
+mean = functools.partial(known, mean=torch.tensor([0.485 + SIZE * 1e-6]))
+for transform in (known, scaled, outer, Scale(), mean, {"a", "b", "c", "d"}):
+    print(cache._identity(transform))
+"""
+
+
+def test_what_a_transform_reads_is_part_of_its_key_and_the_order_of_sets_is_not():
+    import harness
+
+    def identities(size, seed):
+        done = harness.run_python("-c", IDENTITY, str(size), PYTHONHASHSEED=str(seed))
+        assert not done.returncode, done.stderr
+        return done.stdout.splitlines()
+
+    first, again, other = identities(1, 1), identities(1, 2), identities(2, 1)
+    assert first == again
+    assert [a == b for a, b in zip(first, other, strict=True)] == [True, False, False, False, False, True]
+
+
+def test_names_of_files_are_bytes(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "images" / "a" / "x.png")
+    try:
+        os.rename(tmp_path / "images" / "a" / "x.png", os.fsencode(tmp_path) + b"/images/a/caf\xe9.png")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+    assert data.SampleCache(data.ImageFolder(tmp_path / "images"))[0][1] == 0

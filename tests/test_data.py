@@ -313,6 +313,14 @@ def test_an_image_folder_gives_what_torchvision_gives(images, zoo):
         assert x.dtype == torch.uint8 and torch.equal(x, y) and target == truth
 
 
+def test_grey_images_of_16_bits_keep_their_first_8(tmp_path):
+    (tmp_path / "grey").mkdir()
+    values = torch.arange(0, 65536, 4096, dtype=torch.int32).view(4, 4)
+    Image.fromarray(values.numpy().astype("uint16")).save(tmp_path / "grey" / "a.png")
+    image, _ = data.ImageFolder(tmp_path)[0]
+    assert torch.equal(image, (values >> 8).to(torch.uint8).expand(3, 4, 4))
+
+
 def test_images_of_any_size_make_a_batch(images):
     ((x, targets),) = data.loader(data.ImageFolder(images, size=16), 8, num_workers=0)
     assert x.shape == (5, 3, 16, 16) and targets.tolist() == [0, 0, 1, 1, 1]
@@ -390,3 +398,128 @@ def test_jpeg_is_decoded_at_a_fraction_where_that_is_enough(tmp_path):
     x, _ = data.ImageFolder(tmp_path, size=64)[0]
     expected = (torch.arange(64) * 16 + 7.5) / 4  # the mean of each sixteenth column
     assert (x[0].float().mean(0) - expected).abs().max() < 2  # grey levels, of 256
+
+
+def test_of_many_samples_that_all_fail_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    with pytest.raises(
+        data.SampleError, match=r"no sample could be read, of 64: sample \d+ .* image file is truncated"
+    ):
+        data.loader(Squares(1000, bad=range(1000)), 4)
+
+
+class Drawn(Dataset):
+    """Draws a number for each sample, and opens a file when it is first asked."""
+
+    file = None
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        self.file = self.file or open(os.devnull)  # noqa: SIM115
+        return torch.rand(2)
+
+
+def test_measuring_leaves_this_process_as_it_was(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    dataset, state = Drawn(), torch.get_rng_state()
+    assert 0 in workers.plan(dataset, 4).points
+    assert torch.equal(torch.get_rng_state(), state) and dataset.file is None
+
+
+class Once(torch.utils.data.IterableDataset):
+    """Can be read once; with workers it gives nothing."""
+
+    def __init__(self):
+        self.numbers = iter(range(10_000))
+
+    def __iter__(self):
+        return self.numbers if torch.utils.data.get_worker_info() is None else iter(())
+
+
+def test_a_stream_is_not_used_up_by_measuring_it(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    batches = data.loader(Once(), 4)
+    assert batches.num_workers == 0 and next(iter(batches)).tolist() == [0, 1, 2, 3]
+
+
+class Opened(Dataset):
+    """Has its samples from what workers open when they start."""
+
+    table = None
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return self.table[index]
+
+
+def open_table(worker):
+    torch.utils.data.get_worker_info().dataset.table = range(100)
+
+
+@pytest.mark.parametrize("num_workers", [2, "auto"])
+def test_workers_open_what_their_dataset_needs(num_workers, monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    batches = data.loader(Opened(), 10, num_workers=num_workers, worker_init_fn=open_table)
+    assert torch.cat(list(batches)).tolist() == list(range(100))
+
+
+def test_a_plan_is_that_of_what_a_dataset_stands_on(tmp_path, images):
+    from fusedtrain.train import SeededDataset
+
+    def key(dataset):
+        return workers.describe(dataset, 4, None, None)
+
+    def folder(**options):
+        return data.ImageFolder(images, **options)
+
+    wrapped = [Subset(Squares(20), range(5)), Subset(folder(), range(5)), Subset(folder(size=8), range(5))]
+    wrapped += [SeededDataset(Squares(5)), SeededDataset(folder()), data.SampleCache(folder(), folder=tmp_path / "s")]
+    wrapped += [torch.utils.data.ConcatDataset([folder()]), folder(), folder(transform=str)]
+    assert len({json.dumps(key(dataset)) for dataset in wrapped}) == len(wrapped)
+    assert key(Subset(folder(), range(5))) == key(wrapped[1])
+
+
+def test_without_a_place_to_remember_it_in_a_plan_is_made_all_the_same(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    with pytest.warns(UserWarning, match="what is measured is not remembered: .*Not a directory"):
+        assert data.loader(Squares(), 4).plan.points
+
+
+def test_the_quota_of_either_version_of_cgroups_counts(monkeypatch, tmp_path):
+    for name, text in {"quota": "150000\n", "period": "100000\n", "both": "max 100000\n", "none": "-1\n"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for names, cores in ((("quota", "period"), 2), (("none", "period"), 8), (("both",), 8), (("missing",), 8)):
+        monkeypatch.setattr(workers, "QUOTAS", (tuple(str(tmp_path / name) for name in names),))
+        assert workers.cores() == cores
+
+
+def test_files_that_the_system_keeps_in_memory_take_no_room(monkeypatch):
+    from fusedtrain.train import memory
+
+    monkeypatch.setattr(memory, "available", lambda: 7 * 2**30)
+    assert workers._free_memory() == 7 * 2**30
+
+
+@pytest.mark.parametrize("batches", ["loader", "prefetcher", "plain"])
+def test_a_trainer_goes_on_with_a_loader_that_keeps_no_position(batches, tmp_path):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from fusedtrain.train import SmallNet, TrainConfig, Trainer
+
+    samples = TensorDataset(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))
+    own = data.loader(samples, 8, shuffle=True, num_workers=0)
+    given = {"loader": own, "prefetcher": data.DevicePrefetcher(own, "cpu")}
+    given["plain"] = data.DevicePrefetcher(DataLoader(samples, 8), "cpu")
+    assert not getattr(given[batches], "keeps_position", True)
+    model = SmallNet(10)
+    config = TrainConfig(epochs=1, device="cpu", checkpoint=str(tmp_path / "run"))
+    Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), config).fit(given[batches])
+    assert list((tmp_path / "run").iterdir())

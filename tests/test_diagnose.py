@@ -1771,3 +1771,80 @@ def test_the_planted_faults_name_rules():
             if isinstance(node, ast.Assign) and node.targets[0].id == "CAUSES"
         )
         assert set(causes) <= names, path
+
+
+class Named(DataLoader):
+    """Hands out something else than DataLoader makes."""
+
+    def __iter__(self):
+        for rows, targets in super().__iter__():
+            yield {"rows": rows, "targets": targets}
+
+
+@pytest.mark.parametrize("derived", ["ours", "users"])
+def test_a_loader_that_is_derived_from_torchs_hands_out_the_same_in_every_pass(derived, monkeypatch):
+    from fusedtrain import data
+
+    for name, value in {"BLOCK": 0.01, "SAMPLING": 0.02, "PAIRS": 2}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(verify, "PAIRS", 2)
+    samples = TensorDataset(torch.rand(16, 8), torch.randint(4, (16,)))  # four batches, in hundreds of steps
+    batches = data.loader(samples, 4, num_workers=0) if derived == "ours" else Named(samples, 4)
+    model = nn.Linear(8, 4)
+    optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.1), set()
+
+    def step(batch):
+        rows, targets = batch if derived == "ours" else batch.values()
+        sizes.add(len(rows))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(rows), targets).backward()
+        optimizer.step()
+
+    report = fusedtrain.diagnose(step, batches, steps=10)
+    assert report["steps"] == 10 and not report["failure"] and report["ceilings"]["cached_ms"] is not None
+    assert 4 in sizes and (16 in sizes or derived == "users"), sizes  # larger batches are larger
+
+
+def test_a_loop_that_trains_on_one_batch_is_measured_between_optimizer_steps(monkeypatch):
+    monkeypatch.setattr(measure, "BLOCK", 0.01)
+    with Instrument() as instrument:
+        driver = Driver(instrument, lambda driver: iter_runs())
+
+        def iter_runs():
+            yield Run(5)
+
+        driver.install()
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (rows,) = next(iter(DataLoader(TensorDataset(torch.rand(16, 8)), 4)))
+        with pytest.raises(Finished):
+            for _ in range(200):
+                model(rows).sum().backward()
+                optimizer.step()
+        assert driver.loader is None and driver.optimizer is optimizer and driver.steps >= 5
+
+
+GOES_ELSEWHERE = """
+import os, sys, tempfile, time, torch
+from pathlib import Path
+torch.multiprocessing.set_start_method("fork")
+torch.set_num_interop_threads(1)
+torch.distributed.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+Path(sys.argv[1]).exists() or sys.exit("it does not start where it was started")
+os.chdir(tempfile.mkdtemp())
+assert Path(__file__).exists()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    model(torch.rand(16, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.004)  # the logger
+"""
+
+
+def test_a_script_that_changes_its_process_is_started_again_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(GOES_ELSEWHERE)
+    monkeypatch.chdir(tmp_path)
+    report = script.diagnose_script("train.py", ["train.py"], steps=10)
+    assert not report["failure"] and report["examined"], report["failure"]
+    assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.004)  # the logger"

@@ -175,3 +175,70 @@ def test_what_cannot_be_read_is_named(tmp_path):
     path.write_bytes(b"PAR1 nothing")
     with pytest.raises(ValueError, match=r"00\.parquet is not a readable Parquet or Arrow file: "):
         data.TableDataset(path)
+
+
+def test_a_row_group_is_decoded_once_for_all_its_blocks(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"id": list(range(1000))}), tmp_path / "t.parquet")
+    read, decoded = pq.ParquetFile.iter_batches, []
+
+    def counted(*args, **options):
+        for batch in read(*args, **options):
+            decoded.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    dataset = data.TableDataset(tmp_path / "t.parquet", shuffle=True, shuffle_rows=50, batch_rows=20)
+    order = [row["id"].item() for row in dataset]
+    assert sorted(order) == list(range(1000)) and sum(decoded) == 1000
+    assert all(sorted(order[at : at + 50]) == list(range(at, at + 50)) for at in range(0, 1000, 50))
+
+
+def test_files_are_found_at_any_depth_and_by_names_that_look_like_patterns(tmp_path):
+    for i, name in enumerate(("a.parquet", "x/b.parquet", "x/y/c.parquet", "d[1].parquet")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"id": [i]}), tmp_path / name)
+    for pattern in (f"{tmp_path}/**/*.parquet", f"file://{tmp_path}/**/*.parquet"):
+        assert sorted(row["id"].item() for row in data.TableDataset(pattern)) == [0, 1, 2, 3]
+    assert [row["id"].item() for row in data.TableDataset(tmp_path / "d[1].parquet")] == [3]
+
+
+def test_workers_read_a_url_without_moving_each_others_position(tmp_path):
+    folder = tmp_path / "t"
+    folder.mkdir()
+    numbers = torch.rand(8000, generator=torch.Generator().manual_seed(0)).tolist()  # too varied for small pages
+    for i in range(2):
+        ids = list(range(4000 * i, 4000 * (i + 1)))
+        pq.write_table(pa.table({"id": ids, "x": numbers[ids[0] : ids[-1] + 1]}), folder / f"{i}.parquet", 100)
+    for _ in range(3):
+        batches = data.loader(data.TableDataset(f"file://{folder}/*.parquet", batch_size=100), None, num_workers=4)
+        assert sorted(i for batch in batches for i in batch["id"].tolist()) == list(range(8000))
+
+
+def test_two_passes_at_a_time_over_more_files_than_stay_open(tmp_path):
+    folder = write(tmp_path / "t", [20] * 24)  # 12 of them Parquet
+    dataset = data.TableDataset(str(folder / "*.parquet"), batch_rows=3)
+    first = iter(dataset)
+    for _ in range(4):
+        next(first)
+    assert sum(1 for _ in dataset) == 240 and sum(1 for _ in first) == 236
+
+
+def test_a_position_is_one_of_its_batches(tmp_path):
+    folder = write(tmp_path / "t", [40])
+
+    def make(size=4, **options):
+        return data.loader(data.TableDataset(folder, columns=["id"], shuffle=True), size, num_workers=0, **options)
+
+    start = make().state_dict()
+    make(8).load_state_dict(start)  # at the start of an epoch there is nothing to pass over
+    middle = make()
+    next(iter(middle))
+    middle.advance()
+    for other, message in (
+        (make(8), "an order with batch_size=4, this one has 8"),
+        (make(drop_last=True), "an order with drop_last=False, this one has True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(middle.state_dict())
+    old = {name: value for name, value in middle.state_dict().items() if name not in ("batch_size", "drop_last")}
+    make().load_state_dict(old)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 
@@ -549,3 +550,75 @@ def test_a_broken_state_is_forgotten(cache):
     assert State("x", {"a": 2}).get(3) is None and State("x", {"a": 1}, fresh=True).get(3) is None
     state.path.write_text("{")
     assert State("x", {"a": 1}).results == {}
+
+
+def test_what_is_known_of_a_file_is_known_of_its_content_in_its_place(tmp_path, monkeypatch):
+    keys = []
+    for folder, width in (("a", 4), ("b", 4), ("b", 8)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "model.py").write_text(f"import torch\ndef make(): return torch.nn.Linear({width}, 2)\n")
+        monkeypatch.chdir(tmp_path / folder)
+        keys += [tune.Target("model.py:make", device="cpu").key(), tune.Target("model.py:make", device="cpu").key()]
+    assert keys[::2] == keys[1::2] and len({json.dumps(key) for key in keys}) == 3
+
+
+def test_a_function_imports_its_neighbours_when_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "its_neighbour.py").write_text("value = 3\n")
+    path = write(tmp_path / "late.py", "def number():\n    from its_neighbour import value\n    return value\n")
+    assert load(f"{path}:number")() == 3
+
+
+def test_trials_without_a_number_fail_and_count(tmp_path, capsys):
+    code = "def f(params, report):\n    report(1, float('nan'))\n    return float(params['x'])\n"
+    objective = write(tmp_path / "objective.py", code)
+    space = {"objective": f"{objective}:f", "params": {"x": ["nan", 1.0]}, "sampler": "grid", "trials": 2}
+    path = write(tmp_path / "space.yaml", json.dumps(space))
+    for _ in range(2):
+        assert main(["tune", "search", str(path), "--json"]) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert (found["complete"], found["failed"]) == (1, 1)
+        (failed,) = (t for t in found["trials"] if t["state"] == "fail")
+        assert failed["error"] == "ValueError: the value is not a number"
+    assert "2 of 2 trials are done already" in err
+
+
+def test_texts_stay_texts_and_numbers_that_yaml_takes_for_texts_do_not():
+    choices = ["16", "nan", "1e-4", "2.5E3", "3.10"]
+    space = tune.Space({"a": choices, "b": {"low": "1e-5", "high": 1}}, objective="f.py:f")
+    assert space.params == {"a": ["16", "nan", 1e-4, 2500.0, "3.10"], "b": {"low": 1e-5, "high": 1}}
+
+
+def test_a_command_is_pruned_while_it_runs(tmp_path, capsys):
+    program = write(
+        tmp_path / "program.py",
+        """
+        import json, sys, time
+        x = int(sys.argv[1])
+        for step in range(1, 40):
+            print(json.dumps({"loss": float(x), "step": step}))  # not flushed
+            time.sleep(0.05)
+        open(f"{sys.argv[0]}.{x}", "w").close()
+        """,
+    )
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        f"command: python {program} {{x}}\nmetric: loss\nparams: {{x: [0, 1]}}\ntrials: 2\n"
+        "sampler: {name: grid, seed: 0}\npruner: {name: percentile, percentile: 0.0, n_startup_trials: 1}\n"
+    )
+    assert main(["tune", "search", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["trials"]
+    if first["params"]["x"] < second["params"]["x"]:
+        assert found["pruned"] == 1 and not program.with_name("program.py.1").exists()
+
+
+@pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "a%20b", "a{b}"])
+def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name, capsys):
+    folder = tmp_path / name
+    folder.mkdir()
+    write(folder / "o.py", "def f(params, report):\n    return 1.0\n")
+    (folder / "space.yaml").write_text(json.dumps({"objective": f"{folder}/o.py:f", "params": {"x": [1]}, "trials": 1}))
+    assert main(["tune", "search", str(folder / "space.yaml")]) == 0
+    assert (folder / "space.db").stat().st_size and [p.name for p in tmp_path.iterdir()] == [name]

@@ -6,6 +6,8 @@ entered into the index, both under a lock: a process killed at any moment leaves
 that are wrong.
 """
 
+import contextlib
+import dis
 import functools
 import hashlib
 import io
@@ -33,6 +35,7 @@ HEADER = struct.Struct("<8sQQ")  # magic, samples, end of the data
 ENTRY = struct.Struct("<QQI4x")  # offset (0: none), length, CRC-32
 SIZE = struct.Struct("<I")  # of the description at the head of a record
 ALIGNMENT = 64  # of tensors in the file
+TRIED = 8  # samples, until one can be read, to see whether they vary
 
 
 class SampleCache(Dataset):
@@ -125,12 +128,18 @@ class SampleCache(Dataset):
             return False
 
     def _create(self) -> None:
-        if self.length:
-            first, again = (_encode(self.dataset[0]) for _ in range(2))
+        for index in range(min(self.length, TRIED)):
+            try:
+                samples = [self.dataset[index] for _ in range(2)]
+            except Exception:  # of a broken sample it is told when it is asked for, or it is left out
+                continue
+            first, again = map(_encode, samples)
             if first != again:
                 raise ValueError(
-                    "sample 0 differs from call to call: cache what does not vary and pass the random part as then="
+                    f"sample {index} differs from call to call: cache what does not vary and pass the random part as"
+                    " then="
                 )
+            break
         head = HEADER.pack(MAGIC, self.length, self._data)
         _files.write_atomic(self.path, lambda file: file.write(head + bytes(self._data - HEADER.size)))
 
@@ -204,7 +213,7 @@ def _encode(sample) -> bytes:
 
 def _describe(value, tensors: list[Tensor]) -> tuple:
     """Returns a sample's structure as plain tuples: (kind, ...); tensors are appended to ``tensors``."""
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, torch.nn.Parameter):  # one of a class of its own would come back without it
         tensors.append(value)
         return "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape)
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
@@ -277,7 +286,8 @@ def _identity_of(dataset) -> dict:
         digest = hashlib.sha256()
         for path, target in dataset.samples:
             status = os.stat(path)
-            digest.update(f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            line = f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            digest.update(line.encode(errors="surrogateescape"))  # names of files are bytes
         source = digest.hexdigest()
     else:
         raise ValueError(
@@ -289,27 +299,62 @@ def _identity_of(dataset) -> dict:
     return {"kind": kind, "source": source, "pillow": pillow, **{n: _identity(getattr(dataset, n)) for n in names}}
 
 
-def _identity(value) -> str:
-    """Returns a text that differs where ``value``, a transform or what it holds, does something else."""
+def _identity(value, within: tuple = ()) -> str:
+    """Returns a text that differs where ``value``, a transform or what it holds, does something else.
+
+    ``within``: the functions whose identity this is a part of.
+    """
+    np = sys.modules.get("numpy")
     if isinstance(value, functools.partial):
-        return f"partial({_identity(value.func)}, {_identity(value.args)}, {_identity(value.keywords)})"
+        parts = (value.func, value.args, value.keywords)
+        return f"partial({', '.join(_identity(part, within) for part in parts)})"
     if isinstance(value, types.MethodType):
-        return f"{_identity(value.__self__)}.{_identity(value.__func__)}"
+        return f"{_identity(value.__self__, within)}.{_identity(value.__func__, within)}"
     if isinstance(value, types.FunctionType):
-        closure = [_identity(cell.cell_contents) for cell in value.__closure__ or ()]
-        code = _code(value.__code__)
-        defaults = [_identity(value.__defaults__), _identity(value.__kwdefaults__)]
-        return f"{value.__qualname__}({code}, {closure}, {defaults})"
+        return value.__qualname__ if value in within else _identity_of_function(value, (*within, value))
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_identity, value))}]"
+        return f"[{', '.join(_identity(item, within) for item in value)}]"
+    if isinstance(value, (set, frozenset)):  # in an order of its own in every process
+        return f"{{{', '.join(sorted(_identity(item, within) for item in value))}}}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_identity(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_identity(item, within)}' for key, item in value.items())}}}"
+    if isinstance(value, Tensor) or (np is not None and isinstance(value, np.ndarray)):  # a repr leaves most of it out
+        with contextlib.suppress(TypeError):
+            return f"{type(value).__qualname__} {hashlib.sha256(_encode(value)).hexdigest()}"
     text = repr(value)
     if " at 0x" in text:
         raise ValueError(f"{text} cannot be told from another of its kind: give it a repr, or pass key=")
-    return f"{type(value).__qualname__} {text}"
+    kind, parts = type(value), getattr(value, "transforms", None)
+    own = [vars(kind).get(name) for name in ("__call__", "forward")]
+    own = [_identity(function, within) for function in own if isinstance(function, types.FunctionType)]
+    own += [_identity(parts, within)] if isinstance(parts, list) else []  # such as of torchvision's Compose
+    return f"{kind.__qualname__} {text}{own or ''}"
+
+
+def _identity_of_function(function: types.FunctionType, within: tuple) -> str:
+    closure = [_identity(cell.cell_contents, within) for cell in function.__closure__ or ()]
+    defaults = [_identity(function.__defaults__, within), _identity(function.__kwdefaults__, within)]
+    names = sorted(_names(function.__code__) & function.__globals__.keys())
+    used = [f"{name}: {_identity_of_global(function, function.__globals__[name], within)}" for name in names]
+    return f"{function.__qualname__}({_code(function.__code__)}, {closure}, {defaults}, {used})"
+
+
+def _identity_of_global(function: types.FunctionType, value, within: tuple) -> str:
+    """Numbers, texts and functions of the same file count with what they are, all else with its name."""
+    plain = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, Tensor)
+    near = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
+    with contextlib.suppress(ValueError, RecursionError):
+        if near or isinstance(value, plain):
+            return _identity(value, within)
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the global names that a code reads, that of functions within it too."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _code(code: types.CodeType) -> str:
-    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    constants = [_code(c) if isinstance(c, types.CodeType) else _identity(c) for c in code.co_consts]
     return hashlib.sha256(f"{code.co_code!r} {constants} {code.co_names}".encode()).hexdigest()

@@ -58,6 +58,11 @@ class Loader(DataLoader):
         if owner is not None:
             owner.advance(steps)
 
+    @property
+    def keeps_position(self) -> bool:
+        """Whether a pass can go on in the middle of an epoch: its batch sampler or its dataset knows the position."""
+        return self._position_owner() is not None
+
     def state_dict(self) -> dict:
         """Returns the position in the epoch: of the batch sampler, or of a :class:`TableDataset`.
 
@@ -83,7 +88,9 @@ class Loader(DataLoader):
 
     def _workers_of_order(self) -> dict:
         # The order of an iterable dataset depends on who takes which part; a sampler's does not.
-        return {"workers": max(self.num_workers, 1)} if isinstance(self.dataset, IterableDataset) else {}
+        if not isinstance(self.dataset, IterableDataset):
+            return {}
+        return {"workers": max(self.num_workers, 1), "batch_size": self.batch_size, "drop_last": self.drop_last}
 
     def _checked(self, batches: _BaseDataLoaderIter) -> Iterator:
         while True:
@@ -181,6 +188,7 @@ def loader(
             size,
             options.get("collate_fn"),
             context,
+            worker_init_fn=options.get("worker_init_fn"),
             persistent=stay if persistent_workers == "auto" else persistent_workers,
             remember=remember,
         )

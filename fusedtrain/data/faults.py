@@ -61,6 +61,9 @@ class Checked:
         return Checked(pin_memory(self.data), self.failures)
 
 
+_OWN = ("_dataset", "_at")  # attributes of the wrapper itself
+
+
 class Guarded(Dataset):
     """A dataset that gives a :class:`Failure` where a sample raises, and leaves a trace of where each worker is."""
 
@@ -70,9 +73,15 @@ class Guarded(Dataset):
         self._at = multiprocessing.RawArray("q", [-1] * max(workers, 1))
 
     def __getattr__(self, name: str):
-        if name.startswith("_"):
+        if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:  # such as of a worker_init_fn that opens a file: get_worker_info().dataset is this object
+            setattr(self._dataset, name, value)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -80,7 +89,7 @@ class Guarded(Dataset):
     def __getitem__(self, index):
         if isinstance(index, int):
             info = get_worker_info()
-            self._at[info.id if info else 0] = index
+            self._at[(info.id if info else 0) % len(self._at)] = index  # a loader may run in the worker of another
         try:
             return self._dataset[index]
         except Exception as error:

@@ -62,6 +62,9 @@ class ImageFolder(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
+    def __repr__(self) -> str:
+        return f"ImageFolder({str(self.root.resolve())!r}, size={self.size}, transform={self.transform!r})"
+
     def __getitem__(self, index: int):
         from PIL import Image
 
@@ -69,7 +72,7 @@ class ImageFolder(Dataset):
         with Image.open(path) as image:
             if self.size is not None:
                 image.draft("RGB", (self.size, self.size))
-            image = image.convert("RGB")
+            image = _rgb(image)
         if self.size is not None:
             image = _middle(image, self.size)
         return (to_tensor(image) if self.transform is None else self.transform(image)), target
@@ -80,10 +83,11 @@ class ImageFolder(Dataset):
 
     def fingerprint(self) -> str:
         """Returns a hash over names, sizes and times of change of all files, and ``size``; one stat call per file."""
-        digest = hashlib.sha256(f"{self.root.resolve()} {self.size}".encode())
+        digest = hashlib.sha256(f"{self.root.resolve()} {self.size}".encode(errors="surrogateescape"))
         for path, target in self.samples:
             status = os.stat(path)
-            digest.update(f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            line = f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            digest.update(line.encode(errors="surrogateescape"))  # names of files are bytes
         return digest.hexdigest()
 
 
@@ -91,6 +95,15 @@ def to_tensor(image) -> Tensor:
     """Returns a PIL image in mode RGB as uint8 ``[3, H, W]``, contiguous."""
     data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return data.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
+
+
+def _rgb(image):
+    """Pillow would turn all of a grey image of 16 bits that is above 255 into white."""
+    if image.mode.startswith("I") and image.format == "PNG":
+        from PIL import Image
+
+        image = Image.fromarray((need("numpy", "data").asarray(image) >> 8).astype("uint8"))
+    return image.convert("RGB")
 
 
 def _middle(image, size: int):

@@ -69,6 +69,12 @@ class DevicePrefetcher:
                 owner.set_epoch(epoch)
                 return
 
+    @property
+    def keeps_position(self) -> bool:
+        """Whether the batches know their position in the epoch."""
+        known = all(hasattr(self.batches, name) for name in ("advance", "state_dict", "load_state_dict"))
+        return known and getattr(self.batches, "keeps_position", True)
+
     def advance(self, steps: int = 1) -> None:
         """Notes that the next batches are used up; the one that is copied ahead does not count before."""
         self.batches.advance(steps)

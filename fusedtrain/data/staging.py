@@ -1,16 +1,20 @@
 """Shards of a remote dataset, copied to local storage ahead of use and shared by the processes of a node.
 
-Beside each shard lie a JSON file (URL, size, version, SHA-256, whether it is complete) and two lock files: ``.get`` is
-held alone by who copies it, ``.use`` is shared by all who need it; what nobody uses may be deleted. The system frees
-locks when a process ends, so that a kill at any moment leaves nothing that another process would wait for.
+Beside each shard lie a JSON file (URL, size, version, SHA-256, whether it is complete) and three lock files: ``.get``
+is held alone by who copies it, ``.use`` is shared by all who need it, ``.ahead`` by all who will need it soon; what
+nobody uses may be deleted. The system frees locks when a process ends, so that a kill at any moment leaves nothing that
+another process would wait for.
 """
 
+import collections
 import contextlib
 import hashlib
+import itertools
 import os
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,6 +23,8 @@ from fusedtrain._extras import need
 
 CHUNK = 4 * 2**20  # bytes read from the remote at a time
 TRIES = 3  # of reading on after an error of the remote
+PATIENCE = 30.0  # seconds of waiting for room, after which it is said
+NOTES = "[0-9a-f]" * 16 + ".json"  # not a shard that is called so itself
 
 
 class StagingError(OSError):
@@ -31,7 +37,8 @@ class Staging:
     Args:
         folder: on a fast local disk, the same for all processes of the node; None takes ``staging/`` in the cache
             folder (FUSEDTRAIN_CACHE, or ~/.cache/fusedtrain).
-        max_bytes: of all copies together; the ones not used for longest go first, ones in use are waited for.
+        max_bytes: of all copies together, at least as much as all that is read at the same time, by any process; the
+            ones not used for longest go first, ones in use are waited for.
         ahead: copies that :meth:`stage` makes before they are asked for.
         checksums: URL -> SHA-256 in hexadecimal, of those that are known; the others' are taken on arrival.
         storage_options: for fsspec: credentials, endpoints.
@@ -42,7 +49,7 @@ class Staging:
 
     A copy is used again as long as the remote file has the same size and version (ETag or time of change), and as its
     checksum, taken once per process, is right; otherwise it is fetched anew. A copy that was interrupted goes on where
-    it stopped.
+    it stopped, or from its start where the remote is a stream.
     """
 
     def __init__(
@@ -67,59 +74,73 @@ class Staging:
     @contextlib.contextmanager
     def hold(self, url: str) -> Iterator[Path]:
         """Gives the local copy of a URL, which stays for the length of the ``with`` block."""
-        with contextlib.ExitStack() as stack:
-            yield self._hold(url, stack, threading.Event())
+        shard, begin, told = _Shard(self.folder, url), time.monotonic(), False
+        with _files.locked(shard.use, shared=True):
+            while not self._bring(shard, threading.Event(), ahead=False):
+                if not told and time.monotonic() - begin > PATIENCE:
+                    told = True
+                    warnings.warn(
+                        f"{url} waits for room: all copies in {self.folder} are in use, and max_bytes={self.max_bytes}"
+                        " leaves none for another",
+                        stacklevel=3,
+                    )
+                time.sleep(0.05)
+            yield shard.data
 
     def stage(self, urls: Iterable[str]) -> Iterator[Path]:
         """Gives the local copies in order, the next ones being fetched by a thread meanwhile.
 
-        A path is good until the next one is asked for.
+        A path is good until the next one is asked for. What was fetched ahead gives way where somebody has no room for
+        the one copy that he needs now: processes that wait for each other's batches would else wait for ever.
         """
-        ready: queue.Queue = queue.Queue(self.ahead)
+        coming = iter(urls)
+        window = collections.deque(map(_Ahead, itertools.islice(coming, 1)))
+        tasks: queue.SimpleQueue = queue.SimpleQueue()
         stop = threading.Event()
-        thread = threading.Thread(target=self._fetch, args=(iter(urls), ready, stop), daemon=True)
+        thread = threading.Thread(target=self._fetch, args=(tasks, stop), daemon=True)
         thread.start()
         try:
-            while True:
-                path, stack = ready.get()
-                with stack:
-                    if path is None:
-                        return
-                    if isinstance(path, BaseException):
-                        raise path
+            while window:
+                now = window.popleft()
+                now.take()
+                for url in itertools.islice(coming, self.ahead - len(window)):
+                    window.append(_Ahead(url))
+                    tasks.put(window[-1])
+                with self.hold(now.url) as path:
+                    now.lock.close()
                     yield path
         finally:
             stop.set()
-            while thread.is_alive() or not ready.empty():
-                with contextlib.suppress(queue.Empty):
-                    ready.get(timeout=0.02)[1].close()
+            tasks.put(None)
+            thread.join()
+            for ahead in window:
+                ahead.lock.close()
 
-    def _fetch(self, urls: Iterator[str], ready: queue.Queue, stop: threading.Event) -> None:
-        for url in urls:
-            stack = contextlib.ExitStack()
-            try:
-                ready.put((self._hold(url, stack, stop), stack))
-            except BaseException as error:
-                ready.put((error, stack))
-                return
-            if stop.is_set():
-                return
-        ready.put((None, contextlib.ExitStack()))
+    def _fetch(self, tasks: queue.SimpleQueue, stop: threading.Event) -> None:
+        """Brings copies before they are needed. What fails is left to who needs it: he meets the error as well."""
+        for task in iter(tasks.get, None):
+            shard = _Shard(self.folder, task.url)
+            with contextlib.suppress(Exception), contextlib.ExitStack() as lock:
+                lock.enter_context(_files.locked(shard.ahead, shared=True))
+                while not (stop.is_set() or task.taken or self._bring(shard, stop, ahead=True)):
+                    time.sleep(0.05)  # until another process has it, or is done with one
+                task.keep(lock)
 
-    def _hold(self, url: str, stack: contextlib.ExitStack, stop: threading.Event) -> Path:
-        """Returns the copy of a URL, in use until ``stack`` is closed."""
-        shard = _Shard(self.folder, url)
-        stack.enter_context(_files.locked(shard.use, shared=True))
-        with _files.locked(shard.get):
-            if (os.getpid(), url) not in self._verified or not shard.data.exists():
-                self._ensure(shard, stop)
-                self._verified.add((os.getpid(), url))
+    def _bring(self, shard: "_Shard", stop: threading.Event, ahead: bool) -> bool:
+        """Sees to the copy of a shard; False where there is no room for it now."""
+        with _files.locked(shard.use, shared=True), _files.locked(shard.get, wait=not ahead) as alone:
+            if not alone:
+                return False
+            if (os.getpid(), shard.url) not in self._verified or not shard.data.exists():
+                if not self._ensure(shard, stop, ahead):
+                    return False
+                self._verified.add((os.getpid(), shard.url))
             os.utime(shard.note)  # the order in which copies are deleted
-        return shard.data
+            return True
 
-    def _ensure(self, shard: "_Shard", stop: threading.Event) -> None:
+    def _ensure(self, shard: "_Shard", stop: threading.Event, ahead: bool) -> bool:
         filesystem, path = need("fsspec", "data").core.url_to_fs(shard.url, **self.storage_options)
-        info = filesystem.info(path)
+        info = shard.info = shard.info or filesystem.info(path)
         size = info.get("size")
         if size is None:
             raise StagingError(f"{shard.url}: the remote does not tell its size")
@@ -132,34 +153,53 @@ class Staging:
         if same and note.get("complete") and shard.data.exists():
             checksum = _sha256(shard.data)
             if checksum == note["sha256"] and wanted in (None, checksum):
-                return
+                return True
             shard.data.unlink()
         if not same:
             shard.forget()
-        self._reserve(shard, found, stop)
+        if not self._reserve(shard, found, ahead):
+            return False
         checksum = _copy(filesystem, path, shard, size, stop)
         if wanted not in (None, checksum):
             shard.forget()
             raise StagingError(f"{shard.url} has SHA-256 {checksum}, expected {wanted}")
         os.replace(shard.part, shard.data)
         _files.write_json(shard.note, {**found, "sha256": checksum, "complete": True})
+        return True
 
-    def _reserve(self, shard: "_Shard", found: dict, stop: threading.Event) -> None:
-        """Notes the size of a copy to come, once there is room for it."""
-        while not stop.is_set():
-            with _files.locked(self.folder / "folder.lock"):
-                others = [path for path in self.folder.glob("*.json") if path != shard.note]
-                sizes = {path: (_files.read_json(path) or {}).get("size", 0) for path in others}
-                excess = sum(sizes.values()) + found["size"] - self.max_bytes
-                for path in sorted(others, key=lambda path: path.stat().st_mtime):
-                    if excess <= 0:
-                        break
-                    excess -= sizes[path] if _Shard.delete(path) else 0
-                if excess <= 0:
-                    _files.write_json(shard.note, {**found, "complete": False})
-                    return
-            time.sleep(0.05)  # until a process is done with one
-        raise StagingError(f"{shard.url}: stopped while waiting for room")
+    def _reserve(self, shard: "_Shard", found: dict, ahead: bool) -> bool:
+        """Makes room for a copy to come and notes its size; False where what is in use leaves none."""
+        with _files.locked(self.folder / "folder.lock"):
+            others = sorted((path for path in self.folder.glob(NOTES) if path != shard.note), key=_changed)
+            sizes = {path: (_files.read_json(path) or {}).get("size", 0) for path in others}
+            excess = sum(sizes.values()) + found["size"] - self.max_bytes
+            for spared in (True, False)[: 1 if ahead else 2]:  # first what nobody will need soon
+                for path in [path for path in others if path in sizes]:
+                    if excess > 0 and _Shard.delete(path, spared):
+                        excess -= sizes.pop(path)
+            if excess > 0:
+                return False
+            _files.write_json(shard.note, {**found, "complete": False})
+            return True
+
+
+class _Ahead:
+    """A copy that will be needed soon, and the lock that keeps it from making room for others that will be."""
+
+    def __init__(self, url: str):
+        self.url, self.lock, self.taken = url, contextlib.ExitStack(), False
+        self._mutex = threading.Lock()
+
+    def take(self) -> None:
+        """Notes that it is needed now."""
+        with self._mutex:
+            self.taken = True
+
+    def keep(self, lock: contextlib.ExitStack) -> None:
+        """Keeps what the thread has locked, unless it is too late for it."""
+        with self._mutex:
+            if not self.taken:
+                self.lock = lock.pop_all()
 
 
 class _Shard:
@@ -167,40 +207,55 @@ class _Shard:
 
     def __init__(self, folder: Path, url: str):
         name = hashlib.sha256(url.encode()).hexdigest()[:16]
-        self.url = url
+        self.url, self.info = url, None  # the second: what the remote tells
         # The name's end is kept: it tells readers what it is.
         self.data = folder / f"{name}-{os.path.basename(url.split('?')[0])}"
         self.note, self.part = folder / f"{name}.json", folder / f"{name}.part"
-        self.get, self.use = folder / f"{name}.get", folder / f"{name}.use"
+        self.get, self.use, self.ahead = (folder / f"{name}.{lock}" for lock in ("get", "use", "ahead"))
 
     def forget(self) -> None:
         for path in (self.data, self.part, self.note):
             path.unlink(missing_ok=True)
 
     @staticmethod
-    def delete(note: Path) -> bool:
-        """Deletes a copy that nobody uses; False where somebody does."""
+    def delete(note: Path, spared: bool) -> bool:
+        """Deletes a copy that nobody uses; False where somebody does, or, if such are spared, will soon."""
         with _files.locked(note.with_suffix(".use"), wait=False) as free:
-            if free:
-                for path in (*note.parent.glob(f"{note.stem}-*"), note.with_suffix(".part"), note):
-                    path.unlink(missing_ok=True)
-            return free
+            if not free:
+                return False
+            if spared:
+                with _files.locked(note.with_suffix(".ahead"), wait=False) as unclaimed:
+                    if not unclaimed:
+                        return False
+            for path in (*note.parent.glob(f"{note.stem}-*"), note.with_suffix(".part"), note):
+                path.unlink(missing_ok=True)
+            return True
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just forgotten it
+        return 0.0
 
 
 def _copy(filesystem, path: str, shard: _Shard, size: int, stop: threading.Event) -> str:
     """Copies the rest of a file to its part, and returns the checksum of the whole."""
     if shard.data.exists():  # killed between the last two steps
         os.replace(shard.data, shard.part)
-    digest, at = hashlib.sha256(), 0
+    digest, at, failures = hashlib.sha256(), 0, 0
     with open(shard.part, "ab+") as part:
         part.seek(0)
         while chunk := part.read(CHUNK):
             digest.update(chunk)
             at += len(chunk)
-        for attempt in range(TRIES):
+        while True:
             try:
                 with filesystem.open(path, "rb") as source:
-                    source.seek(at)
+                    if at and not _seek(source, at):
+                        part.truncate(0)
+                        digest, at = hashlib.sha256(), 0
+                        continue
                     while at < size and (chunk := source.read(min(CHUNK, size - at))):
                         if stop.is_set():
                             raise StagingError(f"{shard.url}: stopped")
@@ -208,14 +263,28 @@ def _copy(filesystem, path: str, shard: _Shard, size: int, stop: threading.Event
                         digest.update(chunk)
                         at += len(chunk)
                 break
-            except OSError as error:
-                if isinstance(error, StagingError) or attempt == TRIES - 1:
-                    raise
-                time.sleep(0.1 * 4**attempt)
+            except StagingError:
+                raise
+            except Exception as error:  # libraries for remotes have classes of their own
+                failures += 1
+                if failures == TRIES:
+                    if isinstance(error, OSError):
+                        raise
+                    raise StagingError(f"{shard.url}: {type(error).__name__}: {error}") from error
+                time.sleep(0.1 * 4 ** (failures - 1))
     if at != size:
         shard.part.unlink()
         raise StagingError(f"{shard.url} ended after {at} bytes, expected {size}")
     return digest.hexdigest()
+
+
+def _seek(source, at: int) -> bool:
+    """Goes to a position of a remote file; False where it can be read from its start only."""
+    try:
+        source.seek(at)
+        return True
+    except (OSError, ValueError, NotImplementedError):
+        return False
 
 
 def _sha256(path: Path) -> str:

@@ -80,14 +80,15 @@ class TableDataset(IterableDataset):
         for name, value in {"batch_rows": batch_rows, "batch_size": batch_size, "shuffle_rows": shuffle_rows}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.paths = _expand([paths] if isinstance(paths, (str, Path)) else paths)
+        self._options = {} if staging is None else staging.storage_options
+        self.paths = _expand([paths] if isinstance(paths, (str, Path)) else paths, self._options)
         self.columns = None if columns is None else list(columns)
         self.batch_rows, self.batch_size, self.transform = batch_rows, batch_size, transform
         self.shuffle, self.shuffle_rows, self.seed = shuffle, shuffle_rows, seed
         self.rank, self.world_size = _place(rank, world_size)
         self.staging = staging
         self._files: dict[str, _File] = {}
-        self._staged: _Staged | None = None
+        self._opened_in = os.getpid()
         self.groups = [(i, g, n) for i in range(len(self.paths)) for g, n in enumerate(self._inspect(i))]
         self.rows = sum(rows for _, _, rows in self.groups)
         self.epoch = self.position = 0
@@ -95,7 +96,13 @@ class TableDataset(IterableDataset):
         self._now = torch.tensor([0, 0, 1, 0]).share_memory_()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": {}, "_staged": None}  # open files stay here
+        return {**self.__dict__, "_files": {}}  # open files stay here
+
+    def __repr__(self) -> str:
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        names = ("columns", "batch_rows", "batch_size", "shuffle", "shuffle_rows", "transform")
+        options = [f"{name}={getattr(self, name)!r}" for name in names]
+        return f"TableDataset({self.paths[0]}{more}, rows={self.rows}, {', '.join(options)})"
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of ``epoch``; where that is the epoch at hand, stays where it is in it."""
@@ -111,21 +118,30 @@ class TableDataset(IterableDataset):
         """Lets the next pass begin at the position; called by the loader, before its workers look."""
         self._now[1], self._now[2], self._now[3] = self.position, batch_size or self.batch_size or 1, drop_last
 
-    def state_dict(self, workers: int) -> dict:
+    def state_dict(self, workers: int, batch_size: int | None = None, drop_last: bool = False) -> dict:
         """Returns the position in the epoch, in batches of a loader with so many workers."""
-        return {**self._order_of(workers), "epoch": self.epoch, "position": self.position}
+        order = self._order_of(workers) | self._steps_of(batch_size, drop_last)
+        return {**order, "epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict, workers: int) -> None:
-        """Continues where :meth:`state_dict` was called; ValueError where the order is not the same."""
-        for name, value in self._order_of(workers).items():
-            if state[name] != value:
+    def load_state_dict(
+        self, state: dict, workers: int, batch_size: int | None = None, drop_last: bool = False
+    ) -> None:
+        """Continues where :meth:`state_dict` was called; ValueError where the order is not the same, or, in the middle
+        of an epoch, the batches."""
+        order = self._order_of(workers) | (self._steps_of(batch_size, drop_last) if state["position"] else {})
+        for name, value in order.items():
+            if state.get(name, value) != value:
                 raise ValueError(f"the position belongs to an order with {name}={state[name]}, this one has {value}")
         self.set_epoch(state["epoch"])
         self.position = state["position"]
 
     def _order_of(self, workers: int) -> dict:
         names = ("rows", "shuffle", "shuffle_rows", "seed", "world_size")
-        return {"workers": workers, **{name: getattr(self, name) for name in names}}
+        order = {"workers": workers, **{name: getattr(self, name) for name in names}}
+        return order | {"file_by_file": self.shuffle and self.staging is not None}
+
+    def _steps_of(self, batch_size: int | None, drop_last: bool) -> dict:
+        return {"batch_size": batch_size or self.batch_size or 1, "drop_last": drop_last}
 
     def shard_sizes(self, workers: int) -> list[int]:
         """Returns the rows that each of so many workers of this rank gives."""
@@ -144,15 +160,25 @@ class TableDataset(IterableDataset):
         done, turn = _taken(batches, [rows // size if drop_last else -(-rows // size) for rows in sizes])
         worker = (worker + turn) % workers  # the loader asks worker 0 first: it goes on with the part whose turn it is
         skip = min(done[worker] * size, sizes[worker])
+        if not self.shuffle:
+            return self._samples(self._shard(epoch, worker, workers, skip), lambda tables: tables)
+        block, passed = divmod(skip, self.shuffle_rows)
+        pieces = self._shard(epoch, worker, workers, skip - passed)
+        key = (self.seed, epoch, self.rank * workers + worker)
+        return self._samples(pieces, lambda tables: _shuffled(tables, self.shuffle_rows, key, block, passed))
+
+    def _samples(self, pieces: list[_Piece], order: Callable[[Iterator], Iterator]) -> Iterator:
+        """The samples that the rows of some pieces make in an order."""
+        staged = None
         if self.staging is not None:
-            pieces = self._shard(epoch, worker, workers, skip)
-            self._staged = _Staged(self.staging, [self.paths[i] for i, _ in itertools.groupby(p.file for p in pieces)])
-        if self.shuffle:
-            tables = self._shuffled(epoch, worker, workers, skip)
-        else:
-            tables = self._read(self._shard(epoch, worker, workers, skip))
-        samples = _rows(tables) if self.batch_size is None else _batches(tables, self.batch_size)
-        return samples if self.transform is None else map(self.transform, samples)
+            staged = _Staged(self.staging, [self.paths[i] for i, _ in itertools.groupby(p.file for p in pieces)])
+        try:
+            tables = order(self._read(pieces, self._open if staged is None else staged.open))
+            samples = _rows(tables) if self.batch_size is None else _batches(tables, self.batch_size)
+            yield from samples if self.transform is None else map(self.transform, samples)
+        finally:
+            if staged is not None:  # the last copy is in use no more, whoever else waits for room
+                staged.close()
 
     def _bound(self, shard: int, workers: int) -> int:
         return shard * self.rows // (self.world_size * workers)
@@ -170,34 +196,22 @@ class TableDataset(IterableDataset):
             [self.groups[i] for i in order], self._bound(shard, workers) + skip, self._bound(shard + 1, workers)
         )
 
-    def _shuffled(self, epoch: int, worker: int, workers: int, skip: int):
-        """Tables of ``shuffle_rows`` rows in an order of their own; whole tables that are skipped are not read."""
-        pa = need("pyarrow", "data")
-        shard = self.rank * workers + worker
-        start, stop = self._bound(shard, workers), self._bound(shard + 1, workers)
-        for block in range(skip // self.shuffle_rows, -(-(stop - start) // self.shuffle_rows)):
-            first = block * self.shuffle_rows
-            pieces = self._shard(epoch, worker, workers, first)
-            table = pa.concat_tables(self._read(_head(pieces, self.shuffle_rows)))
-            order = torch.randperm(len(table), generator=_generator(self.seed, epoch, shard, block))
-            yield table.take(pa.array(order[max(skip - first, 0) :].numpy()))
-
-    def _read(self, pieces: list[_Piece]) -> Iterator:
+    def _read(self, pieces: list[_Piece], open_file: Callable[[str], "_File"]) -> Iterator:
         for piece in pieces:
             path = self.paths[piece.file]
             try:
-                yield from self._open(path).read(piece, self.columns, self.batch_rows)
+                yield from open_file(path).read(piece, self.columns, self.batch_rows)
             except (OSError, need("pyarrow", "data").ArrowException) as error:
                 raise ValueError(f"{path}, row group {piece.group}, cannot be read: {error}") from error
 
     def _open(self, path: str) -> "_File":
-        if self._staged is not None:
-            return self._staged.open(path)
-        if path not in self._files:
-            if len(self._files) == OPEN_FILES:
-                self._files.pop(next(iter(self._files))).close()
-            self._files[path] = _File(path)
-        return self._files[path]
+        if self._opened_in != os.getpid():  # a fork would share the position in the file with its parent and siblings
+            self._files, self._opened_in = {}, os.getpid()
+        file = self._files.pop(path, None) or _File(path, self._options)
+        if len(self._files) == OPEN_FILES:
+            self._files.pop(next(iter(self._files)))  # the one not used for longest; closed when nobody reads it
+        self._files[path] = file
+        return file
 
     def _inspect(self, index: int) -> list[int]:
         """Returns the rows of each row group of a file, whose columns are checked."""
@@ -226,13 +240,22 @@ class _Staged:
             self._at, self._file = next(self._urls), _File(str(next(self._local)))
         return self._file
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._local.close()
+
 
 class _File:
-    """A Parquet or Arrow file; row groups and record batches go by the same name."""
+    """A Parquet or Arrow file; row groups and record batches go by the same name.
 
-    def __init__(self, path: str):
-        self.is_parquet = not path.endswith((".arrow", ".feather"))
-        source = need("fsspec", "data").open(path).open() if "://" in path else path
+    ``options``: of fsspec, for a URL.
+    """
+
+    def __init__(self, path: str, options: dict | None = None):
+        remote = "://" in path
+        self.is_parquet = not (path.split("?")[0] if remote else path).endswith((".arrow", ".feather"))
+        source = need("fsspec", "data").open(path, **(options or {})).open() if remote else path
         if self.is_parquet:
             self.file = need("pyarrow.parquet", "data").ParquetFile(source, memory_map=isinstance(source, str))
         else:
@@ -272,16 +295,18 @@ class _File:
             self.file.close(force=True)
 
 
-def _expand(paths: Sequence[str | Path]) -> list[str]:
+def _expand(paths: Sequence[str | Path], options: dict) -> list[str]:
     found = []
     for path in map(str, paths):
         if "://" in path:
-            filesystem, _, names = need("fsspec", "data").get_fs_token_paths(path)
+            filesystem, _, names = need("fsspec", "data").get_fs_token_paths(path, storage_options=options)
             matches = [filesystem.unstrip_protocol(name) for name in sorted(names) if filesystem.exists(name)]
         elif os.path.isdir(path):
             matches = sorted(str(p) for p in Path(path).iterdir() if p.suffix in (".parquet", ".arrow", ".feather"))
+        elif os.path.exists(path):  # its name may hold what stands for others in a pattern
+            matches = [path]
         else:
-            matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.exists(path)
+            matches = sorted(glob.glob(path, recursive=True))  # ** is any number of folders, as in a URL
         if not matches:
             raise ValueError(f"no Parquet or Arrow file is found at {path}")
         found += matches
@@ -337,15 +362,33 @@ def _taken(batches: int, parts: list[int]) -> tuple[list[int], int]:
     return [full + (w in last) for w in range(workers)], next((w for w in longer if w not in last), 0)
 
 
-def _head(pieces: list[_Piece], rows: int) -> list[_Piece]:
-    """Returns the first ``rows`` rows of the pieces."""
-    found = []
-    for piece in pieces:
-        if rows <= 0:
-            break
-        found.append(piece._replace(stop=min(piece.stop, piece.start + rows)))
-        rows -= piece.stop - piece.start
-    return found
+def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, passed: int) -> Iterator:
+    """Gives the rows of tables in blocks of ``size`` rows, each in an order of its own.
+
+    Args:
+        tables: their first row is the first one of ``block``.
+        key: of the orders.
+        passed: rows of the first block that are left out.
+    """
+    pa = need("pyarrow", "data")
+
+    def mixed(parts: list):
+        table = pa.concat_tables(parts)
+        order = torch.randperm(len(table), generator=_generator(*key, block))
+        return table.take(pa.array(order[passed:].numpy()))
+
+    pending, rows = [], 0
+    for table in tables:
+        while rows + len(table) >= size:
+            whole, pending = [*pending, table.slice(0, size - rows)], []
+            table, rows = table.slice(size - rows), 0
+            yield mixed(whole)
+            block, passed = block + 1, 0
+        if len(table):
+            pending.append(table)
+            rows += len(table)
+    if rows:
+        yield mixed(pending)
 
 
 def _rows(tables) -> Iterator[dict]:

@@ -7,6 +7,7 @@ with the time that starting them takes, and the smallest whose pass over the dat
 taken: a short pass does not pay for starting many workers. Workers that stay from pass to pass are started once.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -25,6 +26,7 @@ import torch
 from torch import multiprocessing
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.worker import WorkerInfo
 
 from fusedtrain import _files
 from fusedtrain._waits import Waits
@@ -34,6 +36,11 @@ MOST = 64  # workers; beyond, starting them costs more than they bring
 SECONDS = 1.0  # of measuring one worker, and about that per confirmed point
 PASSES = 10  # that workers which stay from pass to pass are taken to serve
 CHUNK_SECONDS = 0.05  # batches are measured in pieces of this length, so that slow samples are seen soon
+HOPELESS = 64  # samples that all fail, after which no more are tried
+QUOTAS = (  # of the cgroup: as "quota period", of its two versions
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,11 @@ class _One(NamedTuple):
 def cores() -> int:
     """Returns how many cores this process may use: its affinity, its cgroup's quota, its share beside local ranks."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            count = min(count, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass
+    for files in QUOTAS:
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if quota not in ("max", "-1"):
+                count = min(count, math.ceil(int(quota) / int(period)))
     return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -90,6 +95,7 @@ def plan(
     collate_fn=None,
     context: str | None = None,
     *,
+    worker_init_fn: Callable[[int], None] | None = None,
     persistent: bool = True,
     remember: bool = True,
     progress: Callable[[str], None] = lambda line: None,
@@ -99,7 +105,7 @@ def plan(
     Args:
         dataset: map-style or iterable.
         batch_size: samples per batch; None where the dataset gives batches.
-        collate_fn, context: as the DataLoader will have them.
+        collate_fn, context, worker_init_fn: as the DataLoader will have them.
         persistent: whether the workers stay from pass to pass; otherwise each pass pays for their start.
         remember: take what was found earlier for the same key, by a call that was killed as far as it came; False
             measures anew. The result is kept either way, in the cache folder (FUSEDTRAIN_CACHE, or
@@ -109,35 +115,60 @@ def plan(
     The key is: host name, cores, torch version, start method, batch size, collate function, whether workers stay, and
     the dataset: its class, its length and its repr; the file holds the key in plain text.
 
-    Cost: 2 to 5 s once; processes that ask for the same key wait for the first.
+    Cost: 2 to 5 s once; processes that ask for the same key wait for the first. Random numbers of this process are
+    left alone, and so is the dataset in it.
     """
     key = describe(dataset, batch_size, collate_fn, context) | {"persistent": persistent}
-    path = _files.cache_folder("loader") / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
-    with _files.locked(path.with_suffix(".lock")):
-        known = _files.read_json(path) if remember else None
+    with contextlib.ExitStack() as stack:
+        path = None
+        try:
+            folder = _files.cache_folder("loader")
+            path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
+            stack.enter_context(_files.locked(path.with_suffix(".lock")))
+        except OSError as error:
+            warnings.warn(f"what is measured is not remembered: {error}; FUSEDTRAIN_CACHE names a folder", stacklevel=2)
+            path = None
+        known = _files.read_json(path) if remember and path else None
         if known is None or known.get("key") != key:
             known = {"key": key, "one": None, "points": {}}
         if "plan" not in known:
-            known["plan"] = asdict(
-                _measure(dataset, batch_size, collate_fn, context, persistent, _Measured(path, known, progress))
-            )
-            _files.write_json(path, known)
+            measured = _Measured(path, known, progress)
+            with _same_random_numbers():
+                plan = _measure(dataset, batch_size, collate_fn, context, persistent, measured, worker_init_fn)
+                known["plan"] = asdict(plan)
+            measured.keep()
     found = known["plan"]
     return Plan(**found | {name: {int(w): value for w, value in found[name].items()} for name in ("points", "starts")})
+
+
+@contextlib.contextmanager
+def _same_random_numbers():
+    """A DataLoader draws one when its workers start: a run must not depend on whether they were measured in it."""
+    from fusedtrain.train.rng import cpu_state, set_rng_state
+
+    state = cpu_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 @dataclass
 class _Measured:
     """What was measured so far, kept in the plan's file: after a kill the same call goes on from there."""
 
-    path: Path
+    path: Path | None
     known: dict
     progress: Callable[[str], None]
+
+    def keep(self) -> None:
+        if self.path is not None:
+            _files.write_json(self.path, self.known)
 
     def one(self, measure: Callable[[], _One]) -> _One:
         if self.known["one"] is None:
             self.known["one"] = list(measure())
-            _files.write_json(self.path, self.known)
+            self.keep()
         one = _One(*self.known["one"])
         self.progress(f"one worker: {1e3 * one.wall:.3g} ms per sample, {1e3 * one.cpu:.3g} ms of it on a core")
         return one
@@ -147,7 +178,7 @@ class _Measured:
         points = self.known["points"]
         if str(workers) not in points:
             points[str(workers)] = list(measure())
-            _files.write_json(self.path, self.known)
+            self.keep()
         rate, start = points[str(workers)]
         self.progress(f"{workers:>6} workers: {rate:.4g} samples per second, {start:.2g} s to start")
         return rate, start
@@ -155,34 +186,50 @@ class _Measured:
 
 def describe(dataset, batch_size, collate_fn, context) -> dict:
     """Returns the key under which a plan is remembered."""
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = None
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(dataset))[:1000]  # addresses differ from run to run
-    root = getattr(dataset, "root", None)
-    return {
+    key = {
         "host": platform.node(),
         "cores": cores(),
         "torch": torch.__version__,
         "start_method": context or multiprocessing.get_start_method(),
         "batch_size": batch_size,
         "collate_fn": getattr(collate_fn, "__qualname__", type(collate_fn).__name__),
-        "dataset": [type(dataset).__module__, type(dataset).__qualname__, length, str(root), text],
+        "dataset": _describe(dataset),
     }
+    inner = [_describe(inside) for inside in _inside(dataset)]
+    return key | ({"inside": inner} if inner else {})
 
 
-def _measure(dataset, batch_size, collate_fn, context, persistent: bool, measured: _Measured) -> Plan:
+def _describe(dataset) -> list:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = None
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(dataset))[:1000]  # addresses differ from run to run
+    root = getattr(dataset, "root", None)
+    return [type(dataset).__module__, type(dataset).__qualname__, length, str(root), text]
+
+
+def _inside(dataset, depth: int = 8) -> list:
+    """Returns the datasets that a dataset stands on, such as a Subset or a ConcatDataset: its own repr may not tell."""
+    own = getattr(dataset, "__dict__", {})
+    parts = [own["dataset"]] if "dataset" in own else own.get("datasets", [])
+    parts = [part for part in parts[:8] if hasattr(part, "__getitem__")] if isinstance(parts, list) and depth else []
+    return [found for part in parts for found in (part, *_inside(part, depth - 1))]
+
+
+def _measure(
+    dataset, batch_size, collate_fn, context, persistent: bool, measured: _Measured, init: Callable | None
+) -> Plan:
     samples = _length(dataset)
     if samples == 0:
         return Plan(0, None, "the dataset is empty", cores=cores())
-    one = measured.one(lambda: _one_worker(dataset, batch_size, collate_fn, context))
+    one = measured.one(lambda: _one_worker(dataset, batch_size, collate_fn, context, init))
     passes = PASSES if persistent else 1
     chunk = batch_size and max(1, min(batch_size, int(CHUNK_SECONDS / one.wall)))
     candidates = _candidates(one, cores(), samples * passes)
     points, starts = {}, {}
     for w in candidates:
-        points[w], starts[w] = measured.point(w, lambda w=w: _rate(dataset, chunk, collate_fn, context, w, one))
+        points[w], starts[w] = measured.point(w, lambda w=w: _rate(dataset, chunk, collate_fn, context, w, one, init))
     chosen = _choose(points, starts, samples * passes)
     prefetch = 4 if one.uneven > 2 else 2
     workers, prefetch, note = _fit_memory(chosen, prefetch, one.sample_bytes * (batch_size or 1))
@@ -250,17 +297,27 @@ def _fit_memory(workers: int, prefetch: int, batch_bytes: int) -> tuple[int, int
 
 
 def _free_memory() -> int:
+    """Returns the bytes that can be had, files that the system keeps in memory included."""
+    from fusedtrain.train.memory import available
+
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available()
     except (ValueError, OSError):
         return 2**62
 
 
-def _one_worker(dataset, batch_size, collate_fn, context) -> _One:
-    """Measures one worker in a process of its own, as it will run: no state of this process changes."""
+def _one_worker(dataset, batch_size, collate_fn, context, init) -> _One:
+    """Measures one worker, as it will run."""
+    result, start = _apart(context, _timed, dataset, batch_size, collate_fn, init)
+    return result._replace(start=start)
+
+
+def _apart(context, function, *args) -> tuple:
+    """Calls a function in a process of its own: no state of this one changes, no file is opened in it that workers
+    would share. Returns the result and the seconds until the process had begun."""
     processes = multiprocessing.get_context(context)
     here, there = processes.Pipe(duplex=False)
-    worker = processes.Process(target=_work, args=(dataset, batch_size, collate_fn, there), daemon=True)
+    worker = processes.Process(target=_work, args=(there, function, args), daemon=True)
     begin = time.perf_counter()
     worker.start()
     there.close()
@@ -276,20 +333,23 @@ def _one_worker(dataset, batch_size, collate_fn, context) -> _One:
     worker.join()
     if isinstance(result, str):
         raise faults.SampleError(result)
-    return result._replace(start=start)
+    return result, start
 
 
-def _work(dataset, batch_size, collate_fn, results) -> None:
+def _work(results, function, args) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results.send("ready")
     try:
-        results.send(_timed(dataset, batch_size, collate_fn))
+        results.send(function(*args))
     except Exception as error:
         results.send(f"while one worker was measured: {type(error).__name__}: {error}")
 
 
-def _timed(dataset, batch_size, collate_fn) -> _One:
+def _timed(dataset, batch_size, collate_fn, init) -> _One:
+    if init is not None:
+        torch.utils.data._utils.worker._worker_info = WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset)
+        init(0)
     samples = _samples(dataset, batch_size, collate_fn)
     walls, cpus, counts, size, waits = [], [], [], 0, Waits()
     start = time.perf_counter()
@@ -321,17 +381,21 @@ def _samples(dataset, batch_size, collate_fn):
         while items := [item for _, item in zip(range(chunk), iterator)]:
             yield len(items), collate(items if batch_size is not None else items[0]).data
         return
-    guarded = faults.Guarded(dataset, 1)
+    guarded, failed, any_good = faults.Guarded(dataset, 1), 0, False
     for indices in _Endless(len(dataset), chunk, seed=0):
         if batch_size is None:
-            batch, good = collate(guarded[indices[0]]), 1
+            batch = collate(guarded[indices[0]])
+            good = 1 - len(batch.failures)
         else:
             batch = collate(guarded.__getitems__(indices))
             good = len(indices) - len(batch.failures)
         if batch.data is not None and good:
+            any_good = True
             yield good, batch.data
-        elif len(dataset) <= chunk:
-            return
+        failed += len(batch.failures)
+        if not any_good and failed >= min(len(dataset), HOPELESS):
+            failure = batch.failures[0]
+            raise ValueError(f"no sample could be read, of {failed}: {failure.name}: {failure.reason}")
 
 
 class _Endless:
@@ -347,8 +411,8 @@ class _Endless:
                 yield indices.tolist()
 
 
-def _stream(dataset, chunk, collate_fn, context, workers: int) -> DataLoader:
-    options = {"num_workers": workers, "multiprocessing_context": context if workers else None}
+def _stream(dataset, chunk, collate_fn, context, workers: int, init) -> DataLoader:
+    options = {"num_workers": workers, "multiprocessing_context": context if workers else None, "worker_init_fn": init}
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, chunk, collate_fn=faults.Collate(collate_fn, chunk is not None), **options)
     # Another order each time: what an earlier point read lies in the system's cache.
@@ -357,27 +421,35 @@ def _stream(dataset, chunk, collate_fn, context, workers: int) -> DataLoader:
     return DataLoader(faults.Guarded(dataset, workers), batch_sampler=sampler, collate_fn=collate, **options)
 
 
-def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One) -> tuple[float, float]:
+def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One, init) -> tuple[float, float]:
     """Measures the samples per second of so many workers after all have begun, and the seconds their start took."""
+    if not workers:
+        return _apart(context, _rate_here, dataset, chunk, collate_fn, context, 0, one, None)[0]
+    return _rate_here(dataset, chunk, collate_fn, context, workers, one, init)
+
+
+def _rate_here(dataset, chunk, collate_fn, context, workers: int, one: _One, init) -> tuple[float, float]:
     begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "This DataLoader will create"
         )  # more workers than cores: that is the question
-        iterator = iter(_stream(dataset, chunk, collate_fn, context, workers))
+        iterator = iter(_stream(dataset, chunk, collate_fn, context, workers, init))
     seconds = min(10.0, max(0.7 * SECONDS, 6 * one.wall * (chunk or 1)))
     warm_up = max(2, 2 * workers)  # batches that may have been made before the clock started
-    count, start, first, begun = 0, time.perf_counter(), time.perf_counter(), 0.0
+    count, seen, start, first, begun = 0, 0, time.perf_counter(), time.perf_counter(), 0.0
     for i, batch in enumerate(iterator):
         if i == 0 and workers:
             begun = max(0.0, time.perf_counter() - begin - one.wall * (chunk or 1))
+        good = (chunk or 1) - len(batch.failures)
+        seen += good
         if i < warm_up:
             start = time.perf_counter()
             if start - first > 4 * seconds:
                 break
             continue
-        count += (chunk or 1) - len(batch.failures)
+        count += good
         if time.perf_counter() - start > seconds:
             break
     elapsed = time.perf_counter() - (start if count else first)
-    return (count or (i + 1) * (chunk or 1)) / elapsed, begun
+    return max(count or seen, 1e-9) / elapsed, begun

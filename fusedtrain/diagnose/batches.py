@@ -1,6 +1,6 @@
 """Where the batches of a measured run come from: a loader, or a few that are kept."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -38,10 +38,12 @@ class LoaderSource:
     Args:
         loader: any iterable that can be iterated over again.
         iterator: one that is under way, or None.
+        begin: gives another one; None: ``iter(loader)``.
     """
 
-    def __init__(self, loader, iterator: Iterator | None = None):
+    def __init__(self, loader, iterator: Iterator | None = None, begin: Callable[[], Iterator] | None = None):
         self.loader, self.iterator, self.restarted = loader, iterator, False
+        self._begin = begin or (lambda: iter(loader))
         self._epoch = _FAR_EPOCH
         self.in_flight = 0
         if isinstance(loader, DataLoader) and loader.num_workers > 0:
@@ -63,7 +65,7 @@ class LoaderSource:
             except StopIteration:
                 self.restarted = True
                 self._next_epoch()
-        self.iterator = iter(self.loader)
+        self.iterator = self._begin()
         try:
             return next(self.iterator)
         except StopIteration:
@@ -82,6 +84,8 @@ class LoaderSource:
         for owner in (self.iterator, self.loader):
             if hasattr(owner, "_shutdown_workers"):
                 owner._shutdown_workers()
+            elif isinstance(owner, Generator):
+                owner.close()
         self.iterator = None
 
 

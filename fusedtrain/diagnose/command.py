@@ -1,11 +1,11 @@
 """The command ``fusedtrain diagnose``."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
+from fusedtrain import _files
 from fusedtrain.diagnose.script import ScriptError, diagnose_script
 
 DESCRIPTION = """Runs a training script, unchanged, for some steps; names what makes it slow and ranks remedies by the
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if args.html is not None and FIRST:
         from fusedtrain.diagnose.html import page
 
-        args.html.write_text(page(report))
+        args.html.write_text(page(report), encoding="utf-8")
     return 0
 
 
@@ -56,7 +56,7 @@ def _diagnose(args: argparse.Namespace) -> dict:
     if args.json or not FIRST:
         report = diagnose_script(args.script, args.arguments, steps=args.steps, verify=args.verify)
         if FIRST:
-            print(json.dumps(report, indent=1))
+            print(_files.json_text(report, indent=1))
         return report
     from rich.console import Console
 

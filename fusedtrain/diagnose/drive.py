@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from fusedtrain._waits import TeamWaits
+from fusedtrain.data.dataloader import Loader
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
@@ -84,6 +85,7 @@ def _faults() -> int:
 SETTLING = 4  # steps of a script that was started again, before it is measured
 BY_HAND = 4  # backward passes without an optimizer of torch.optim, after which weights are updated by hand
 IDLE = 300  # and with one that was made, but takes no step
+UNASKED = 50  # steps in a row for which a loader is not asked: the loop trains on what it got before
 UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and gradients did not repeat"
 
 
@@ -100,6 +102,7 @@ class Driver:
         self.instrument, self._make_plan = instrument, plan
         self.plan: Plan | None = None
         self.loader = None  # of the training loop
+        self.beginning = None  # a loader that is beginning a pass
         self.source: LoaderSource | None = None  # the script's own
         self.optimizer: object = None  # its steps are the boundaries where no loader is used
         self.batches: list = []
@@ -132,6 +135,7 @@ class Driver:
         self._timed_fetch = instrument.timed("loader")(lambda source: source.fetch())
         self._passes = Counter()  # by name, until the training loop is recognised
         self._taken = 0  # steps, but for bare ones of the run that is under way
+        self._unasked = 0  # steps since the loader was recognised, until it is asked again
         self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
 
     @property
@@ -147,7 +151,8 @@ class Driver:
     def install(self) -> None:
         def iterate(original):
             def wrapper(loader):
-                if self.own_code or os.getpid() != self._pid or threading.get_ident() != self._thread:
+                elsewhere = os.getpid() != self._pid or threading.get_ident() != self._thread
+                if self.own_code or elsewhere or loader is self.beginning:
                     return original(loader)
                 if self.loader is not None and loader is not self.loader and not self.instrument.attached:
                     return original(loader)  # of a validation, for instance
@@ -155,7 +160,8 @@ class Driver:
 
             return wrapper
 
-        self.instrument.patch(DataLoader, "__iter__", iterate)
+        for owner in (DataLoader, Loader):  # the second hands out what is within the batches of the first
+            self.instrument.patch(owner, "__iter__", iterate)
         # it warns of more workers than cores, whatever the workers wait for
         self.instrument.patch(DataLoader, "check_worker_number_rationality", lambda original: lambda loader: None)
         self.instrument.before_optimizer = self._before_optimizer
@@ -252,7 +258,19 @@ class Driver:
             self.optimizer = self.instrument.marks = optimizer
             return
         self.loader, self._last.adopted = self._last.loader, True
-        self.source = LoaderSource(self.loader, self._last.inner)
+        self.source = LoaderSource(self.loader, self._last.inner, self._last.begin)
+
+    @property
+    def _waits_for_loader(self) -> bool:
+        """Whether a loader was recognised, and has not been asked since."""
+        return self.plan is None and self.loader is not None
+
+    def _not_asked(self, owner) -> None:
+        """Notes a step after which the loader was not asked for another batch; after some, steps are the boundaries."""
+        self._unasked += 1
+        if self._unasked == UNASKED:
+            self.loader = self.source = None
+            self.optimizer = self.instrument.marks = owner
 
     def _after_pass(self, name: str) -> None:
         if self.optimizer == name:
@@ -267,10 +285,14 @@ class Driver:
                 return
             self.instrument.watch_updates(False)
             self._recognise(next((owner for owner, _ in self.instrument.by_hand), name))
+        elif self._waits_for_loader and not (self.instrument.optimizers or self.instrument.by_hand):
+            self._not_asked(name)
 
     def _after_optimizer(self, optimizer) -> None:
         if self._open is not None:
             self._open.optimizer_faults += _faults()
+        if self._waits_for_loader:
+            self._not_asked(optimizer)
         if optimizer is not self.optimizer:
             return
         times = self._times
@@ -299,6 +321,7 @@ class Driver:
             self.source.close()
         self.loader = self.source = self.optimizer = self._last = self._current = self._open = None
         self._passes.clear()
+        self._unasked = 0
         self.instrument.forget()
         self.starts += 1
         self._settling = SETTLING
@@ -517,7 +540,12 @@ class LoopIterator:
 
     def __init__(self, driver: Driver, loader: DataLoader, original):
         self.driver, self.loader, self.adopted = driver, loader, False
-        self.inner = driver.instrument.timed("loader")(original)(loader)
+        self.begin = lambda: original(loader)
+        before, driver.beginning = driver.beginning, loader  # a class derived from DataLoader asks for its iterator
+        try:
+            self.inner = driver.instrument.timed("loader")(self.begin)()
+        finally:
+            driver.beginning = before
 
     def __iter__(self):
         return self

@@ -37,6 +37,7 @@ class Task:
         self.task, self.rank = task, rank
         self.file = open(task["output"], "a", buffering=1)  # noqa: SIM115 (held until the process ends)
         self.failed = False
+        self.exit: object = None  # what the script gave sys.exit(), where that is not success
         self.diagnosis: Diagnosis | None = None
         self.spawned = 0  # processes that train
         self.others = 0  # processes that the script started otherwise
@@ -84,19 +85,23 @@ class Task:
                 if not driver.finished:
                     self.tell(stage=f"the script ended after {driver.steps - steps} steps: starting it again")
                     driver.restart()
+                    _forget_process_state()
             if self.spawned:
                 self.tell(spawned=self.spawned)  # they report
             elif not driver.finished:
                 if self.diagnosis is not None and self.diagnosis.cut_short():
                     self.tell(report=to_json(self.diagnosis, self.task["script"]))
                 seen = driver.loader is not None or driver.optimizer is not None
-                self.tell(ended=True, seen=seen, steps=driver.steps, processes=self.others)
+                told = {"seen": seen, "steps": driver.steps, "processes": self.others, "exit": self.exit}
+                self.tell(ended=True, **told)
 
     def _run(self, train: Callable[[], None]) -> None:
         try:
             train()
-        except (Finished, SystemExit):
+        except Finished:
             pass
+        except SystemExit as error:
+            self.exit = error.code if error.code is None or isinstance(error.code, (int, str)) else str(error.code)
         except BaseException:
             if not self.spawned:  # else it was told over there
                 self.failed = True
@@ -117,22 +122,36 @@ class Task:
 
         def starting(original):
             def wrapper(process):
-                own = getattr(process._target, "__module__", "").startswith(("torch.", "multiprocessing."))
+                own = (getattr(process._target, "__module__", None) or "").startswith(("torch.", "multiprocessing."))
                 self.others += not own  # but workers of a loader, for instance
                 return original(process)
 
             return wrapper
 
+        def once(original):
+            return lambda number: original(number) if driver.starts == 1 else None  # torch takes it once in a process
+
         for owner in (spawn, torch.multiprocessing):
             driver.instrument.patch(owner, "start_processes", spawning)
         driver.instrument.patch(multiprocessing.process.BaseProcess, "start", starting)
+        driver.instrument.patch(torch, "set_num_interop_threads", once)
 
 
 def run_script(task: dict) -> None:
-    """Runs the script as Python would."""
-    sys.path[0] = str(Path(task["script"]).resolve().parent)
+    """Runs the script as Python would, from where it was started."""
+    os.chdir(task.setdefault("folder", os.getcwd()))  # an earlier start may have gone elsewhere
+    path = os.path.abspath(task["script"])
+    sys.path[0] = str(Path(path).resolve().parent)
     sys.argv = [task["script"], *task["arguments"]]
-    runpy.run_path(task["script"], run_name="__main__")
+    runpy.run_path(path, run_name="__main__")
+
+
+def _forget_process_state() -> None:
+    """Undoes what a script may do once in a process, and no second time."""
+    multiprocessing.set_start_method(None, force=True)
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def spawned(rank: int, task: dict, function: Callable, args: tuple) -> None:

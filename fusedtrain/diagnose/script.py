@@ -56,11 +56,15 @@ def diagnose_script(
     if report is None:
         if error is not None:
             raise ScriptError(f"the script failed:\n{error}")
+        ended = next((m for m in messages if "ended" in m), None)
+        if ended is not None and ended["exit"]:  # a text, as of sys.exit("no data"), is what Python would print
+            exit, said = ended["exit"], log[-2000:].strip()
+            what = f": {exit}" if isinstance(exit, str) else f" with {exit}"
+            raise ScriptError(f"the script exited{what}" + (f"; the end of its output:\n{said}" if said else ""))
         seen = next((m for m in messages if m.get("seen")), None)
         if seen is not None:
             took = f"it took {seen['steps']} steps, and some hundred are needed"
             raise ScriptError(f"the script ended before enough steps were measured: {took}; let it train longer")
-        ended = next((m for m in messages if "ended" in m), None)
         if ended is not None:
             raise ScriptError(_unseen(ended["processes"]))
         raise ScriptError(f"the script's process died; the end of its output:\n{log[-2000:]}")

@@ -45,7 +45,9 @@ class Feed:
         self.at_start = rng_state()  # of the epoch
 
     def _first(self, *methods: str):
-        return next((o for o in self._owners if all(hasattr(o, method) for method in methods)), None)
+        fitting = (o for o in self._owners if all(hasattr(o, method) for method in methods))
+        # A loader has the methods whatever its sampler is.
+        return next((o for o in fitting if "state_dict" not in methods or getattr(o, "keeps_position", True)), None)
 
     def _check_shards(self) -> None:
         if not hasattr(self.batches, "__len__"):

@@ -240,6 +240,9 @@ class RandomCrop:
     def __init__(self, size: int):
         self.size = size
 
+    def __repr__(self) -> str:
+        return f"RandomCrop({self.size})"
+
     def __call__(self, image):
         import numpy as np
         from PIL import Image

@@ -1,10 +1,10 @@
 """The command ``fusedtrain tune``."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from fusedtrain import _files
 from fusedtrain.tune.target import OPTIMIZERS, Target, TuneError, load
 
 TUNERS = {
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command goes on from here", 130)
-    print(json.dumps(result) if args.json else args.show(result))
+    print(_files.json_text(result) if args.json else args.show(result))
     return 0
 
 

@@ -1,6 +1,7 @@
 """Search for the best options with Optuna: in a space from a YAML file, by several processes, resumable."""
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -9,6 +10,7 @@ import queue
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +26,7 @@ SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
 PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
 PRUNERS |= {"halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
 BRACES = re.compile(r"\{(\w+)\}")
+SHORT_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+", re.IGNORECASE)  # YAML 1.1 wants a point and a sign
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,10 @@ def _study(space: Space, storage: Path, worker: int = 0):
         pruner = getattr(optuna.pruners, PRUNERS[space.pruner["name"]])(**pruner_options)
     except TypeError as error:
         raise TuneError(f"options of the sampler or pruner: {error}") from None
-    # A worker that writes holds the file for a moment; the others wait instead of failing.
-    rdb = optuna.storages.RDBStorage(f"sqlite:///{storage}", engine_kwargs={"connect_args": {"timeout": 60}})
+    # A worker that writes holds the file for a moment; the others wait instead of failing. The file is opened here: in
+    # a URL some characters of its path would mean something else.
+    connect = functools.partial(sqlite3.connect, str(storage), timeout=60, check_same_thread=False)
+    rdb = optuna.storages.RDBStorage("sqlite:///search", engine_kwargs={"creator": connect})
     return optuna.create_study(
         storage=rdb,
         study_name="fusedtrain",
@@ -258,6 +263,8 @@ def _one(trial, space: Space, objective: Callable | None, lines) -> float:
     try:
         run = objective or _command(space, trial.number)
         value = float(run(params, report))
+        if math.isnan(value):  # Optuna would take it for a trial that was cut off, and so would the next search
+            raise ValueError("the value is not a number")
     except optuna.TrialPruned:
         lines.put(f"trial {trial.number}: pruned  {text}")
         raise
@@ -283,6 +290,8 @@ def _command(space: Space, number: int) -> Callable:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a value is told when it is known
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -335,12 +344,7 @@ def _range(name: str, value):
 
 def _number(value):
     """YAML reads 1e-4, without a point, as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    return float(value) if isinstance(value, str) and SHORT_FLOAT.fullmatch(value) else value
 
 
 def _suggest(trial, name: str, values):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import multiprocessing
 import os
@@ -56,8 +57,12 @@ class Target:
             raise TuneError(f"image must be channels, height and width, got {self.image}, with {self.classes} classes")
 
     def key(self) -> dict:
-        """Returns the values as JSON has them."""
-        return {**asdict(self), "image": list(self.image), "device": str(self.resolve_device())}
+        """Returns the values as JSON has them, and which file a function is in, with its content."""
+        key = {**asdict(self), "image": list(self.image), "device": str(self.resolve_device())}
+        file = Path(self.model.rpartition(":")[0])
+        if ":" in self.model and file.is_file():
+            key["file"] = [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
+        return key
 
     def resolve_device(self) -> torch.device:
         """Returns the device that is meant; TuneError where there is none."""
@@ -159,11 +164,10 @@ def load(name: str) -> Callable:
     specification = importlib.util.spec_from_file_location(f"_tuned_{path.stem}", path)
     module = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # its neighbours, as for a script
-    try:
-        specification.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    folder = str(path.parent.resolve())
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)  # its neighbours, as for a script, whenever it asks for them
+    specification.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
         raise TuneError(f"{file} has no function {function!r}")
     return getattr(module, function)
