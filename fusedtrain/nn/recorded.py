@@ -11,7 +11,6 @@ changed, or the block is called with more than its images, its own forward runs.
 
 import collections
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
@@ -127,14 +126,12 @@ class Recording(NamedTuple):
         seen: what it holds for, by the paths of the modules that were inlined.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
-        constants: path, name and value of the attributes that torch.compile can look at again.
     """
 
     forwards: tuple[Callable, Callable]
     seen: dict[str, _Seen]
     saved: int
     of_images: bool | None
-    constants: list[tuple[str, str, object]]
 
     def takes(self, argument) -> bool:
         return self.of_images is None or isinstance(argument, Tensor) == self.of_images
@@ -149,10 +146,6 @@ class Recording(NamedTuple):
 
     holds_for._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing dynamo
 
-    def is_current(self, block: nn.Module) -> bool:
-        """What of holds_for a compiled graph, for which that is a constant, has to look at in each call."""
-        return all(getattr(block.get_submodule(path), name) == value for path, name, value in self.constants)
-
 
 class Recorded(nn.Module):
     """A block of any class whose layers are called as fused ops, as far as they follow each other.
@@ -165,8 +158,6 @@ class Recorded(nn.Module):
     def forward(self, *args, **kwargs):
         recording = self._recording
         if len(args) != 1 or kwargs or not recording.takes(args[0]) or not recording.holds_for(self):
-            return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling() and not recording.is_current(self):
             return super().forward(*args, **kwargs)
         return recording.forwards[self.training](self, *args)
 
@@ -439,23 +430,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: _Seen.of(block.get_submodule(path)) for path in sorted(inlined)}
-    constants = [(path, *found) for path in seen for found in _constants(block.get_submodule(path))]
-    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None), constants)
-
-
-def _constants(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """The attributes that are numbers, strings and lists of such, by name."""
-    for name, value in vars(module).items():
-        if name not in _OTHERS and _is_constant(value):
-            yield name, copy.deepcopy(value)
-
-
-def _is_constant(value) -> bool:
-    if type(value) in (tuple, list):
-        return all(map(_is_constant, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_constant(item) for key, item in value.items())
-    return type(value) in (bool, int, float, str, type(None))
+    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
 
 
 def _containers(module: nn.Module) -> Iterator[str]:
