@@ -436,6 +436,24 @@ def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path)
             harness.assert_as_good_as_torch(together, stock, truth, f"sizes {SIZES[i]}, result {k}")
 
 
+def test_processes_share_no_sums_where_nobody_asks_for_the_gradient_of_x(tmp_path):
+    """As layers without images do it, or they would wait for each other."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x, residual = harness.images((2, 4, 3, 3)), harness.images((2, 4, 3, 3)).requires_grad_()
+        weight = torch.ones(4, requires_grad=True)
+        reduced, all_reduce = [], torch.distributed.all_reduce
+        group = torch.distributed.group.WORLD
+        for scale in (None, weight):
+            options = {"training": True, "act": "relu", "residual": residual, "process_group": group}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.distributed, "all_reduce", lambda *a, **k: reduced.append(all_reduce(*a, **k)))
+                fusedtrain.ops.batch_norm_act(x, None, None, scale, **options).sum().backward()
+        assert reduced == [] and residual.grad is not None and weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
 @pytest.mark.parametrize("rows", [1, 4, 5])  # four are computed in turn
 def test_gradients_too_small_for_normal_numbers_are_kept(rows):

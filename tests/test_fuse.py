@@ -640,3 +640,49 @@ def test_a_model_in_distributed_data_parallel_is_refused(zoo, tmp_path):
         assert len(fusedtrain.fuse(copy.deepcopy(wrapped.module)).swapped) == 2
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sequences_may_hold_empty_ones():
+    for layers in ((nn.Sequential(), nn.BatchNorm2d(4)), (nn.BatchNorm2d(4), nn.Sequential())):
+        model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), *layers, nn.ReLU())
+        stock, x = copy.deepcopy(model), harness.images((2, 4, 8, 8))
+        assert fusedtrain.fuse(model).swapped
+        harness.assert_as_good_as_torch(model(x), stock(x), copy.deepcopy(stock).double()(x.double()), str(layers))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 5), (2, 8, 2, 3, 4)])
+@pytest.mark.parametrize("training", [False, True])
+def test_synchronised_norms_take_images_of_any_dimension(shape, training):
+    norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 5: nn.BatchNorm3d}[len(shape)]
+    model = nn.Sequential(norm(8), nn.ReLU()).train(training)
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)).train(training)
+    assert fusedtrain.fuse(synchronised).swapped
+    x = harness.normal(*shape)
+    truth = copy.deepcopy(model).double()(x.double())
+    harness.assert_as_good_as_torch(synchronised(x), model(x), truth, f"{shape}")
+    assert torch.equal(synchronised[0].num_batches_tracked, model[0].num_batches_tracked)
+    with pytest.raises(ValueError, match="expected at least 2D input"):
+        synchronised(x.flatten())
+
+
+def test_layers_of_dtypes_that_the_ops_lack_stay():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1), nn.Linear(6, 6)).to(torch.complex64)
+    report = fusedtrain.fuse(model)
+    assert [c.reason for c in report.kept] == ["it holds parameters of torch.complex64, which the ops lack"] * 3
+    model(torch.zeros(1, 4, 8, 8, dtype=torch.complex64))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("family", range(4))
+def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
+    model = list(exported_families(zoo))[family].eval()
+    fusedtrain.fuse(model)
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    exported = torch.export.export(
+        model, (harness.images((2, 3, 32, 32)),), dynamic_shapes=({0: batch},), strict=strict
+    ).module()
+    for size in (1, 40):
+        x = harness.images((size, 3, 32, 32))
+        truth = copy.deepcopy(model).double()(x.double())
+        harness.assert_as_good_as_torch(exported(x), model(x), truth, f"batch of {size}")

@@ -13,6 +13,7 @@ import torch._dynamo.testing
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 
@@ -433,6 +434,19 @@ def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
         else:
             with pytest.raises(RuntimeError, match=r"no forward-mode and torch.func .*use_backend\('reference'\)"):
                 derive()
+
+
+@one_each
+def test_gradients_through_checkpoints_may_be_recorded(label, device, backend):
+    """Checkpointing hands out what was saved once."""
+    layer, x = make(label, device=device).eval(), harness.images((2, C, 3, 5), device=device).requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(layer(x).square().sum(), x)
+    with fusedtrain.use_backend("reference"):
+        exact, wide = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+        (truth,) = torch.autograd.grad(exact(wide).square().sum(), wide)
+    harness.assert_as_good_as_torch(dx, plain, truth, label)
 
 
 @one_each

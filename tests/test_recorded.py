@@ -1,6 +1,7 @@
 """fuse() on blocks of classes that nobody knows: found by what their forward does, or left alone."""
 
 import copy
+import inspect
 import io
 import pickle
 import random
@@ -603,3 +604,176 @@ class Scaled(ConvNormAct):
 )
 def test_what_only_looks_like_a_pattern_stays(block):
     assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, Recorded)
+
+
+class Configured(ConvNormAct):
+    """What its forward reads stands in attributes of all kinds."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.scale, self.scales, self.by_name = 2.0, [2.0, (2.0,)], {"scale": 2.0}
+        self.dtype, self.gain, self.after = torch.float32, nn.Parameter(torch.tensor(2.0)), nn.Tanh()
+
+    def forward(self, x):
+        y = super().forward(x).to(self.dtype) * self.scale * self.scales[0] * self.scales[1][0] * self.by_name["scale"]
+        y = y if self.gain is None else y * self.gain
+        return y if self.after is None else self.after(y)
+
+
+CHANGES = {
+    "number": lambda block: setattr(block, "scale", 3.0),
+    "list": lambda block: block.scales.__setitem__(0, 3.0),
+    "tuple in a list": lambda block: block.scales.__setitem__(1, (3.0,)),
+    "dict": lambda block: block.by_name.update(scale=3.0),
+    "dtype": lambda block: setattr(block, "dtype", torch.float64),
+    "parameter": lambda block: setattr(block, "gain", None),
+    "layer": lambda block: setattr(block, "after", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_of_every_kind_count(change):
+    block, stock, _ = fused(Configured)
+    assert isinstance(block, Recorded)
+    x = harness.images((2, 16, 9, 9))
+    for model in (block, stock):
+        CHANGES[change](model)
+    y = block(x)
+    assert y.dtype == stock(x).dtype
+    truth = copy.deepcopy(stock).double()
+    truth.dtype = torch.float64
+    harness.assert_as_good_as_torch(y, stock(x), truth(x.double()), change)
+
+
+@pytest.mark.parametrize("change", ["number", "list", "tuple in a list", "dict"])
+def test_attributes_of_compiled_blocks_count(change):
+    block, stock, _ = fused(Configured)
+    x = harness.images((2, 16, 9, 9))
+    torch._dynamo.reset()
+    compiled = torch.compile(block.eval(), backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), block(x))
+        for model in (block, stock.eval()):
+            CHANGES[change](model)
+        truth = copy.deepcopy(stock).double()
+        truth.dtype = torch.float64
+        harness.assert_as_good_as_torch(compiled(x), stock(x), truth(x.double()), change)
+
+
+def test_what_torch_keeps_in_modules_does_not_count(calls):
+    """Marks of FSDP and DataParallel, and a full backward hook on the block itself."""
+    block, _, _ = fused(Bottleneck)
+    for module in block.modules():
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = module._is_replica = True
+    block.register_full_backward_hook(lambda *_: None)
+    block(harness.images((2, 16, 9, 9)).requires_grad_())
+    assert "sum" in calls
+
+
+class TakesLists(ConvNormAct):
+    """As the layers of DenseNet."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+
+    def forward(self, x):
+        parts = [x] if isinstance(x, torch.Tensor) else x
+        return super().forward(torch.cat(parts, 1))
+
+
+class UnpacksTuples(TakesLists):
+    def forward(self, x):
+        if isinstance(x, tuple):
+            x = torch.cat(x, 1)
+        return self.act(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize("kind", [TakesLists, UnpacksTuples])
+def test_blocks_that_ask_for_the_type_of_their_argument_take_each(kind, calls):
+    block, stock, _ = fused(kind)
+    assert isinstance(block, Recorded)
+    x = harness.images((2, 16, 9, 9))
+    parts = tuple(x.split(8, 1))
+    truth = copy.deepcopy(stock).double()(x.double())
+    for argument in (x, parts):
+        harness.assert_as_good_as_torch(block(argument), stock(argument), truth, kind.__name__)
+    assert calls == ["depthwise_bn_act_se"]
+
+
+class InItsDtype(ConvNormAct):
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+
+    def forward(self, x):
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
+def test_a_forward_that_looks_through_its_parameters_stays():
+    block, _, report = fused(InItsDtype)
+    assert type(block) is InItsDtype
+    assert [c.reason for c in report.kept] == [
+        "torch.fx cannot record its forward: it looks through its parameters or buffers"
+    ]
+    assert block.double()(harness.images((2, 16, 9, 9))).dtype == torch.float64
+
+
+class WrittenBehind(ConvNormAct):
+    """What the convolution has read is written to before the normalisation runs."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+
+    def forward(self, x):
+        y = self.conv(x)
+        x.relu_()
+        return self.act(self.norm(y)) + x
+
+
+class WrittenInsideGate(LinearGate):
+    def forward(self, x):
+        n, c, _, _ = x.size()
+        y = self.avg_pool(x).view(n, c)
+        x.relu_()
+        return x * self.fc(y).view(n, c, 1, 1)
+
+
+@pytest.mark.parametrize("kind", [WrittenBehind, WrittenInsideGate])
+def test_calls_do_not_move_behind_what_writes_to_their_images(kind):
+    block, stock, _ = fused(kind)
+    x = harness.images((2, 16, 9, 9))
+    with torch.no_grad():
+        pair = [model.eval()(x.clone()) for model in (block, stock)]
+        harness.assert_as_good_as_torch(*pair, stock.double()(x.double()), kind.__name__)
+
+
+class Tapped(ConvNormAct):
+    """A layer of which nothing is used but what its hooks see."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.tap = nn.Identity()
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.tap(y)
+        return y
+
+
+def test_layers_whose_result_nobody_uses_are_called():
+    block, _, _ = fused(Tapped)
+    seen = []
+    block.tap.register_forward_hook(lambda *_: seen.append(True))
+    block(harness.images((2, 16, 9, 9)))
+    assert isinstance(block, Recorded) and seen
+
+
+def test_recorded_blocks_have_the_signature_of_their_own_forward():
+    block, stock, _ = fused(Flat)
+    assert isinstance(block, Recorded)
+    for model in (block, copy.deepcopy(block)):
+        assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    x = harness.images((2, 16, 9, 9))
+    exported = torch.export.export(block.eval(), (x,), dynamic_shapes={"inputs": {0: torch.export.Dim.AUTO}}).module()
+    other = harness.images((3, 16, 9, 9))
+    truth = copy.deepcopy(stock).eval().double()(other.double())
+    harness.assert_as_good_as_torch(exported(other), stock.eval()(other), truth, "exported")

@@ -1,5 +1,7 @@
 """Batch normalisation with the activation behind it as one op: timm's BatchNormAct2d and torch's BatchNorm layers."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,22 @@ from fusedtrain.nn._activation import Layer, create, observed, op_name
 from fusedtrain.ops import batch_norm_act
 
 torch.fx.wrap("batch_norm_act")  # recorded as a single node
+torch.fx.wrap("as_images")
+torch.fx.wrap("shaped_as")
+
+
+def as_images(x: Tensor) -> Tensor:
+    """Returns ``[N, C, ...]`` as ``[N, C, H, W]``, what the op takes; ``nn.SyncBatchNorm`` stands for layers of any
+    dimension."""
+    if x.dim() == 4:
+        return x
+    if x.dim() < 2:
+        raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1)
+
+
+def shaped_as(y: Tensor, x: Tensor) -> Tensor:
+    return y if y.dim() == x.dim() else y.reshape(x.shape)
 
 
 def arguments(layer: nn.Module) -> tuple:
@@ -54,14 +72,16 @@ def normalise(
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Returns what a BatchNorm ``layer`` and then ``act`` make of ``x``."""
-    return batch_norm_act(
-        *(x, *arguments(layer)),
+    of_any_shape = isinstance(layer, nn.SyncBatchNorm)
+    y = batch_norm_act(
+        *(as_images(x) if of_any_shape else x, *arguments(layer)),
         act=act,
         residual=residual,
         residual_after=residual_after,
         process_group=process_group,
         moments=moments,
     )
+    return shaped_as(y, x) if of_any_shape else y
 
 
 def _then_act(layer: nn.Module, x: Tensor) -> Tensor:
@@ -174,8 +194,8 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
         As ``nn.SyncBatchNorm``. The layers ``drop`` and ``act``, set by timm's conversion, follow the normalisation.
 
     Returns:
-        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
-        that of ``nn.SyncBatchNorm``.
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format; from
+        ``[N, C]`` or ``[N, C, ...]`` the same shape. state_dict: that of ``nn.SyncBatchNorm``.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.

@@ -384,6 +384,7 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
         convolution or None, normalisation, activations, gate or None, and how many of ``layers`` these are; or None.
     """
     nested = isinstance(layers[0], nn.Sequential) and type(layers[0]).forward in _PLAIN and not observed(layers[0])
+    nested = nested and len(layers[0]) > 0
     steps = list(layers[0]) if nested else layers
     alone = kind(steps[0]) in NORMS
     conv, (norm, *behind) = (None, steps) if alone else (steps[0], steps[1:] or [None])

@@ -25,6 +25,7 @@ from fusedtrain.nn import (
     squeeze_excite,
 )
 from fusedtrain.nn._kind import derived, kind_of
+from fusedtrain.ops._common import DTYPES
 
 
 class Rule(NamedTuple):
@@ -269,7 +270,10 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
     if missing:
         return f"it has no {', '.join(missing)}: an unknown version of {rule.stock}"
     special = next((type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter), None)
-    return f"it holds a {special} instead of a plain parameter" if special else rule.why_not(module)
+    if special:
+        return f"it holds a {special} instead of a plain parameter"
+    dtype = next((p.dtype for p in module.parameters() if p.dtype not in DTYPES), None)
+    return f"it holds parameters of {dtype}, which the ops lack" if dtype else rule.why_not(module)
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

@@ -50,7 +50,11 @@ Kind = Callable[[nn.Module], type]  # the class that a layer has, or will have
 
 _ZOOS = {"torchvision", "timm"}
 _KNOWN = {"torch", "fusedtrain"} | _ZOOS
-_PLAIN = (bool, int, float, complex, str, tuple, type(None), types.FunctionType, types.MethodType)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, types.MethodType)
+_PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout)
+# What torch, and fuse(), keep in modules: of the hooks alone observed() knows.
+_OTHERS = {*vars(nn.Module()), "_recording", "_stock_class", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+_OTHERS |= {"_is_replica"}
 _FUNCTIONS = {
     **{F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.silu: "silu", F.hardswish: "hard_swish"},
     **{F.gelu: "gelu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", F.hardsigmoid: "hard_sigmoid"},
@@ -76,19 +80,42 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     return gate(x)
 
 
+class _Object:
+    """Something of which only the identity counts."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+
+def _content(value, depth: int = 3):
+    """What of an attribute is compared: a plain value, what a container holds, or else which object it is."""
+    if isinstance(value, _PLAIN):
+        return value
+    if depth and isinstance(value, dict):
+        return type(value), [(key, _content(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, (tuple, list, set, frozenset)):
+        return type(value), [_content(item, depth - 1) for item in value]
+    return _Object(value)
+
+
 class _Seen(NamedTuple):
     """What of an inlined module decides what its forward does."""
 
     kind: type
     forward: Callable  # of the class
-    children: list[str]
-    plain: dict
+    children: list[str]  # that are not None; and parameters and buffers that are
+    attributes: dict  # but for tensors, which recorded forwards do not use
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Seen":
-        plain = {k: v for k, v in vars(module).items() if type(v) in _PLAIN and k != "training"}
+        attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
         stock = stock_class(module) if isinstance(module, Recorded) else type(module)
-        return cls(type(module), stock.forward, list(module._modules), plain)
+        children = [k for k, v in module._modules.items() if v is not None]
+        children += (k for tensors in (module._parameters, module._buffers) for k, v in tensors.items() if v is None)
+        return cls(type(module), stock.forward, children, attributes)
 
 
 class Recording(NamedTuple):
@@ -98,11 +125,16 @@ class Recording(NamedTuple):
         forwards: in evaluation and in training.
         seen: what it holds for, by the paths of the modules that were inlined.
         saved: how many calls fewer than layers.
+        of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
     """
 
     forwards: tuple[Callable, Callable]
     seen: dict[str, _Seen]
     saved: int
+    of_images: bool | None
+
+    def takes(self, argument) -> bool:
+        return self.of_images is None or isinstance(argument, Tensor) == self.of_images
 
     def holds_for(self, block: nn.Module) -> bool:
         for path, seen in self.seen.items():
@@ -124,9 +156,10 @@ class Recorded(nn.Module):
     _recording: Recording
 
     def forward(self, *args, **kwargs):
-        if len(args) != 1 or kwargs or not self._recording.holds_for(self):
+        recording = self._recording
+        if len(args) != 1 or kwargs or not recording.takes(args[0]) or not recording.holds_for(self):
             return super().forward(*args, **kwargs)
-        return self._recording.forwards[self.training](self, *args)
+        return recording.forwards[self.training](self, *args)
 
     def __reduce_ex__(self, protocol):
         state = {k: v for k, v in vars(self).items() if k != "_recording"}
@@ -143,7 +176,11 @@ class Recorded(nn.Module):
 @functools.cache
 def _derived(stock: type[nn.Module]) -> type[Recorded]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (Recorded, stock), names)
+    own = Recorded.forward
+    forward = types.FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
+    with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
+        forward.__signature__ = inspect.signature(stock.forward)  # exporters go by the names of its arguments
+    return type(stock.__name__, (Recorded, stock), names | {"forward": forward})
 
 
 def _new(stock: type[nn.Module]) -> Recorded:
@@ -281,6 +318,12 @@ class _Proxy(fx.Proxy):
     def __itruediv__(self, other):
         return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
+    @property
+    def __class__(self):
+        """What isinstance() looks at, which says no to all that a forward may ask for."""
+        self.tracer.note_question(self.node, sys._getframe(1))
+        return _Proxy
+
 
 _AUTOCAST = ("cpu", "cuda")
 
@@ -314,6 +357,22 @@ class _Tracer(fx.Tracer):
         self.inlined: list[str] = [""]
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
+        self.of_images: bool | None = None
+
+    def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
+        """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
+        frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
+        names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in ("torch", "fusedtrain") or not names & {"isinstance", "is_tensor"}:
+            return
+        of_tensors, of_others = (
+            names & {"Tensor", "is_tensor"},
+            names & {"list", "tuple", "dict", "Sequence", "Mapping"},
+        )
+        if of_tensors and (of_others or node.op != "placeholder"):
+            raise TypeError("it asks for the types of what it takes or makes")
+        self.of_images = not of_tensors
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
@@ -347,7 +406,7 @@ class _Tracer(fx.Tracer):
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
     modes = {m: m.training for m in block.modules()}
-    graphs, inlined, saved = [], {""}, []
+    graphs, inlined, saved, of_images = [], {""}, [], set()
     try:
         for training in (False, True):
             for module in modes:
@@ -361,13 +420,17 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
             saved.append(pattern.rewrite())
             inlined.update(tracer.inlined, pattern.inlined)
             graphs.append(graph)
+            of_images.add(tracer.of_images)
     finally:
         for module, training in modes.items():
             module.training = training
+    of_images.discard(None)
+    if len(of_images) > 1:
+        return "its forward asks for the type of its argument"
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: _Seen.of(block.get_submodule(path)) for path in sorted(inlined)}
-    return Recording(tuple(map(_compile, graphs)), seen, min(saved))
+    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
 
 
 def _containers(module: nn.Module) -> Iterator[str]:
@@ -414,9 +477,35 @@ def _untouched(modules: list[nn.Module]):
             numpy.random.set_state(third)
 
 
+_LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
+
+
+@contextlib.contextmanager
+def _closed() -> Iterator[None]:
+    """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever."""
+
+    def closed(look: Callable) -> Callable:
+        @functools.wraps(look)
+        def asked(*args, **kwargs):
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
+                raise RuntimeError("it looks through its parameters or buffers")
+            return look(*args, **kwargs)
+
+        return asked
+
+    before = {name: getattr(nn.Module, name) for name in _LOOKS}
+    try:
+        for name, look in before.items():
+            setattr(nn.Module, name, closed(look))
+        yield
+    finally:
+        for name, look in before.items():
+            setattr(nn.Module, name, look)
+
+
 def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
     try:
-        with _untouched(list(block.modules())) as changes:
+        with _untouched(list(block.modules())) as changes, _closed():
             graph = tracer.trace(block)
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
@@ -450,7 +539,8 @@ class _Pattern:
     def rewrite(self) -> int:
         """Puts one call in the place of each pattern and returns how many calls fewer there are."""
         for node in reversed(self.graph.nodes):
-            if not node.users and self.only_shapes(node):  # such as the two of ``n, c, _, _ = x.shape``
+            # Such as the two of ``n, c, _, _ = x.shape``; a layer may have a hook one day.
+            if not node.users and node.op != "call_module" and self.only_shapes(node):
                 self.graph.erase_node(node)
         saved = 0
         for pattern in (self.chain, self.normalisation, self.gate):
@@ -596,6 +686,8 @@ class _Pattern:
             nodes.append(project)
         else:
             project = None
+        if self.is_changed_within(conv.args[0], nodes):
+            return 0
         self.watch(inside)
 
         def call() -> fx.Node:
@@ -625,7 +717,7 @@ class _Pattern:
         """Squeeze-and-excitation by itself."""
         for x in multiply.all_input_nodes:
             inside = self.inside_gate(multiply, x) if self._factors(multiply, x) is not None else None
-            if inside is not None:
+            if inside is not None and not self.is_changed_within(x, inside[1]):
                 self.watch(inside[1])
                 return self.replace(inside[1], functools.partial(self.gated, x, inside[0]))
         return 0

@@ -15,6 +15,18 @@ from fusedtrain import _extension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def is_less(size: int, bound: float) -> bool:
+    """Whether a size is below a bound by which backends are chosen.
+
+    False where an exported graph leaves the size open: a comparison would tie it to one side of the bound.
+    """
+    if torch.compiler._is_exporting_flag:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # pulls in much
+
+        return statically_known_true(size < bound)
+    return size < bound
+
+
 def acc_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums and of the small vectors: float32, float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -133,6 +145,12 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def owned(y: Tensor) -> Tensor:
+    """Returns ``y`` as what an autograd Function may return: nobody can write to a view that it makes, such as the
+    permuted tensor that a channels_last one is in the bindings."""
+    return y.detach() if not torch.compiler.is_compiling() and y._is_view() else y
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """True when the autograd Function must record; under export and torch.jit.trace the raw operator stands in the
     graph, which has no gradient.
@@ -175,6 +193,16 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(f"fused ops have no second derivative; PyTorch's {_ELSEWHERE}")
 
 
+class _Unpacked:
+    """A context whose saved tensors are asked for once: activation checkpointing has them for one look only."""
+
+    def __init__(self, ctx):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """Decorator of the backward of an autograd Function, whose own backward raises.
 
@@ -184,10 +212,12 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def once(ctx, *dys):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return backward(ctx, *dys)
+        ctx = _Unpacked(ctx)
         with torch.no_grad():
             gradients = backward(ctx, *dys)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return gradients
         inputs = [t for t in (*dys, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return _Once.apply(gradients, *inputs) if inputs else gradients
 
@@ -246,7 +276,7 @@ def small_slower(elements: int):
     """Below so many elements on a CPU the calls of the op cost more than its stock form: measured by bench_dispatch."""
 
     def slower(x: Tensor, *_) -> str | None:
-        return f"x has fewer than {elements} elements: stock calls cost less" if x.numel() < elements else None
+        return f"x has fewer than {elements} elements: stock calls cost less" if is_less(x.numel(), elements) else None
 
     return slower
 

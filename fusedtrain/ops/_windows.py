@@ -1,5 +1,6 @@
 """The geometry of convolutions with a window: sizes, padding, and what stock PyTorch needs for it."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def _sides(op: str, padding, kernel: tuple[int, int], stride: list[int], dilatio
     if isinstance(padding, str):
         raise ValueError(f"{op}: padding must be 'same', 'valid' or numbers, got {padding!r}")
     if not isinstance(padding, int) and len(padding) == 4:
-        if not all(isinstance(p, int) and p >= 0 for p in padding):
+        if not all(isinstance(p, (int, torch.SymInt)) and p >= 0 for p in padding):
             raise ValueError(f"{op}: padding must not be negative, got {padding!r}")
         return list(padding)
     h, w = _common.pair(op, "padding", padding, 0)

@@ -145,7 +145,7 @@ def _slower(x: Tensor, synchronised: bool = False, residual_before: bool = False
     least = _STOCK_FASTER_BELOW[key]
     if residual_before is True:
         least = _STOCK_FASTER_BELOW.get((*key, "residual before"), least)
-    if x.numel() >= least:
+    if not _common.is_less(x.numel(), least):
         return None
     return f"stock PyTorch was measured faster: {key[0]}, {x.dtype}, fewer than {least:,} elements"
 
@@ -192,7 +192,7 @@ class _BatchNormAct(torch.autograd.Function):
         sums = (None, None)
         if need_dw or need_db or (need_dx and trained):
             sums = db, dw = ctx.impl.reduce(*inputs, *ctx.codes)
-        if ctx.group is not None and trained:
+        if ctx.group is not None and trained and need_dx:
             sums = _all_reduced(*sums, ctx.group)
         if need_dx or writes_dr:
             sums = sums if trained else (None, None)

@@ -239,7 +239,7 @@ class _Projection(torch.autograd.Function):
         stock = impl.backward is None
         ctx.again, ctx.run_backward = again, projection_backward if stock else impl.backward
         ctx.options = ([1, 1],) if stock else ([1, 1], runs_whole(impl, y, weight, bias, [1, 1]))
-        return impl.forward(y, weight, bias, *ctx.options)
+        return _common.owned(impl.forward(y, weight, bias, *ctx.options))
 
     @staticmethod
     @_common.once_differentiable

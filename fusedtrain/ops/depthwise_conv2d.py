@@ -60,14 +60,19 @@ class _Where(NamedTuple):
     ragged_mib: float = 0
 
     def reason(self, x: Tensor, stride: int) -> str | None:
-        mib, ragged = x.numel() * x.element_size() / 2**20, x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
-        if -(-x.shape[3] // stride) < self.columns:
+        ragged = x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
+        if _common.is_less(-(-x.shape[3] // stride), self.columns):
             return f"rows of y below {self.columns} columns"
-        if mib <= self.mib:
+        if self._holds(x, self.mib):
             return f"x up to {self.mib} MiB"
-        if ragged and mib <= self.ragged_mib:
+        if ragged and self._holds(x, self.ragged_mib):
             return f"channels that fill no whole vectors, x up to {self.ragged_mib} MiB"
         return None
+
+    @staticmethod
+    def _holds(x: Tensor, mib: float) -> bool:
+        """Whether x has up to so many MiB."""
+        return mib == float("inf") or _common.is_less(x.numel() * x.element_size(), mib * 2**20 + 1)
 
 
 # (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and "eager" of
@@ -129,7 +134,9 @@ def _slower(direction: str):
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
         table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
         rows = table.get((layout, x.dtype, max(stride)), {})
-        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.numel() <= _SMALL:
+        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
+            return None
+        if _common.is_less(x.numel(), _SMALL + 1):
             return None
         kh, kw = weight.shape[2:]
         if max(kh, kw) > max(rows, default=0):
@@ -172,7 +179,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
     def forward(ctx, x, weight, bias, geometry, forward, backward):
         ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.backward_op = geometry, backward
-        return forward(x, weight, bias, *geometry, 0)
+        return _common.owned(forward(x, weight, bias, *geometry, 0))
 
     @staticmethod
     @_common.once_differentiable

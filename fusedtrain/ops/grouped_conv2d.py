@@ -67,7 +67,7 @@ class _Where(NamedTuple):
     multiple: int = 16
 
     def holds_for(self, columns: int, strided: bool, width: int) -> bool:
-        enough = columns >= (self.strided if strided else self.columns)
+        enough = not _common.is_less(columns, self.strided if strided else self.columns)
         return enough and width <= self.width and width % self.multiple == 0
 
 
@@ -109,7 +109,7 @@ def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ..
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
     if not _common.is_channels_last(x):
         return "stock PyTorch was measured faster: contiguous images"
-    if x.numel() < _SMALL:
+    if _common.is_less(x.numel(), _SMALL):
         return f"fewer than {_SMALL} elements: stock calls cost less"
     if tuple(weight.shape[2:]) != (3, 3) or max(dilation) > 1:
         return "stock PyTorch runs what was not measured: kernels other than 3x3"
@@ -159,7 +159,7 @@ class _GroupedConv2d(torch.autograd.Function):
     def forward(ctx, x, weight, bias, parts, *geometry):
         ctx.save_for_backward(x, weight)
         ctx.options = parts, *geometry
-        return _forward(x, weight, bias, parts, *geometry)
+        return _common.owned(_forward(x, weight, bias, parts, *geometry))
 
     @staticmethod
     @_common.once_differentiable

@@ -39,7 +39,7 @@ def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     if x.dtype != torch.float32:
         return "stock PyTorch was not measured to be slower outside float32"
     rows = x.numel() // max(1, x.shape[-1])
-    if rows < _FEW or (weight is not None and rows * weight.numel() < _SMALL):
+    if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
     cpu = _extension.BUILD_INFO
     wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= _ZEN5
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return _forward(x, weight, bias)
+        return _common.owned(_forward(x, weight, bias))
 
     @staticmethod
     @_common.once_differentiable

@@ -160,7 +160,7 @@ def _limits(few: bool) -> _Limits | None:
 
 def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
     """Whether "forward", "dx" or "dw" of float32 images is faster here than in stock PyTorch."""
-    few = x.shape[0] < _FEW
+    few = _common.is_less(x.shape[0], _FEW)
     limits = _limits(few)
     if limits is not None:
         return weight.numel() <= getattr(limits, part)
@@ -176,12 +176,13 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     planes = not _common.is_channels_last(x)
     if planes and not _by_planes(x, stride or [1, 1]):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
-    small = x.numel() < _SMALL
+    small = _common.is_less(x.numel(), _SMALL)
     if small and (planes or _by_kernel(x, weight.shape[0])):  # which gains in y, too
-        small = x.shape[0] * x.shape[2] * x.shape[3] * (x.shape[1] + weight.shape[0]) < _SMALL
+        both = x.shape[0] * x.shape[2] * x.shape[3] * (x.shape[1] + weight.shape[0])
+        small = _common.is_less(both, _SMALL)
     if small:
         return f"fewer than {_SMALL} elements: stock calls cost less"
-    limits = _limits(x.shape[0] < _FEW) if x.dtype == torch.float32 else None
+    limits = _limits(_common.is_less(x.shape[0], _FEW)) if x.dtype == torch.float32 else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
     return None
@@ -257,7 +258,7 @@ class _PointwiseConv2d(torch.autograd.Function):
     def forward(ctx, x, weight, bias, stride, whole):
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.whole = stride, whole
-        return _forward(x, weight, bias, stride, whole)
+        return _common.owned(_forward(x, weight, bias, stride, whole))
 
     @staticmethod
     @_common.once_differentiable
@@ -274,7 +275,7 @@ class _PointwiseConv2dStats(_PointwiseConv2d):
         ctx.stride, ctx.whole = stride, whole
         y, mean, m2 = _STATS(x, weight, bias, stride)
         ctx.mark_non_differentiable(mean, m2)
-        return y, mean, m2
+        return _common.owned(y), mean, m2
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

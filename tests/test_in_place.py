@@ -1,0 +1,49 @@
+"""What the ops return may be written to, as what PyTorch's own return: by an activation in place, or a sum."""
+
+import sys
+
+import harness
+import pytest
+import torch
+
+import fusedtrain
+from fusedtrain import _extension, ops
+
+OPS = {
+    "batch_norm_act": lambda x, w: ops.batch_norm_act(x, None, None, training=True, act="silu"),
+    "channel_pool": lambda x, w: ops.channel_pool(x),
+    "channel_scale": lambda x, w: ops.channel_scale(x, x.mean((2, 3))),
+    "depthwise_bn_act_se": lambda x, w: ops.depthwise_bn_act_se(x, w((16, 1, 3, 3)), None, None, None, training=True),
+    "depthwise_bn_act_se with a projection": lambda x, w: ops.depthwise_bn_act_se(
+        x, w((16, 1, 3, 3)), None, None, None, training=True, projection=(w((8, 16, 1, 1)), None)
+    ),
+    "depthwise_conv2d": lambda x, w: ops.depthwise_conv2d(x, w((16, 1, 3, 3))),
+    "depthwise_conv2d of one image": lambda x, w: ops.depthwise_conv2d(x[0], w((16, 1, 3, 3))),
+    "grouped_conv2d": lambda x, w: ops.grouped_conv2d(x, w((16, 8, 3, 3)), groups=2),
+    "linear": lambda x, w: ops.linear(x, w((5, x.shape[-1]))),
+    "pointwise_conv2d": lambda x, w: ops.pointwise_conv2d(x, w((8, 16, 1, 1))),
+    "pointwise_conv2d of one image": lambda x, w: ops.pointwise_conv2d(x[0], w((8, 16, 1, 1))),
+    "squeeze_excite": lambda x, w: ops.squeeze_excite(x, w((4, 16)), None, w((16, 4)), None),
+}
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", OPS)
+def test_results_may_be_written_to(op, layout, monkeypatch):
+    if op.endswith("projection"):
+        monkeypatch.setattr(sys.modules["fusedtrain.ops.depthwise_bn_act_se"], "_LARGE", 1)  # it makes its images again
+    x = harness.images((2, 16, 8, 8)).contiguous(memory_format=layout).requires_grad_()
+    results = []
+    for in_place in (False, True):
+        weights = []
+
+        def weight(shape, weights=weights):
+            weights.append(harness.normal(*shape, seed=len(weights)).requires_grad_())
+            return weights[-1]
+
+        with fusedtrain.use_backend("cpu"):
+            y = OPS[op](x, weight)
+        y = y.mul_(2).relu_() if in_place else y.mul(2).relu()
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *weights))))
+    assert all(map(torch.equal, *results))
