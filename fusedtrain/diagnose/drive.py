@@ -291,9 +291,9 @@ class Driver:
     def _after_optimizer(self, optimizer) -> None:
         if self._open is not None:
             self._open.optimizer_faults += _faults()
-        if self._waits_for_loader:
-            self._not_asked(optimizer)
         if optimizer is not self.optimizer:
+            if self._waits_for_loader:
+                self._not_asked(optimizer)
             return
         times = self._times
         if times is not None and len(times) < self._fast:
