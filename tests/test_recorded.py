@@ -645,6 +645,17 @@ def test_attributes_of_every_kind_count(change):
     harness.assert_as_good_as_torch(y, stock(x), truth(x.double()), change)
 
 
+def test_blocks_with_large_containers_stay():
+    class Named(ConvNormAct):
+        def __init__(self, c):
+            super().__init__(c, c, 3, 1, c)
+            self.names = [f"class {i}" for i in range(100)]
+
+    block = Named(16)
+    report = str(fusedtrain.fuse(block))
+    assert not isinstance(block, Recorded) and "more than 64 items in one container" in report
+
+
 @pytest.mark.parametrize("change", ["number", "list", "tuple in a list", "dict"])
 def test_attributes_of_compiled_blocks_count(change):
     block, stock, _ = fused(Configured)

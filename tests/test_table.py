@@ -214,15 +214,6 @@ def test_workers_read_a_url_without_moving_each_others_position(tmp_path):
         assert sorted(i for batch in batches for i in batch["id"].tolist()) == list(range(8000))
 
 
-def test_two_passes_at_a_time_over_more_files_than_stay_open(tmp_path):
-    folder = write(tmp_path / "t", [20] * 24)  # 12 of them Parquet
-    dataset = data.TableDataset(str(folder / "*.parquet"), batch_rows=3)
-    first = iter(dataset)
-    for _ in range(4):
-        next(first)
-    assert sum(1 for _ in dataset) == 240 and sum(1 for _ in first) == 236
-
-
 def test_a_position_is_one_of_its_batches(tmp_path):
     folder = write(tmp_path / "t", [40])
 

@@ -80,6 +80,9 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     return gate(x)
 
 
+_MANY = 64  # items of a container
+
+
 class _Object:
     """Something of which only the identity counts."""
 
@@ -91,9 +94,12 @@ class _Object:
 
 
 def _content(value, depth: int = 3):
-    """What of an attribute is compared: a plain value, what a container holds, or else which object it is."""
+    """What of an attribute is compared in every call: a plain value, what a container holds, or else which object it
+    is. A large container, for which that would take long, is like nothing else."""
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, (dict, tuple, list, set, frozenset)) and len(value) > _MANY:
+        return _Object(object())
     if depth and isinstance(value, dict):
         return type(value), [(key, _content(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, (tuple, list, set, frozenset)):
@@ -405,6 +411,8 @@ class _Tracer(fx.Tracer):
 
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
+    if any(_Seen.of(m) != _Seen.of(m) for m in block.modules()):
+        return f"it holds more than {_MANY} items in one container, too many to compare in every call"
     modes = {m: m.training for m in block.modules()}
     graphs, inlined, saved, of_images = [], {""}, [], set()
     try:

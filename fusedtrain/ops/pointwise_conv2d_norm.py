@@ -64,12 +64,12 @@ _LARGE, _EXPANDS, _PIXELS, _AS_ONE = 1 << 19, 2, 8 << 10, (torch.float32,)
 
 def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: Tensor, *select_) -> bool:
     """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
-    if bias is not None or stride != [1, 1] or not _common.needs_autograd(weight):
+    if bias is not None or stride != [1, 1] or z.dtype not in _AS_ONE or not _by_kernel(z, x.shape[1]):
+        return False
+    if not _common.needs_autograd(weight):  # before the sizes, which an exported graph leaves open
         return False
     n, channels, h, w = z.shape
     if z.numel() < _LARGE or n * h * w < _PIXELS or channels < _EXPANDS * x.shape[1]:
-        return False
-    if z.dtype not in _AS_ONE or not _by_kernel(z, x.shape[1]):
         return False
     ops = ("pointwise_conv2d", IMPLS, x, weight, bias, stride), ("batch_norm_act", NORM_IMPLS, z, *select_)
     return all(select(*op) is op[1]["cpu"] for op in ops)

@@ -390,10 +390,10 @@ class FusedStep(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm."""
+        found: list[dict] = []
         # Between the hooks of the user: what the last of those before has made of the state is what counts.
         last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(saved))
         first = self.register_load_state_dict_post_hook(lambda _: self._restore(found[-1]), prepend=True)
-        found: list[dict] = []
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -43,7 +43,9 @@ class Precision:
         """Lets fp32 products use TF32 or not, for the whole process."""
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch._C._set_cudnn_allow_tf32(self.tf32)  # of all its ops: after one alone, torch cannot read it
+            # Of all its ops: after one alone, torch cannot read it. torch.backends.cudnn.allow_tf32 calls this too, but
+            # not after disable_global_flags().
+            torch._C._set_cudnn_allow_tf32(self.tf32)
 
     def warn_where_slow(self, device: torch.device) -> None:
         """Warns of autocast on a CPU without instructions for its dtype: float32 is faster there."""
