@@ -135,7 +135,8 @@ class Staging:
                 if not self._ensure(shard, stop, ahead):
                     return False
                 self._verified.add((os.getpid(), shard.url))
-            os.utime(shard.note)  # the order in which copies are deleted
+            now = time.time_ns()  # by itself the system counts in ticks of milliseconds
+            os.utime(shard.note, ns=(now, now))  # the order in which copies are deleted
             return True
 
     def _ensure(self, shard: "_Shard", stop: threading.Event, ahead: bool) -> bool:
