@@ -16,6 +16,7 @@ from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
+from fusedtrain.nn._small import stays_stock
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
@@ -356,6 +357,8 @@ class Sequential(nn.Sequential):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if stays_stock(self, input):
+            return super().forward(input)
         layers, i = list(self), 0
         while i < len(layers):
             found = find(layers[i:], kind_of)
