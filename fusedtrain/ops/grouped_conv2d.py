@@ -89,6 +89,9 @@ _FASTER = {
     ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
 }
+# Contiguous images: oneDNN's gradient of bfloat16 weights takes 1.1 to 3.6 times as long as the kernel, copies included,
+# where the channels of a group fill no whole vectors (benchmarks/LOG.md, 2026-11-25).
+_RAGGED, _RAGGED_DW = 16, {("amd", "avx512_bf16", torch.bfloat16): _Where(columns=7, strided=7, width=64, multiple=4)}
 # Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
 # stock (benchmarks/LOG.md, 2026-11-24).
 _SHARED = 2048
@@ -98,25 +101,26 @@ _SMALL = 200_000  # elements: up to here the calls cost more than what the kerne
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
     """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
     cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
-    table = _FASTER.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
+    key = cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
     strided = max(stride) > 1
+    table = _FASTER.get(key, {})
+    if not _common.is_channels_last(x):
+        table = {"dw": _RAGGED_DW[key]} if key in _RAGGED_DW and width % _RAGGED else {}
     parts = tuple(part for part, where in table.items() if where.holds_for(columns, strided, width))
     shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
     return tuple(part for part in parts if part != "dw") if shared else parts
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
-    if not _common.is_channels_last(x):
-        return "stock PyTorch was measured faster: contiguous images"
     if _common.is_less(x.numel(), _SMALL):
         return f"fewer than {_SMALL} elements: stock calls cost less"
     if tuple(weight.shape[2:]) != (3, 3) or max(dilation) > 1:
         return "stock PyTorch runs what was not measured: kernels other than 3x3"
     if not _faster_parts(x, weight, stride):
         return (
-            "stock PyTorch was measured faster, or nothing was measured: this CPU, dtype, width of a group, stride and"
-            " size of the images"
+            "stock PyTorch was measured faster, or nothing was measured: this CPU, dtype, layout, width of a group,"
+            " stride and size of the images"
         )
     return None
 
@@ -202,8 +206,8 @@ def grouped_conv2d(
     .. math:: y_{n,gO+o} = b_{gO+o} + \sum_{i<I} w_{gO+o,i} \star x_{n,gI+i}
 
     Args:
-        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, stock PyTorch runs
-            contiguous images; float32, bfloat16, float16 or float64.
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous images by stock
+            PyTorch but for some gradients of weights; float32, bfloat16, float16 or float64.
         weight: kernels ``[D, I, kh, kw]`` with I = C / G, in the dtype of ``x``; G divides D, too.
         bias: ``[D]``, or None.
         stride: of the output positions, one int or (height, width).
