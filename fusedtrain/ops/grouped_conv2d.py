@@ -89,8 +89,8 @@ _FASTER = {
     ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
 }
-# Contiguous images: where the channels of a group fill no whole vectors, oneDNN's gradient of bfloat16 weights takes 1.1
-# to 3.6 times as long as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
+# Contiguous images: where the channels of a group fill no whole vectors, oneDNN takes 1.1 to 3.6 times as long over the
+# gradient of bfloat16 weights as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
 _RAGGED, _RAGGED_DW = 16, {("amd", "avx512_bf16", torch.bfloat16): _Where(columns=7, strided=7, width=64, multiple=4)}
 # Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
 # stock (benchmarks/LOG.md, 2026-11-24).
