@@ -88,7 +88,6 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     layout: str
-    fused: bool
 
     def loss(self, images: Tensor, targets: Tensor, dtype: str, forward: Callable | None = None) -> Tensor:
         forward = self.model if forward is None else forward
@@ -155,7 +154,7 @@ def network(name: str, layout: str, fused: bool, setting: Setting, seed: int = 0
         optimizer = optim.AdamW(model.parameters(), lr=LR)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    return Trainee(model, optimizer, layout, fused)
+    return Trainee(model, optimizer, layout)
 
 
 def _batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
