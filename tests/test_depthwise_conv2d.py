@@ -366,7 +366,7 @@ def test_bad_arguments_are_named(changes, error, message):
         depthwise_conv2d(**arguments)
 
 
-def test_explain_knows_both_directions(capsys):
+def test_explain_knows_both_directions():
     inputs = make("cpu")
     geometry = [1, 1], [1, 1, 1, 1], [1, 1]
     for op in ("depthwise_conv2d", "depthwise_conv2d_backward"):
