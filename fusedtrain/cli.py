@@ -31,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     commands = {
-        "train": _train,
         "check": _check,
         "info": _info,
         "verify-checkpoint": _verify,
@@ -107,7 +106,7 @@ def _check(arguments: list[str]) -> int:
     try:
         import sklearn  # noqa: F401
 
-        from fusedtrain.train import run
+        from fusedtrain.train import InputError, run
     except ModuleNotFoundError as error:
         return _missing(error, "check")
     parser = argparse.ArgumentParser(
@@ -122,7 +121,7 @@ def _check(arguments: list[str]) -> int:
     own, rest = parser.parse_known_args(arguments)
     try:
         report = run.compare(run.parse(rest, "fusedtrain check"), own.ranks, own.updates)
-    except run.InputError as error:
+    except InputError as error:
         return _fail(str(error), 2, "check")
     print(report)
     return 1 if report.differences else 0
@@ -134,7 +133,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
         import tyro  # noqa: F401
 
         from fusedtrain.data import SampleError
-        from fusedtrain.train import CheckpointError, NonFiniteError, digits, options
+        from fusedtrain.train import CheckpointError, InputError, NonFiniteError, digits, options
     except ModuleNotFoundError as error:
         return _missing(error, "train")
     try:
@@ -148,7 +147,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             run.run(chosen)
         else:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
-    except digits.InputError as error:
+    except InputError as error:
         return _fail(str(error), 2)
     except (CheckpointError, NonFiniteError, SampleError) as error:
         return _fail(str(error), 1)

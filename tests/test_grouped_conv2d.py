@@ -94,9 +94,8 @@ def reference_of(stride=(1, 1), padding=1, dilation=(1, 1), groups=3):
 
 
 def fits(size, kernel, stride, padding, dilation) -> bool:
-    left, right, top, bottom = [padding] * 4 if isinstance(padding, int) else padding
-    h = output_size(size[1], kernel[0], stride[0], top, bottom, dilation[0])
-    return min(h, output_size(size[2], kernel[1], stride[1], left, right, dilation[1])) > 0
+    sides = [padding] * 4 if isinstance(padding, int) else padding
+    return min(output_size(size[1:], kernel, stride, sides, dilation)) > 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=cases.label)

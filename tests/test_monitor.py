@@ -284,7 +284,7 @@ def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err == f"fusedtrain monitor: {message}\n"
 
 
-def test_without_psutil_it_names_the_extra(tmp_path):
+def test_without_psutil_it_names_the_extra():
     code = "import sys; sys.modules['psutil'] = None; from fusedtrain.cli import main; sys.exit(main(['monitor', '1']))"
     done = harness.run_python("-c", code)
     assert done.returncode == 1 and done.stderr == (

@@ -225,7 +225,7 @@ def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys)
     assert "the storage belongs to another search: its direction is minimize, not maximize" in capsys.readouterr().err
 
 
-def test_a_process_whose_parent_is_gone_ends(monkeypatch):
+def test_a_process_whose_parent_is_gone_ends():
     code = "from fusedtrain.tune import target; import multiprocessing as m, types; "
     code += (
         "m.parent_process = lambda: types.SimpleNamespace(is_alive=lambda: ALIVE); target.end_with_parent(); print()"
@@ -543,7 +543,7 @@ def test_a_function_is_named_by_its_file(models):
         target(models, "number").build()
 
 
-def test_a_broken_state_is_forgotten(cache):
+def test_a_broken_state_is_forgotten():
     state = State("x", {"a": 1})
     state.add(3, {"b": 2})
     assert State("x", {"a": 1}).get(3) == {"b": 2}
@@ -615,7 +615,7 @@ def test_a_command_is_pruned_while_it_runs(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "a%20b", "a{b}"])
-def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name, capsys):
+def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     write(folder / "o.py", "def f(params, report):\n    return 1.0\n")

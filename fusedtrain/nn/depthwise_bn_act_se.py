@@ -17,7 +17,7 @@ from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn._small import stays_stock
-from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
+from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, centred_padding
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
@@ -290,10 +290,7 @@ class DepthwiseBnActSe(nn.Module):
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        if padding is None:
-            kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-            spread = (dilation, dilation) if isinstance(dilation, int) else dilation
-            padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+        padding = centred_padding(kernel_size, dilation) if padding is None else padding
         self.conv = DepthwiseConv2d(channels, channels, kernel_size, stride, padding, dilation, bias=bias, **factory)
         self.bn = norms.BatchNormAct2d(channels, eps, momentum, act_layer=act_layer, **factory)
         self.se = SqueezeExcite(

@@ -8,26 +8,17 @@ r"""grouped_conv2d: a convolution whose channels stand in groups, each with kern
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
-from fusedtrain.ops._windows import geometry, output_size, stock_padding
+from fusedtrain.ops._windows import geometry, output_size, stock_forward
+from fusedtrain.ops._windows import stock_backward as reference_backward
 
 
 def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
-    padded, rest = stock_padding(x, padding)
-    return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
-
-
-def reference_backward(dy, x, weight, stride, padding, dilation, groups, need) -> tuple[Tensor, Tensor, Tensor]:
-    padded, rest = stock_padding(x, padding)
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
-    )
-    return F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx, dw, db
+    return stock_forward(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _empty(x: Tensor, channels: int, h: int, w: int) -> Tensor:
@@ -37,10 +28,7 @@ def _empty(x: Tensor, channels: int, h: int, w: int) -> Tensor:
 
 @_schema.register_fake("grouped_conv2d")
 def _fake(x, weight, bias, stride, padding, dilation, groups):
-    left, right, top, bottom = padding
-    ho = output_size(x.shape[2], weight.shape[2], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], weight.shape[3], stride[1], left, right, dilation[1])
-    return _empty(x, weight.shape[0], ho, wo)
+    return _empty(x, weight.shape[0], *output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation))
 
 
 @_schema.register_fake("grouped_conv2d_dx")

@@ -12,9 +12,6 @@ from fusedtrain._files import sync_folder, write_atomic
 from fusedtrain.train import checkpoint_file
 from fusedtrain.train.checkpoint_file import CheckpointError
 from fusedtrain.train.state_tree import flatten
-from fusedtrain.train.weights import save_weights
-
-__all__ = ["CheckpointError", "CheckpointStore", "Loaded", "save_weights", "verify"]
 
 POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)\.safetensors")

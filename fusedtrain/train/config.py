@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,8 +18,8 @@ from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-NONFINITE = ("raise", "skip")
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+COMPILE_MODES = get_args(CompileMode)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TrainConfig:
     device: str = "auto"
     seed: int = 0
     channels_last: bool = True
-    compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    compile: CompileMode | None = None
     cuda_graphs: bool = False
     cudnn_benchmark: bool = True
     max_grad_norm: float | None = None
@@ -90,7 +90,7 @@ class TrainConfig:
         require(warmup <= self.epochs, f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {warmup}")
         modes = ", ".join(COMPILE_MODES)
         require(self.compile in (None, *COMPILE_MODES), f"compile must be one of {modes}, got {self.compile!r}")
-        require(self.nonfinite in NONFINITE, f"nonfinite must be raise or skip, got {self.nonfinite!r}")
+        require(self.nonfinite in ("raise", "skip"), f"nonfinite must be raise or skip, got {self.nonfinite!r}")
         norm, decay = self.max_grad_norm, self.ema_decay
         require(norm is None or norm > 0, f"max_grad_norm must be positive, got {norm}")
         require(decay is None or 0 <= decay < 1, f"ema_decay must lie in [0, 1), got {decay}")

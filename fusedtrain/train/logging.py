@@ -9,7 +9,7 @@ from pathlib import Path
 from fusedtrain._files import write_atomic
 from fusedtrain.train.errors import InputError, make_folder, require
 
-PACKAGES = {"jsonl": None, "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+PACKAGES = {"jsonl": "json", "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Logging:
         unknown = [name for name in self.loggers if name not in PACKAGES]
         require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
         require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
-        needed = {f"the logger {name}": PACKAGES[name] or "json" for name in self.loggers if self.log_dir is not None}
+        needed = {f"the logger {name}": PACKAGES[name] for name in self.loggers if self.log_dir is not None}
         needed |= {"log_usage": "psutil"} if self.log_usage else {}
         for what, package in needed.items():
             try:

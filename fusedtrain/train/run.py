@@ -25,10 +25,11 @@ from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.options import parse_command, read_yaml, write_yaml
 from fusedtrain.train.profile import Profile
+from fusedtrain.train.records import History
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.saving import Checkpoint
-from fusedtrain.train.trainer import History, Trainer
+from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
 
 OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "lion": optim.Lion}

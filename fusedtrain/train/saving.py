@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from fusedtrain._files import write_atomic
-from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
+from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
-from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
+from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names, save_weights
 
 VERSION = 1
 TEXTS = ("ranks", "history", "group", "others")  # their tensors change from save to save

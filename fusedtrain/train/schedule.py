@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from fusedtrain.train.errors import InputError, require
 
-SCHEDULES = ("cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau")
+Name = Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"]
+SCHEDULES = get_args(Name)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Schedule:
     Smith and Topin, https://arxiv.org/abs/1708.07120
     """
 
-    schedule: Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"] = (
-        "cosine"
-    )
+    schedule: Name = "cosine"
     warmup_epochs: float = 1.0
     per: Literal["step", "epoch"] = "step"
     gamma: float = 0.1

@@ -22,7 +22,7 @@ from fusedtrain.train.errors import InputError
 from fusedtrain.train.evaluation import evaluate
 from fusedtrain.train.feed import Feed
 from fusedtrain.train.meter import Numbers
-from fusedtrain.train.nonfinite import NonFiniteError, left_out
+from fusedtrain.train.nonfinite import left_out
 from fusedtrain.train.precision import full
 from fusedtrain.train.preemption import Preempted, Stops
 from fusedtrain.train.profile import Spans, Tracer
@@ -32,8 +32,6 @@ from fusedtrain.train.rng import seed_all
 from fusedtrain.train.saving import Saving
 from fusedtrain.train.stopping import Best
 from fusedtrain.train.update import Buffers, Update
-
-__all__ = ["Epoch", "History", "NonFiniteError", "Trainer"]
 
 
 class Trainer:
@@ -108,7 +106,7 @@ class Trainer:
             getattr(type(self), name) is not getattr(Trainer, name) for name in ("training_step", "validation_step")
         )
         self._autocast = config.precision.autocast(self.device)
-        self.update = Update(self.model, optimizer, self.scaler, config.max_grad_norm)
+        self.update = Update(optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
         # Such a checkpoint cannot hold half a group: every process has gradients of its own, or a part of each.
         parted = self.world.size > 1 or config.distributed.strategy == "fsdp"
