@@ -85,14 +85,17 @@ def _tune(arguments: list[str]) -> int:
 
 
 def _restart(device: str) -> None:
-    """Starts this command once more with the allocator's settings in its environment, where the CPU will train."""
+    """Starts this process once more with the allocator's settings in its environment, where the CPU will train.
+
+    As it was started: with ``-m`` instead of its script, modules in the current folder would go before the installed.
+    """
     from fusedtrain import _allocator
     from fusedtrain.train.config import resolve_device
 
     variables = _allocator.variables() if resolve_device(device).type == "cpu" else {}
     if variables:
         sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, "-m", "fusedtrain", *sys.argv[1:]], os.environ | variables)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
 def _missing(error: ModuleNotFoundError, command: str) -> int:
@@ -149,7 +152,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
     except InputError as error:
         return _fail(str(error), 2)
-    except (CheckpointError, NonFiniteError, SampleError) as error:
+    except (CheckpointError, NonFiniteError, SampleError, OSError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

@@ -106,6 +106,29 @@ def case_uneven(folder: Path) -> dict:
     return {"steps": seen.steps, "train_loss": history.epochs[0].train_loss, "metrics": history.epochs[0].metrics}
 
 
+class Labelled(Trainer):
+    """Counts the samples whose label is known."""
+
+    def weight(self, batch):
+        return int((batch[1] >= 0).sum())
+
+
+def case_unlabelled(folder: Path) -> dict:
+    """Rank 1 has no known label in its first batch: the mean of its loss is that of nothing, NaN."""
+    inputs, targets = samples(16)
+    targets[4:8] = -100
+    batches = list(zip(inputs.split(4), targets.split(4)))[RANK::2]
+    found = {}
+    for accumulate in (1, 2):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        seen = Gradients(optimizer)
+        run = Labelled(model, nn.CrossEntropyLoss(), optimizer, config(accumulation=accumulate))
+        epoch = run.fit(batches, batches).epochs[0]
+        found[str(accumulate)] = {"steps": seen.steps, "train_loss": epoch.train_loss, "metrics": epoch.metrics}
+    return found
+
+
 class Counted(Callback):
     """Stops the run by a signal to one rank only, while micro-batch ``at`` is waited for."""
 
@@ -166,15 +189,23 @@ def case_resume(folder: Path) -> dict:
 
 
 def case_all_data(folder: Path) -> dict:
-    """A loader that gives every rank everything is refused."""
+    """A loader that gives every rank everything is refused, and one that knows its rank is not."""
     dataset = torch.utils.data.TensorDataset(*samples(16))
-    model = net()
-    run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config())
-    try:
-        run.fit(torch.utils.data.DataLoader(dataset, 4, shuffle=True))
-    except InputError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    halves = [[index + RANK * 2 for index in (at, at + 1)] for at in range(0, 16, 4)]
+    loaders = {
+        "error": torch.utils.data.DataLoader(dataset, 4, shuffle=True),
+        "batches": data(16, 4, world=1),
+        "own": torch.utils.data.DataLoader(dataset, batch_sampler=halves),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        model = net()
+        run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config())
+        try:
+            found[name] = len(run.fit(loader).step_losses)
+        except InputError as error:
+            found[name] = str(error)
+    return found
 
 
 def case_failing(folder: Path) -> dict:

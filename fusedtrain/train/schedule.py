@@ -136,6 +136,29 @@ class Plateau:
         self.plateau.load_state_dict(state["plateau"])
 
 
+_KINDS = ("lr_lambdas", "total_steps", "plateau")  # what the state of a scheduler of :meth:`Schedule.build` is known by
+_LENGTHS = ("total_steps", "_schedule_phases")  # of onecycle: those of the run that goes on
+
+
+def load(scheduler, state: dict, before: int | None, now: int | None) -> None:
+    """Loads the state of a scheduler of :meth:`Schedule.build`, so that it stands at the same epoch.
+
+    Args:
+        before, now: how often it moves in an epoch, in the run that saved the state and in this one; other batches or
+            another number of processes make another number of updates.
+
+    Raises:
+        ValueError: the state is that of another kind of scheduler.
+    """
+    own = scheduler.state_dict()
+    if any((kind in own) != (kind in state) for kind in _KINDS):
+        raise ValueError("the state is that of another kind of scheduler")
+    state = {name: value for name, value in state.items() if name not in _LENGTHS}
+    if before and now and before != now:
+        state["last_epoch"] = round(state["last_epoch"] * now / before)
+    scheduler.load_state_dict(state)
+
+
 def make(
     config: Schedule, made, optimizer: Optimizer, epochs: int, updates: int | None, mode: str
 ) -> tuple[object, bool]:
