@@ -106,9 +106,7 @@ def _case(block: Block, dtype: torch.dtype) -> Case:
         inputs=inputs,
         bytes_moved={"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward},
         flops={"fwd": flops, "bwd": 2 * flops, "fwd+bwd": 3 * flops},
-        options={
-            **{"stride": s, "padding": k // 2, "act": block.act, "se_act": block.se_act, "gate": block.gate},
-        },
+        options={"stride": s, "padding": k // 2, "act": block.act, "se_act": block.se_act, "gate": block.gate},
     )
 
 

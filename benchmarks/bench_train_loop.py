@@ -128,10 +128,7 @@ def importable(name: str) -> bool:
     """Whether a peer can run here; says why not."""
     try:
         importlib.import_module(name)
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # the latter: a torchvision of another torch
+    except (ImportError, RuntimeError) as error:  # the latter: a torchvision of another torch
         print(f"{name} is not measured: {error}", file=sys.stderr)
         return False
     return True

@@ -146,7 +146,7 @@ def _copy(x: Tensor) -> Candidate:
     return Candidate("copy", "contiguous", target.copy_, (x.detach(),))
 
 
-def _race(racers: list[tuple[Candidate, Callable]], mode: str, budget: float, rng: random.Random) -> int:
+def race(racers: list[tuple[Candidate, Callable]], mode: str, budget: float, rng: random.Random) -> int:
     """Times every candidate once per round, in random order; returns the number of rounds."""
 
     def one_round() -> float:
@@ -202,12 +202,12 @@ def measure(
             if fault is not None:
                 candidate.note = f"{'no number' if candidate.stock is None else 'less accurate than eager'}: {fault}"
         racers.append((copy, timer(copy.call, copy.inputs, (), None, 2 * copy.inputs[0].nbytes)))
-        rounds = _race(racers, mode, budget, random.Random(0))
+        rounds = race(racers, mode, budget, random.Random(0))
         modes = ("fwd", "bwd", "fwd+bwd") if mode == "bwd" else (mode,)
         yield from _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops)
 
 
-def _ratio(numerator: list[float], denominator: list[float]) -> float:
+def ratio(numerator: list[float], denominator: list[float]) -> float:
     """The median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
@@ -220,7 +220,7 @@ def _speedups(candidate: Candidate, stock: list[Candidate], usual: str, mode: st
         "speedup_usual": [c for c in stock if c.stock == usual],
     }
     best = {name: min(of, key=lambda c: statistics.median(c.times[mode])) for name, of in rivals.items()}
-    return {name: _ratio(c.times[mode], candidate.times[mode]) for name, c in best.items()}
+    return {name: ratio(c.times[mode], candidate.times[mode]) for name, c in best.items()}
 
 
 def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops) -> Iterator[dict]:
@@ -250,8 +250,8 @@ def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gfl
                     "us_p80": p80,
                     **_speedups(candidate, stock, next(iter(benchmark.stock)), mode),
                     "gb_per_s": moved / p50 / 1e3,
-                    "pct_copy": 100 * _ratio([moved * t / copy_bytes for t in copy_times], times),
-                    "pct_floor": 100 * _ratio(floor, times),
+                    "pct_copy": 100 * ratio([moved * t / copy_bytes for t in copy_times], times),
+                    "pct_floor": 100 * ratio(floor, times),
                     "peak_mib": peaks[candidate][mode] / 2**20,
                     "rounds": rounds,
                 }

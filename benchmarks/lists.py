@@ -8,12 +8,11 @@ in random order, and so does a copy of as many elements, the machine's bandwidth
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 import torch
-from harness import BYTES, _race, _ratio, quantiles
+from harness import BYTES, quantiles, race, ratio
 from networks import NETWORKS, elements
-from timing import _peak_device, _peak_host, host_clock
+from timing import clock_of, peak
 from torch import Tensor
 
 Make = Callable[[list[Tensor]], Callable[[], Tensor | None]]
@@ -103,16 +102,11 @@ def _error(values: list[Tensor], truth: list[Tensor]) -> float:
 
 def timed(step: Callable, device: torch.device) -> Callable:
     """Returns a function that makes one step and returns its seconds: on a GPU until it is done, launches included."""
-    on_gpu = device.type == "cuda"
-    clock = perf_counter if on_gpu else host_clock()
+    clock = clock_of(device)
 
     def run() -> tuple[float, float]:
-        if on_gpu:
-            torch.cuda.synchronize(device)
         start = clock()
         step()
-        if on_gpu:
-            torch.cuda.synchronize(device)
         return clock() - start, 0.0
 
     return run
@@ -136,13 +130,13 @@ def measure(
         if not error <= (allowed if case.exact or runner is not everyone[0] else float("inf")):
             runner.note = f"{'no number' if runner is everyone[0] else 'less accurate than eager'}: off by {error:.3g}"
         del values
-        runner.peak = (_peak_device if device.type == "cuda" else _peak_host)(runner.step)[1]
+        runner.peak = peak(runner.step, device)[1]
     copied = torch.randn(elements(NETWORKS[case.network]), device=device).to(dtype)
     target = torch.empty_like(copied)
     copy = Runner("copy", None, lambda: target.copy_(copied))
     racers = [runner for runner in everyone if not runner.note.startswith("no number")]
 
-    rounds = _race([(r, timed(r.step, device)) for r in [*racers, copy]], "bwd", budget, random.Random(0))
+    rounds = race([(r, timed(r.step, device)) for r in [*racers, copy]], "bwd", budget, random.Random(0))
     yield from _rows(benchmark, case, dtype, everyone, racers, copy, rounds)
 
 
@@ -162,13 +156,13 @@ def _rows(benchmark, case, dtype, everyone, racers, copy, rounds) -> Iterator[di
         if "fwd" in runner.times:
             times, bytes_moved = runner.times["fwd"], copy_bytes if runner is copy else moved
             p20, p50, p80 = quantiles(times)
-            over_best = _ratio(best.times["fwd"], times)
+            over_best = ratio(best.times["fwd"], times)
             row |= {
                 **{"us_p50": p50, "us_p20": p20, "us_p80": p80, "gb_per_s": bytes_moved / p50 / 1e3, "rounds": rounds},
                 **{"speedup": over_best, "speedup_same_layout": over_best},
-                **{"speedup_usual": _ratio(usual.times["fwd"], times), "peak_mib": runner.peak / 2**20},
+                **{"speedup_usual": ratio(usual.times["fwd"], times), "peak_mib": runner.peak / 2**20},
                 **dict.fromkeys(
-                    ("pct_copy", "pct_floor"), 100 * _ratio([bytes_moved * t / copy_bytes for t in copy_times], times)
+                    ("pct_copy", "pct_floor"), 100 * ratio([bytes_moved * t / copy_bytes for t in copy_times], times)
                 ),
             }
         yield row

@@ -7,11 +7,10 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
-from timing import host_clock
+from timing import clock_of
 
 from fusedtrain._allocator import TUNABLES
 
@@ -64,14 +63,12 @@ def _peak_gflops(device: torch.device) -> float:
     On a CPU as a matrix product or as a 1x1 convolution, whichever is faster: these are two libraries, and one of them
     uses half of what an AMD CPU has.
     """
-    a, clock = torch.randn(1024, 1024, device=device), perf_counter if device.type == "cuda" else host_clock()
+    a, clock = torch.randn(1024, 1024, device=device), clock_of(device)
     images = a.view(16, 8, 8, 1024).permute(0, 3, 1, 2)
 
     def seconds(product: Callable[[], object]) -> float:
         start = clock()
         product()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         return clock() - start
 
     products = [lambda: torch.mm(a, a)]

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 
 import results
 import torch
 import torch.nn.functional as F
-from harness import LAYOUTS, _race, _ratio, quantiles
-from timing import _peak_device, _peak_host, host_clock
+from harness import LAYOUTS, quantiles, race, ratio
+from timing import clock_of, peak
 from torch import Tensor, nn
 
 import fusedtrain
@@ -88,7 +87,6 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     layout: str
-    fused: bool
 
     def loss(self, images: Tensor, targets: Tensor, dtype: str, forward: Callable | None = None) -> Tensor:
         forward = self.model if forward is None else forward
@@ -121,23 +119,12 @@ class Candidate:
 
     def step(self) -> tuple[float, float]:
         """One step: seconds of forward and loss, seconds of backward and optimizer."""
-        clock = _clock(self.images.device)
+        clock = clock_of(self.images.device)
         start = clock()
         loss = self.trainee.loss(self.images, self.targets, self.dtype, self.forward)
         middle = clock()
         self.trainee.update(loss)
         return middle - start, clock() - middle
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    if device.type != "cuda":
-        return host_clock()
-
-    def synchronised() -> float:
-        torch.cuda.synchronize(device)
-        return perf_counter()
-
-    return synchronised
 
 
 def autocast(device: torch.device, dtype: str):
@@ -155,7 +142,7 @@ def network(name: str, layout: str, fused: bool, setting: Setting, seed: int = 0
         optimizer = optim.AdamW(model.parameters(), lr=LR)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    return Trainee(model, optimizer, layout, fused)
+    return Trainee(model, optimizer, layout)
 
 
 def _batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
@@ -246,11 +233,6 @@ def saved_mib(candidate: Candidate) -> float:
     return sum(saved.values()) / 2**20
 
 
-def _peak_mib(candidate: Candidate) -> float:
-    measured = _peak_device if candidate.images.device.type == "cuda" else _peak_host
-    return measured(candidate.step)[1] / 2**20
-
-
 def _candidates(trainees: dict[tuple[bool, str], Trainee], setting: Setting) -> Iterator[Candidate]:
     images, targets = _batch(setting, 0)
     for (fused, layout), trainee in trainees.items():
@@ -275,10 +257,11 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
         candidate.note = wrong.get((not candidate.stock, layout, candidate.dtype), "")
         candidate.step()  # compiles, and makes the optimizer's state
         candidate.step()
-        memory[candidate] = {"peak_mib": _peak_mib(candidate), "saved_mib": saved_mib(candidate)}
+        peak_bytes = peak(candidate.step, setting.device)[1]
+        memory[candidate] = {"peak_mib": peak_bytes / 2**20, "saved_mib": saved_mib(candidate)}
     progress("race")
     racers = [c for c in everyone if not c.note]
-    rounds = _race([(c, c.step) for c in racers], "bwd", setting.budget, random.Random(0))
+    rounds = race([(c, c.step) for c in racers], "bwd", setting.budget, random.Random(0))
     best = {
         dtype: min(
             (c for c in racers if c.stock and dtype in (c.dtype, None)),
@@ -298,8 +281,8 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
                 "ms_p80": p80,
                 "ms_forward": statistics.median(candidate.times["fwd"]) * 1e3,
                 "images_per_s": setting.batch / p50 * 1e3,
-                "speedup_same_dtype": _ratio(best[candidate.dtype].times["fwd+bwd"], times),
-                "speedup": _ratio(best[None].times["fwd+bwd"], times),
+                "speedup_same_dtype": ratio(best[candidate.dtype].times["fwd+bwd"], times),
+                "speedup": ratio(best[None].times["fwd+bwd"], times),
                 "rounds": rounds,
             }
         yield row

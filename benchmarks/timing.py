@@ -19,6 +19,18 @@ def host_clock() -> Callable[[], float]:
     return process_time if fine and torch.get_num_threads() == 1 else perf_counter
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock for work on a device: on a GPU it stands when all that was launched is done."""
+    if device.type != "cuda":
+        return host_clock()
+
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return perf_counter()
+
+    return synchronised
+
+
 def timer(call: Callable, inputs: Sequence[Tensor], wrt: Sequence[int], dy: Tensor | None, bytes_moved: int) -> Step:
     """Returns a function that runs forward and backward once and returns the seconds of each.
 
@@ -100,10 +112,15 @@ def peak_bytes(
     allocator's own statistics on a GPU. Scratch memory that a vendor library maps by itself is not seen.
     """
     inputs = [t.detach().requires_grad_(i in wrt) for i, t in enumerate(inputs)]
-    measured = _peak_device if inputs[0].device.type == "cuda" else _peak_host
-    y, forward, kept = measured(lambda: call(*inputs))
-    _, backward, _ = measured(lambda: torch.autograd.grad(y, [inputs[i] for i in wrt], dy))
+    device = inputs[0].device
+    y, forward, kept = peak(lambda: call(*inputs), device)
+    _, backward, _ = peak(lambda: torch.autograd.grad(y, [inputs[i] for i in wrt], dy), device)
     return {"fwd": forward, mode: backward, f"fwd+{mode}": max(forward, kept + backward)}
+
+
+def peak(call: Callable, device: torch.device) -> tuple:
+    """What a call returns, the most bytes that it holds, and those that are left."""
+    return _peak_device(call) if device.type == "cuda" else _peak_host(call)
 
 
 def _peak_host(call: Callable):

@@ -91,7 +91,8 @@ constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked w
 constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols || std::max(s.sh, s.sw) > 2) return 0;
   const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 4 * kMostLanes);
-  return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + 8) * (4 * row + 8) + 4096;
+  // Of dx the rows of dy lie up to s.top behind those of the band.
+  return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + s.top + 8) * (4 * row + 8) + 4096;
 }
 constexpr int64_t depthwise_transposed_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols) return 0;

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
@@ -44,6 +45,12 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what writes of ``path`` have left that were killed; nobody may be writing it."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)  # not a failing disk: EIO

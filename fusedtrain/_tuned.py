@@ -113,9 +113,10 @@ def load() -> None:
                 if entry["backend"] is not None:
                     for name in entry["keys"]:
                         TABLE[_plain(name)] = entry["backend"], entry["measured"]
-        except (KeyError, TypeError):
+            _OPS.update(name[0] for name in TABLE)
+        except (KeyError, TypeError, IndexError):
             TABLE.clear()
-    _OPS.update(name[0] for name in TABLE)
+            _OPS.clear()
     active = bool(TABLE)
 
 

@@ -85,6 +85,11 @@ def current_backend() -> str | None:
     return _forced
 
 
+def is_automatic() -> bool:
+    """Whether rules alone choose: no backend is forced, and no table of ``fusedtrain tune backend`` counts."""
+    return _forced is None and not _tuned.active
+
+
 def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
     if _forced is None:

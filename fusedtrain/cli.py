@@ -31,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     commands = {
-        "train": _train,
         "check": _check,
         "info": _info,
         "verify-checkpoint": _verify,
@@ -86,14 +85,17 @@ def _tune(arguments: list[str]) -> int:
 
 
 def _restart(device: str) -> None:
-    """Starts this command once more with the allocator's settings in its environment, where the CPU will train."""
+    """Starts this process once more with the allocator's settings in its environment, where the CPU will train.
+
+    As it was started: with ``-m`` instead of its script, modules in the current folder would go before the installed.
+    """
     from fusedtrain import _allocator
     from fusedtrain.train.config import resolve_device
 
     variables = _allocator.variables() if resolve_device(device).type == "cpu" else {}
     if variables:
         sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, "-m", "fusedtrain", *sys.argv[1:]], os.environ | variables)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
 def _missing(error: ModuleNotFoundError, command: str) -> int:
@@ -107,7 +109,7 @@ def _check(arguments: list[str]) -> int:
     try:
         import sklearn  # noqa: F401
 
-        from fusedtrain.train import run
+        from fusedtrain.train import InputError, run
     except ModuleNotFoundError as error:
         return _missing(error, "check")
     parser = argparse.ArgumentParser(
@@ -122,7 +124,7 @@ def _check(arguments: list[str]) -> int:
     own, rest = parser.parse_known_args(arguments)
     try:
         report = run.compare(run.parse(rest, "fusedtrain check"), own.ranks, own.updates)
-    except run.InputError as error:
+    except InputError as error:
         return _fail(str(error), 2, "check")
     print(report)
     return 1 if report.differences else 0
@@ -134,7 +136,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
         import tyro  # noqa: F401
 
         from fusedtrain.data import SampleError
-        from fusedtrain.train import CheckpointError, NonFiniteError, digits, options
+        from fusedtrain.train import CheckpointError, InputError, NonFiniteError, digits, options
     except ModuleNotFoundError as error:
         return _missing(error, "train")
     try:
@@ -148,9 +150,9 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             run.run(chosen)
         else:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
-    except digits.InputError as error:
+    except InputError as error:
         return _fail(str(error), 2)
-    except (CheckpointError, NonFiniteError, SampleError) as error:
+    except (CheckpointError, NonFiniteError, SampleError, OSError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

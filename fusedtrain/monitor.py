@@ -362,7 +362,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tensorboard", metavar="DIR", help="write the values there too")
     args = parser.parse_args(arguments)
     try:
-        if args.interval <= 0 or (args.count is not None and args.count < 1):
+        if not args.interval > 0 or (args.count is not None and args.count < 1):
             raise MonitorError("--interval must be positive and --count at least 1")
         return _watch(args)
     except (MonitorError, ModuleNotFoundError) as error:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedtrain.kernels import _activation, _images
-from fusedtrain.ops import _common
+from fusedtrain.ops import _common, _windows
 
 CHUNK = 4096  # output pixels, of all samples, in one partial sum of dw
 WEIGHT_TILE = 2048  # taps of a kernel row x channels x pixels of the kernel for dw
@@ -322,14 +322,12 @@ class Launch(NamedTuple):
 
 
 def launch_of(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Launch:
-    (n, _, h, w), (co, _, kh, kw), (left, right, top, bottom) = x.shape, weight.shape, padding
-    ho = (h + top + bottom - dilation[0] * (kh - 1) - 1) // stride[0] + 1
-    wo = (w + left + right - dilation[1] * (kw - 1) - 1) // stride[1] + 1
+    n, co = x.shape[0], weight.shape[0]
+    ho, wo = _windows.output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     flags = _flags(x, weight, ho, wo)
-    layout = torch.channels_last if flags["CHANNELS_LAST"] else torch.contiguous_format
-    y = torch.empty((n, co, ho, wo), dtype=x.dtype, device=x.device, memory_format=layout)
+    y = torch.empty((n, co, ho, wo), dtype=x.dtype, device=x.device, memory_format=_common.format_of(x))
     block_c, block_p = _blocks(co, ho * wo, flags["CHANNELS_LAST"])
-    flags |= {"UNROLL": _unroll(kw), "BLOCK_C": block_c, "BLOCK_P": block_p}
+    flags |= {"UNROLL": _unroll(weight.shape[3]), "BLOCK_C": block_c, "BLOCK_P": block_p}
     return Launch(y, block_c, block_p, _geometry(x, ho, wo, stride, padding, dilation), flags)
 
 

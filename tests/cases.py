@@ -21,7 +21,6 @@ SHAPES = {
     "no_pixels": (2, 8, 0, 4),  # the mean of nothing is NaN
     "no_channels": (2, 0, 3, 3),
 }
-FULL_SHAPES = tuple(name for name, shape in SHAPES.items() if 0 not in shape)
 
 
 def pairwise(**choices) -> list[dict]:

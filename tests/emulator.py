@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from fusedtrain.backend import Impl
-from fusedtrain.ops import _codes, _common
+from fusedtrain.ops import _codes, _common, _windows
 from fusedtrain.ops.batch_norm_act import _BatchNormImpl
 from fusedtrain.ops.depthwise_bn_act_se import _BlockImpl
-from fusedtrain.ops.depthwise_conv2d import output_size
 from fusedtrain.ops.optimizer_step import PLAIN, RULES, SUMS, Options
 
 TESTS = Path(__file__).parent
@@ -214,9 +213,8 @@ def squeeze_excite_backward(
 
 
 def _sizes(x: Tensor, weight: Tensor, stride, padding, dilation):
-    (n, c, h, w), (co, _, kh, kw), (left, right, top, bottom) = x.shape, weight.shape, padding
-    ho = output_size(h, kh, stride[0], top, bottom, dilation[0])
-    wo = output_size(w, kw, stride[1], left, right, dilation[1])
+    (n, c, h, w), (co, _, kh, kw), (left, _, top, _) = x.shape, weight.shape, padding
+    ho, wo = _windows.output_size((h, w), (kh, kw), stride, padding, dilation)
     numbers = (n, c, h, w, co // c, ho, wo, kh, kw, *stride, top, left, *dilation)
     return structs()["DepthwiseSizes"](*numbers, _DTYPES[x.dtype], int(_common.is_channels_last(x)))
 

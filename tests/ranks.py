@@ -56,20 +56,18 @@ class Gradients:
         self.steps.append(torch.cat([g.flatten() for g in grads]).tolist())
 
 
-def config(folder: Path, **options) -> TrainConfig:
+def config(**options) -> TrainConfig:
     defaults = {"epochs": 1, "device": "cpu", "schedule": Schedule("constant", warmup_epochs=0)}
     return TrainConfig(**defaults | options)
 
 
-def gradients(folder: Path, strategy: str, accumulate: int, count: int, **options) -> dict:
+def gradients(strategy: str, accumulate: int, count: int, **options) -> dict:
     """Two ranks on 4 samples each per micro-batch; the weights stay, so that every group starts alike."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = Gradients(optimizer)
     distributed = Distributed(strategy, timeout=60.0, **options)
-    run = Trainer(
-        model, nn.CrossEntropyLoss(), optimizer, config(folder, accumulation=accumulate, distributed=distributed)
-    )
+    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(accumulation=accumulate, distributed=distributed))
     history = run.fit(data(count, 4), data(11, 4))
     epoch = history.epochs[0]
     return {"steps": seen.steps, "train_loss": epoch.train_loss, "metrics": epoch.metrics}
@@ -81,9 +79,9 @@ def case_gradients(folder: Path) -> dict:
     for strategy in ("ddp", "fsdp"):
         for accumulate in (1, 3):
             for count in (16, 17, 22):
-                found[f"{strategy} {accumulate} {count}"] = gradients(folder, strategy, accumulate, count)
+                found[f"{strategy} {accumulate} {count}"] = gradients(strategy, accumulate, count)
     for option in ("static_graph", "find_unused_parameters"):
-        found[f"{option} 2 22"] = gradients(folder, "ddp", 2, 22, **{option: True})
+        found[f"{option} 2 22"] = gradients("ddp", 2, 22, **{option: True})
     return found
 
 
@@ -103,9 +101,32 @@ def case_uneven(folder: Path) -> dict:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = Gradients(optimizer)
-    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(folder, accumulation=3))
+    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(accumulation=3))
     history = run.fit(Uneven(), Uneven())
     return {"steps": seen.steps, "train_loss": history.epochs[0].train_loss, "metrics": history.epochs[0].metrics}
+
+
+class Labelled(Trainer):
+    """Counts the samples whose label is known."""
+
+    def weight(self, batch):
+        return int((batch[1] >= 0).sum())
+
+
+def case_unlabelled(folder: Path) -> dict:
+    """Rank 1 has no known label in its first batch: the mean of its loss is that of nothing, NaN."""
+    inputs, targets = samples(16)
+    targets[4:8] = -100
+    batches = list(zip(inputs.split(4), targets.split(4)))[RANK::2]
+    found = {}
+    for accumulate in (1, 2):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        seen = Gradients(optimizer)
+        run = Labelled(model, nn.CrossEntropyLoss(), optimizer, config(accumulation=accumulate))
+        epoch = run.fit(batches, batches).epochs[0]
+        found[str(accumulate)] = {"steps": seen.steps, "train_loss": epoch.train_loss, "metrics": epoch.metrics}
+    return found
 
 
 class Counted(Callback):
@@ -168,15 +189,23 @@ def case_resume(folder: Path) -> dict:
 
 
 def case_all_data(folder: Path) -> dict:
-    """A loader that gives every rank everything is refused."""
+    """A loader that gives every rank everything is refused, and one that knows its rank is not."""
     dataset = torch.utils.data.TensorDataset(*samples(16))
-    model = net()
-    run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config(folder))
-    try:
-        run.fit(torch.utils.data.DataLoader(dataset, 4, shuffle=True))
-    except InputError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    halves = [[index + RANK * 2 for index in (at, at + 1)] for at in range(0, 16, 4)]
+    loaders = {
+        "error": torch.utils.data.DataLoader(dataset, 4, shuffle=True),
+        "batches": data(16, 4, world=1),
+        "own": torch.utils.data.DataLoader(dataset, batch_sampler=halves),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        model = net()
+        run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config())
+        try:
+            found[name] = len(run.fit(loader).step_losses)
+        except InputError as error:
+            found[name] = str(error)
+    return found
 
 
 def case_failing(folder: Path) -> dict:
@@ -190,7 +219,7 @@ def case_failing(folder: Path) -> dict:
         model,
         nn.CrossEntropyLoss(),
         torch.optim.SGD(model.parameters()),
-        config(folder, epochs=50),
+        config(epochs=50),
         callbacks=[Failing()],
     )
     run.fit(data(32, 4))
@@ -207,7 +236,7 @@ def case_hanging(folder: Path) -> dict:
                 time.sleep(1000)
 
     model = net()
-    options = config(folder, epochs=50, distributed=Distributed(timeout=5.0))
+    options = config(epochs=50, distributed=Distributed(timeout=5.0))
     optimizer = torch.optim.SGD(model.parameters())
     Trainer(model, nn.CrossEntropyLoss(), optimizer, options, callbacks=[Hanging()]).fit(data(32, 4))
     return {}
@@ -238,7 +267,7 @@ def case_nested(folder: Path) -> dict:
             options = {"checkpoint": Checkpoint(place), "weights": place.with_suffix(".pt"), "epochs": epochs}
             options |= {"distributed": Distributed(strategy, timeout=60.0)}
             optimizer = optim.SGD(model.parameters(), lr=0.1)
-            run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(folder, **options))
+            run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(**options))
             history = run.fit(data(32, 4), data(11, 4))
             epochs = [vars(epoch)["metrics"] for epoch in history.epochs]
             found[f"{strategy} {name}"] = {"losses": history.step_losses, "epochs": epochs}
@@ -250,7 +279,7 @@ def case_refused(folder: Path) -> dict:
     found = {}
     model, scale = net(), nn.Parameter(torch.ones(()))
     try:
-        Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD([*model.parameters(), scale]), config(folder))
+        Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD([*model.parameters(), scale]), config())
     except InputError as error:
         found["loss"] = str(error)
     return found

@@ -123,6 +123,15 @@ def test_the_cheapest_blocks_that_suffice_are_chosen():
         choose(1000, blocks, 849)
 
 
+def test_a_later_trainer_decides_anew():
+    model = make({"checkpoint_modules": ["1.*"]}).model
+    wrapped = lambda: ["forward" in vars(block) for block in model[1]]  # noqa: E731
+    for patterns, expected in ((("1.*",), [True] * 4), (("1.0",), [True, False, False, False]), ((), [False] * 4)):
+        config = TrainConfig(device="cpu", activation_checkpointing=ActivationCheckpointing(patterns))
+        Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config)
+        assert wrapped() == expected
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(InputError, match="checkpoint_modules: nothing matches 'layers"):
         make({"checkpoint_modules": ["layers.*"]})

@@ -170,6 +170,12 @@ def test_gradients_are_derivatives(device, backend, layout, training, residual):
         properties.assert_gradients_are_derivatives(function(inputs, training, act, residual), inputs)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (0, 1, 4, 5), (0, 3, 1, 1), (2, 3, 0, 5), (2, 1, 0, 5)], ids=str)
+def test_a_batch_without_values_has_a_mean_of_zero(device, kernels, shape):
+    mean, m2 = IMPLS[kernels].stats(torch.empty(shape, device=device))
+    assert torch.equal(mean, torch.zeros_like(mean)) and torch.equal(m2, torch.zeros_like(m2))
+
+
 @dense_layouts
 def test_operators_agree_with_schema_and_fake(device, kernels, layout):
     harness.skip_all_but_channels_last(kernels, device, layout)
@@ -386,7 +392,8 @@ def test_layer_traces_as_one_node():
 
 # --- statistics over processes ----------------------------------------------------------------------------------------
 
-SIZES = ((3, 5), (1, 4), (2, 0))  # the images of each of two processes
+# The images of each of two processes, and their channels: a single one is summed in another way.
+SIZES, CHANNELS = ((3, 5), (1, 4), (2, 0), (2, 0)), (5, 5, 5, 1)
 SYNC_CHILD = """
 import os, sys, torch, fusedtrain
 from torch import nn
@@ -394,7 +401,7 @@ rank, folder, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 results = []
 for images in torch.load(f"{folder}/images.pt"):
-    layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(5)))
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(images[rank].shape[1])))
     assert len(fusedtrain.fuse(layer).swapped) == 1
     layer[0].act = nn.SiLU()
     with fusedtrain.use_backend(name):
@@ -412,7 +419,10 @@ os._exit(0)
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path):
-    images = [[harness.images((n, 5, 3, 4), seed=7 * i + j) for j, n in enumerate(ns)] for i, ns in enumerate(SIZES)]
+    images = [
+        [harness.images((n, c, 3, 4), seed=7 * i + j) for j, n in enumerate(ns)]
+        for i, (ns, c) in enumerate(zip(SIZES, CHANNELS))
+    ]
     torch.save(images, tmp_path / "images.pt")
     command = ["-c", SYNC_CHILD]
     children = [harness.start_python(*command, str(i), str(tmp_path), name, OMP_NUM_THREADS="1") for i in range(2)]
@@ -422,7 +432,7 @@ def test_processes_share_statistics_as_if_their_batches_were_one(name, tmp_path)
         whole = torch.cat(parts)
 
         def union(dtype, x=whole):
-            layer = nn.Sequential(nn.BatchNorm2d(5), nn.SiLU()).to(dtype)
+            layer = nn.Sequential(nn.BatchNorm2d(x.shape[1]), nn.SiLU()).to(dtype)
             x = x.to(dtype, copy=True).requires_grad_()
             y = layer(x)
             y.backward(y.detach().cos())

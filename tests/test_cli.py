@@ -173,6 +173,28 @@ def test_commands_are_listed_and_required(capsys, arguments, status, text):
     assert stop.value.code == status and text in "".join(capsys.readouterr())
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_the_second_start_of_a_command_imports_what_the_first_did(tmp_path):
+    """A script looks for modules in its own folder, ``python -m`` in the current one, where others may stand."""
+    script, here = tmp_path / "bin" / "fusedtrain", tmp_path / "here"
+    script.parent.mkdir()
+    here.mkdir()
+    script.write_text("import sys; from fusedtrain.cli import main; sys.exit(main())\n")
+    (here / "sklearn.py").write_text("raise SystemExit('this is not the one')\n")
+    words = ["train", "--model", "smallnet", "--size", "8", "--epochs", "1", "--device", "cpu", "--output", "out"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *words],
+        cwd=here,
+        env=harness.environment(**PATIENT, GLIBC_TUNABLES=None, PYTHONPATH=str(Path(fusedtrain.__file__).parents[1])),
+        capture_output=True,
+        text=True,
+        timeout=600,  # hangs only
+        check=False,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (here / "out" / "weights.pt").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_command_takes_its_training_process_along(tmp_path):
     arguments = [sys.executable, "-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu"]

@@ -1105,7 +1105,7 @@ def test_what_restarts_take_is_what_the_same_workers_do_not_when_they_stay(pace,
     assert rules.lost_to_restarts(facts) == pytest.approx(0.12)
 
 
-def test_groups_of_accumulated_gradients_are_compared_and_not_steps(monkeypatch):
+def test_groups_of_accumulated_gradients_are_compared_and_not_steps():
     seconds = [1.0, 1.0, 1.0, 5.0] * 2  # the optimizer steps in every fourth
     records = [Step(0.0, s, {"rest": s}) for s in seconds]
     driver = types.SimpleNamespace(loader=object(), alone=lambda arm: True)

@@ -36,7 +36,7 @@ def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedPro
 def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("gradients", "uneven", "resume", "all_data", "nested", "refused")
+    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -92,6 +92,20 @@ def test_a_rank_with_fewer_batches_takes_part_without_counting(two):
         assert result["metrics"]["accuracy"] == (outputs.argmax(1) == targets).sum().item() / 16
 
 
+def test_a_rank_whose_batch_counts_for_nothing_takes_part(two):
+    inputs, targets = ranks.samples(16)
+    known = [(inputs[a:b], targets[a:b]) for a, b in ((0, 4), (8, 16))]
+    every = tuple(map(torch.cat, zip(*known)))
+    outputs = ranks.net()(every[0])
+    loss = nn.functional.cross_entropy(outputs, every[1]).item()
+    for found in two["unlabelled"]:
+        check_steps(found["1"]["steps"], known, "unlabelled")
+        check_steps(found["2"]["steps"], [every], "unlabelled, accumulated")
+        for result in found.values():
+            assert result["train_loss"] == pytest.approx(loss) and result["metrics"]["loss"] == pytest.approx(loss)
+            assert result["metrics"]["accuracy"] == (outputs.argmax(1) == every[1]).sum().item() / 12
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_bitwise(two, strategy):
     for found in two["resume"]:
@@ -128,7 +142,10 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_processes(two):
 
 
 def test_a_loader_that_gives_every_process_everything_is_refused(two):
-    assert all("every one of 2 processes would see all training data" in r["error"] for r in two["all_data"])
+    for rank, found in enumerate(two["all_data"]):
+        assert "every one of 2 processes would see all training data" in found["error"]
+        assert f"are those of rank 0 of 1, and this process is rank {rank} of 2: pass rank=" in found["batches"]
+        assert found["own"] == 4  # of a batch sampler of somebody else's
 
 
 def test_a_failing_rank_takes_the_run_down_with_its_traceback(tmp_path):

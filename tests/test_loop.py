@@ -289,7 +289,7 @@ def test_where_nobody_waits_for_the_device_skipped_updates_change_as_little(prec
         states.append((model.state_dict(), history.epochs[0].train_loss))
     (a, loss_a), (b, loss_b) = states
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
-    assert math.isnan(loss_a) == math.isnan(loss_b) and (math.isnan(loss_a) or loss_a == pytest.approx(loss_b))
+    assert loss_a == pytest.approx(loss_b)  # of the ten updates that were made
 
 
 def test_where_nobody_waits_for_the_device_the_run_stops_some_steps_later_with_sound_weights():
@@ -488,13 +488,187 @@ def test_a_loader_without_a_position_goes_on_by_reading_again(tmp_path):
     assert torch.equal(weights(again.model), weights(whole.model))
 
 
+class Rates(Callback):
+    """The learning rate of every update and the part of the run that lay behind it."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_epoch_start(self, trainer, epoch):
+        self.rate = trainer.optimizer.param_groups[0]["lr"]
+
+    def on_step_end(self, trainer):
+        done = trainer.feed.epoch + (trainer.feed.used - 1) / len(trainer.feed.batches)
+        self.seen[done] = self.rate
+        self.rate = trainer.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "exponential"])
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (8, 2)])
+def test_a_run_that_goes_on_with_other_batches_stays_where_it_was_in_its_schedule(tmp_path, name, per, sizes):
+    """As another number of processes makes them: so many updates per epoch more or fewer."""
+    rates = [Rates() for _ in range(2)]
+    options = {"schedule": Schedule(name, warmup_epochs=0, per=per, gamma=0.5)}
+    model = net()
+    make(model, epochs=6, callbacks=rates[:1], **options).fit(data(48, sizes[1]))
+    for epochs, size in zip((3, 6), sizes):
+        model = net()
+        stop = [Stop(3 * (48 // size + 1))] if epochs == 3 else []
+        run = make(model, epochs=6, checkpoint=Checkpoint(tmp_path), callbacks=[*stop, rates[1]], **options)
+        if stop:
+            with pytest.raises(SystemExit):
+                run.fit(data(48, size))
+            assert run.feed.epoch == 3
+            rates[1].seen.clear()
+        else:
+            run.fit(data(48, size))
+    whole, rest = rates[0].seen, rates[1].seen
+    assert list(rest) == [done for done in whole if done >= 3]
+    # The first update is made at the rate that the last one left, half a step of the schedule away at most.
+    assert [rest[done] for done in list(rest)[1:]] == pytest.approx([whole[done] for done in list(rest)[1:]])
+
+
+def test_lines_tell_the_progress_of_a_run_that_goes_on_with_other_batches(tmp_path):
+    with pytest.raises(SystemExit):
+        make(net(), epochs=2, checkpoint=Checkpoint(tmp_path), callbacks=[Stop(10)]).fit(data(64, 8))
+
+    class Look(Callback):
+        def on_fit_start(self, trainer):
+            seen.append((trainer.progress.done, trainer.progress.steps))
+
+    seen = []
+    make(net(), epochs=2, checkpoint=Checkpoint(tmp_path), callbacks=[Look()]).fit(data(64, 4))
+    make(net(), epochs=2, checkpoint=Checkpoint(tmp_path), callbacks=[Look()]).fit(data(64, 32))
+    assert seen == [(18, 16), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "count", "message"),
+    [
+        (optim.SGD, "cosine", 24, "was made with the optimizer AdamW, not SGD"),
+        (torch.optim.AdamW, "onecycle", 24, "is of another schedule: onecycle cannot go on from it"),
+        (torch.optim.AdamW, "plateau", 24, "is of another schedule: plateau cannot go on from it"),
+        (
+            torch.optim.AdamW,
+            "cosine",
+            25,
+            "is of other data: the position belongs to an order with size=24, .* 25",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(tmp_path, kind, schedule, count, message):
+    resumable(tmp_path).fit(data(shuffle=True))
+    run = resumable(tmp_path, kind=kind, schedule=Schedule(schedule), epochs=4)
+    with pytest.raises(InputError, match=f"the checkpoint in .* {message}") as error:
+        run.fit(data(count, shuffle=True))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+def test_hyperparameters_that_a_checkpoint_overrules_are_told(tmp_path, kind):
+    def run(epochs, **hyperparameters):
+        optimizer = kind((model := net()).parameters(), **hyperparameters)
+        make(model, optimizer, epochs=epochs, checkpoint=Checkpoint(tmp_path)).fit(data())
+
+    run(1, lr=0.01, weight_decay=0.1)
+    with pytest.warns(UserWarning) as told:
+        run(2, lr=0.02, weight_decay=0.0)
+    place = f"the run goes on with {{}} of its checkpoint in {tmp_path}; {{}} is without effect"
+    expected = [place.format("lr 0.01", "0.02"), place.format("weight_decay 0.1", "0.0")]
+    assert [str(one.message) for one in told] == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(3, lr=0.01, weight_decay=0.1)
+
+
+def test_torchs_optimizer_of_the_same_name_goes_on(tmp_path):
+    resumable(tmp_path, kind=torch.optim.AdamW, epochs=1, ema_decay=None).fit(data())
+    assert len(resumable(tmp_path, kind=optim.AdamW, ema_decay=None).fit(data()).epochs) == 3
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     resumable(tmp_path).fit(data())
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
     message = r"the checkpoint in .* is of another model or optimizer: .* (Missing|Unexpected) key\(s\) in state_dict"
     with pytest.raises(InputError, match=message) as error:
-        make(model, checkpoint=Checkpoint(tmp_path)).fit(data())
+        make(model, torch.optim.AdamW(model.parameters()), checkpoint=Checkpoint(tmp_path)).fit(data())
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again(tmp_path):
+    run = make(net(), epochs=2, callbacks=[Stop(4)])
+    with pytest.raises(SystemExit):
+        run.fit(data())
+    assert run.evaluate(data())["loss"] > 0
+
+
+def test_a_second_fit_trains_though_the_first_has_stopped_early():
+    class Worse(Trainer):
+        def evaluate(self, batches):
+            return {"loss": float(self.step_count)}
+
+    run = make(net(), cls=Worse, epochs=5, early_stopping=EarlyStopping(stop_patience=1))
+    assert [len(run.fit(data(), data()).epochs) for _ in range(2)] == [2, 2]
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Weighted(Trainer):
+    """Batches count by the weights of their samples; one of the metrics is one value per sample, one a plain number."""
+
+    def weight(self, batch):
+        return float(batch[1].sum())
+
+    def training_step(self, batch):
+        return self.forward(batch[0]).square().mean()
+
+    def validation_step(self, batch):
+        inputs, counts = batch
+        mean = (inputs.flatten(1).square().mean(1) * counts).sum() / counts.sum()  # NaN where nothing counts
+        return {"loss": mean, "positive": inputs.flatten(1).mean(1) > 0, "three": 3.0}
+
+
+def test_metrics_are_means_over_what_counts():
+    inputs, counts = samples(16)[0], torch.tensor([2.0] * 4 + [0.0] * 4 + [1.0] * 8)
+    feed = list(zip(inputs.split(4), counts.split(4)))
+    found = make(net(), cls=Weighted).evaluate(feed)
+    own, squares = inputs.flatten(1).mean(1), inputs.double().flatten(1).square().mean(1)
+    assert found["loss"] == pytest.approx(((squares * counts).sum() / counts.sum()).item())
+    assert found["positive"] == (own > 0).sum().item() / 16 and found["three"] == 3.0
+    nothing = make(net(), cls=Weighted).evaluate([(inputs, torch.zeros(16))])
+    assert math.isnan(nothing["loss"]) and nothing["positive"] == found["positive"]
+
+
+def test_labels_that_the_loss_ignores_are_not_counted_as_wrong():
+    inputs, targets = samples(16)
+    known = net()(inputs).argmax(1) == targets
+    targets[::3] = -100
+    model = net()
+    expected = known[targets >= 0].double().mean().item()
+    assert make(model).evaluate([(inputs, targets)])["accuracy"] == expected
+
+
+class Named(Trainer):
+    """Batches begin with the names of their samples."""
+
+    def training_step(self, batch):
+        return super().training_step(batch[1:])
+
+    def validation_step(self, batch):
+        return super().validation_step(batch[1:])
+
+
+def test_the_samples_of_any_batch_are_counted():
+    (inputs, targets), names = samples(12), ["image.png"] * 6
+    feed = [(names, inputs[:6], targets[:6]), (names, inputs[6:], targets[6:])]
+    plain, named = make(net()), make(net(), cls=Named)
+    assert plain.fit([part[1:] for part in feed]).step_losses == named.fit(feed).step_losses
+    assert named.evaluate(feed) == plain.evaluate([part[1:] for part in feed])
+    assert plain.weight({"a": {"b": [inputs[0, 0, 0, 0], targets]}}) == 12
+    with pytest.raises(InputError, match=r"weight\(batch\) finds no samples in tuple\(list\(str\), int\): override it"):
+        plain.weight((["a"], 3))
 
 
 # --- what is seen -----------------------------------------------------------------------------------------------------
@@ -527,6 +701,62 @@ def test_what_was_logged_before_a_checkpoint_is_on_the_disk_when_the_run_is_kill
     seen, logging, checkpoint = [], Logging(tmp_path, log_every=1), Checkpoint(tmp_path / "c", every_steps)
     make(net(), epochs=2, logging=logging, checkpoint=checkpoint, callbacks=[Look()]).fit(data(), data())
     assert len(seen) == 12 and all(seen)
+
+
+def test_json_lines_are_json_where_a_loss_is_not_finite(tmp_path):
+    inputs, targets = samples(24)
+    inputs[3] = math.nan
+    run = make(net(), nonfinite="skip", max_grad_norm=1.0, logging=Logging(tmp_path, log_every=1))
+    run.fit(Batches(inputs, targets, 8, shuffle=False))
+    no = lambda name: pytest.fail(f"{name} is no JSON")  # noqa: E731
+    lines = [json.loads(line, parse_constant=no) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["loss"] is None for line in lines[:3]] == [True, False, False] and lines[3]["train_loss"] > 0
+
+
+def test_a_run_of_wandb_that_was_open_stays_open(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logging = Logging(tmp_path, ("wandb",), log_every=1)
+    with wandb.init(dir=str(tmp_path)) as run:
+        make(net(), logging=logging).fit(data())
+        assert wandb.run is run and run.summary["loss"] > 0
+        run.log({"after": 1.0})
+    make(net(), logging=logging).fit(data())
+    assert wandb.run is None
+
+
+def test_a_run_of_mlflow_that_was_active_stays_so(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    logging = Logging(tmp_path, ("mlflow",), log_every=1)
+    with mlflow.start_run() as run:
+        make(net(), logging=logging).fit(data())
+        assert mlflow.active_run().info.run_id == run.info.run_id
+    make(net(), logging=logging).fit(data())
+    assert mlflow.active_run() is None and "loss" in mlflow.get_run(run.info.run_id).data.metrics
+
+
+class Logger:
+    """Cannot be closed."""
+
+    def log(self, step, values): ...
+    def flush(self): ...
+
+    def close(self):
+        raise OSError("the network is gone")
+
+
+def test_an_error_of_a_run_is_not_hidden_by_what_fails_after_it(tmp_path):
+    inputs, targets = samples(24)
+    with pytest.raises(NonFiniteError), pytest.warns(UserWarning, match="the network is gone"):
+        make(net(), loggers=[Logger()]).fit(Batches(inputs * math.nan, targets, 8, shuffle=False))
+    with pytest.raises(OSError, match="the network is gone"):
+        make(net(), loggers=[Logger()]).fit(data())
+
+
+def test_a_trace_that_the_run_is_too_short_for_is_missed_aloud(tmp_path):
+    with pytest.warns(UserWarning, match="no trace was written: the run made 3 updates and profile_wait is 5"):
+        make(net(), profile=Profile(tmp_path)).fit(data())
 
 
 def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
@@ -569,6 +799,9 @@ def test_compiling_keeps_the_names(tmp_path):
         ({"early_stopping": EarlyStopping("f1")}, "monitor must be one of loss, accuracy, got 'f1'"),
         ({"nonfinite": "ignore"}, "nonfinite must be raise or skip, got 'ignore'"),
         ({"max_grad_norm": -1.0}, "max_grad_norm must be positive, got -1.0"),
+        ({"weights": "."}, "weights must name a file, . is a folder"),
+        ({"best_weights": "/"}, "best_weights must name a file, / is a folder"),
+        ({"seed": 2**64}, "seed must lie between .*, got 18446744073709551616"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -712,6 +945,14 @@ def test_the_best_weights_are_there_when_the_checkpoint_says_so(tmp_path, monkey
     best.load_state_dict(torch.load(tmp_path / "best.pt"))
     losses = [epoch.metrics["loss"] for epoch in history.epochs]
     assert make(best).evaluate(data())["loss"] == min(losses)
+
+
+def test_what_a_killed_run_left_of_its_weights_goes(tmp_path):
+    left = [tmp_path / name for name in (".w.pt.12-34.tmp", ".best[1].pt.56-7.tmp", ".other.pt.8-9.tmp")]
+    for path in left:
+        path.touch()
+    make(net(), weights=tmp_path / "w.pt", best_weights=tmp_path / "best[1].pt").fit(data())
+    assert {path.name for path in tmp_path.iterdir()} == {"w.pt", "best[1].pt", left[2].name}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])

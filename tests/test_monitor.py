@@ -275,6 +275,7 @@ def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
         (["none"], "none is neither a process number nor the folder of a run"),
         (["."], "no process has a file open in . or was started with it: is the run over?"),
         (["1", "--interval", "0"], "--interval must be positive and --count at least 1"),
+        (["1", "--interval", "nan"], "--interval must be positive and --count at least 1"),
         (["1", "--count", "0"], "--interval must be positive and --count at least 1"),
     ],
 )
@@ -284,7 +285,7 @@ def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err == f"fusedtrain monitor: {message}\n"
 
 
-def test_without_psutil_it_names_the_extra(tmp_path):
+def test_without_psutil_it_names_the_extra():
     code = "import sys; sys.modules['psutil'] = None; from fusedtrain.cli import main; sys.exit(main(['monitor', '1']))"
     done = harness.run_python("-c", code)
     assert done.returncode == 1 and done.stderr == (

@@ -119,6 +119,14 @@ def test_the_command_names_the_layers_and_its_status_tells(capsys, tmp_path, mon
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
+def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["check", "--updates", "3", "--model", "smallnet", "--size", "8", "--batch-size", "512", "--no-fuse"]
+    words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]  # an epoch: 2 updates
+    assert main(words) == 1, capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_compared_gets_one_line(capsys):
     assert main(["check", "--ranks", "1", "--model", "smallnet"]) == 2
     assert capsys.readouterr().err == "fusedtrain check: ranks must be at least 2, got 1\n"

@@ -1,6 +1,7 @@
 """Signals that stop a run, sent to real processes."""
 
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -25,6 +26,8 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
         with pytest.raises(Preempted, match=f"stopped by {number.name}") as error:
             stop.check()
     assert error.value.code == 128 + number and error.value.signal == number
+    other = pickle.loads(pickle.dumps(error.value))  # as one that another process has raised
+    assert (other.code, other.signal, str(other)) == (128 + number, number, str(error.value))
     assert [signal.getsignal(one) for one in SIGNALS] == before
 
 

@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 
 import harness
 import pytest
@@ -13,7 +16,7 @@ from torch import nn
 
 from fusedtrain import optim
 from fusedtrain.cli import main
-from fusedtrain.train import InputError, TrainConfig, checkpoint_file, options, run
+from fusedtrain.train import InputError, SmallNet, TrainConfig, checkpoint_file, digits, options, run
 from fusedtrain.train.groups import freeze, parameter_groups
 
 
@@ -98,6 +101,7 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
         (["--config", "newer.yaml"], "newer.yaml was written by a newer version (99); this one reads up to 1"),
         (["--config", "unknown.yaml"], "unknown.yaml: train: unknown option epoch; known are epochs, "),
         (["--config", "kind.yaml"], "kind.yaml: train: epochs must be int, got 'many'"),
+        (["--config", "text.yaml"], "text.yaml: freeze must be a list, got 'blocks.*'"),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, capsys, words, message):
@@ -105,6 +109,7 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     (tmp_path / "newer.yaml").write_text("version: 99\n")
     (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
     (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
+    (tmp_path / "text.yaml").write_text("freeze: blocks.*\n")
     assert main(["train", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1
@@ -119,6 +124,64 @@ def test_a_full_disk_gets_one_line(tmp_path, monkeypatch, capsys):
     assert main(["train", *DIGITS[:-1], str(tmp_path / "out"), "--every-steps", "1"]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(r"fusedtrain train: the checkpoint of step 1 could not be written .*: No space left .*\n", err)
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "best.pt", "weights.pt"])
+def test_so_does_one_that_is_full_for_another_file(tmp_path, capsys, full):
+    out = tmp_path / "out"
+    disk = out if full == "metrics.jsonl" else out / "disk"
+    disk.mkdir(parents=True)
+    size = "4k" if full == "metrics.jsonl" else "64k"
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")
+    try:
+        words = ["train", *DIGITS[:-1], str(out), "--log-every", "1", "--epochs", "1"]
+        elsewhere = {"--weights": tmp_path / "w.pt", "--best-weights": tmp_path / "b.pt", "--directory": tmp_path / "c"}
+        option = {"best.pt": "--best-weights", "weights.pt": "--weights"}.get(full)
+        elsewhere |= {option: disk / full} if option else {}
+        status = main([*words, *(str(part) for pair in elsewhere.items() for part in pair)])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    err = capsys.readouterr().err
+    assert status == 1 and err.startswith("fusedtrain train: ") and err.count("\n") == 1
+    assert full in err and "No space left on device" in err
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: form.replace("%Y%m%d-%H%M%S", "now"))
+    for _ in range(2):
+        assert main(["train", *DIGITS[:-2], "--epochs", "1"]) == 0
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert [folder.name for folder in folders] == ["smallnet-now", "smallnet-now-2"]
+    for folder in folders:
+        assert len([line for line in (folder / "metrics.jsonl").open() if "epoch" in json.loads(line)]) == 1
+    assert [digits._make_output(None).name for _ in range(2)] == ["digits-now", "digits-now-2"]
+
+
+def test_a_run_starts_from_weights_that_lack_the_counts_of_batches(tmp_path, monkeypatch):
+    """As torch wrote them before version 0.4.1."""
+    monkeypatch.chdir(tmp_path)
+    state = SmallNet(10).state_dict()
+    torch.save({name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}, "old.pt")
+    assert main(["train", *DIGITS, "--init-weights", "old.pt", "--epochs", "1"]) == 0
+
+
+def test_the_folder_of_a_run_is_verified(tmp_path, capsys):
+    assert main(["train", *DIGITS[:-1], str(tmp_path / "out"), "--epochs", "1"]) == 0
+    capsys.readouterr()
+    assert main(["verify-checkpoint", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: whole\n"
+
+
+def test_options_are_never_half_written(tmp_path, monkeypatch):
+    path = tmp_path / "options.yaml"
+    options.write_yaml(path, run.Options(lr=0.5))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("killed")))
+        options.write_yaml(path, run.Options(lr=0.25))
+    assert options.read_yaml(path, run.Options).lr == 0.5
 
 
 def test_options_survive_yaml(tmp_path):

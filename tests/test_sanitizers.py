@@ -1,6 +1,6 @@
 """The compiled half under the address and undefined-behaviour sanitizers, in every instruction set of this CPU.
 
-Slow: the whole package is built for it. On every run, guard pages around the tensors (properties.py) stand in.
+Slow: the whole package is built for it. On every run, protected pages around the tensors (test_guarded.py) stand in.
 """
 
 import os

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 
 import harness
 import pytest
@@ -312,6 +313,14 @@ def test_so_is_one_of_the_validation_and_other_errors_of_the_loss_stay():
     run = trainer(small_net(), failing)
     with pytest.raises(IndexError, match="index 10 is out of bounds"):
         run.fit(batches(64, 16))
+
+
+def test_the_look_at_the_data_concerns_no_other_gpu(monkeypatch):
+    """torch warns of generators that are kept on several."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(small_net()).fit(batches(16, 16))
 
 
 @pytest.mark.parametrize(

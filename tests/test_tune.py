@@ -158,6 +158,20 @@ def test_the_range_test_suggests_a_rate_that_learns_and_goes_on_where_it_stopped
     assert tune.tune_lr(small, [0] * len(digits), **options, data_key="killed") == whole  # kept: no data are read
 
 
+def test_a_range_test_needs_samples_and_classes_for_all_of_them(tmp_path, capsys):
+    with pytest.raises(tune.TuneError, match="the dataset holds no samples"):
+        tune.tune_lr(tune.Target(device="cpu"), [], steps=10)
+    from PIL import Image
+
+    for name in "abc":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "0.png")
+    model = write(tmp_path / "model.py", "import torch\ndef net(): return torch.nn.Conv2d(3, 2, 8)\n")
+    words = ["--data", str(tmp_path / "photos"), "--model", f"{model}:net", "--image", "3x8x8", "--classes", "2"]
+    assert main(["tune", "lr", *words]) == 2
+    assert capsys.readouterr().err == f"fusedtrain tune: {tmp_path / 'photos'} has 3 classes, --classes is 2\n"
+
+
 def test_a_range_test_that_tells_nothing_says_so():
     flat, empty = tune.Target(image=(1, 8, 8), device="cpu"), [(torch.full((1, 8, 8), float("nan")), 0)] * 8
     with pytest.raises(tune.TuneError, match="0 < lowest < highest"):
@@ -225,7 +239,32 @@ def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys)
     assert "the storage belongs to another search: its direction is minimize, not maximize" in capsys.readouterr().err
 
 
-def test_a_process_whose_parent_is_gone_ends(monkeypatch):
+def test_what_an_objective_prints_is_not_in_the_result(space, tmp_path):
+    write(
+        tmp_path / "loud.py",
+        """
+        print("the module is loaded")
+        def objective(params, report):
+            print("a trial", flush=True)
+            return params["x"]
+        """,
+    )
+    path = space(objective=f"{tmp_path / 'loud.py'}:objective", trials=2)
+    done = harness.run_python("-m", "fusedtrain", "tune", "search", str(path), "--json")
+    assert json.loads(done.stdout)["complete"] == 2
+    assert done.stderr.count("a trial\n") == 2 and "the module is loaded" in done.stderr
+
+
+def test_a_file_that_cannot_be_made_is_said_in_one_line(space, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    assert main(["tune", "search", str(space()), "--storage", str(tmp_path / "file" / "x.db")]) == 1
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "file"))
+    assert main(["tune", "lr", "--steps", "10"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith("fusedtrain tune: [Errno ") and "file" in line for line in lines)
+
+
+def test_a_process_whose_parent_is_gone_ends():
     code = "from fusedtrain.tune import target; import multiprocessing as m, types; "
     code += (
         "m.parent_process = lambda: types.SimpleNamespace(is_alive=lambda: ALIVE); target.end_with_parent(); print()"
@@ -304,6 +343,8 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
         ({"params": "{x: 3}"}, r"x must be a list of choices or \{low, high\} with log or step, got 3"),
         ({"params": "{x: {low: 2, high: 1}}"}, "x: low and high must be numbers in order, got 2 and 1"),
         ({"params": "{x: {low: 0, high: 1, log: true}}"}, "x: log needs a positive low and no step"),
+        ({"params": "{x: {low: 0, high: 1, step: 0}}"}, "x: step must be a positive number, got 0"),
+        ({"sampler": "[tpe]"}, r"sampler must be a name or {name: ..., option: ...}, got \['tpe'\]"),
         ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
         ({"color": "red"}, "'color' is not one of params, objective, command"),
         ({"params": "{x: ["}, "is not YAML: "),
@@ -404,6 +445,15 @@ def test_a_backend_that_was_measured_faster_is_taken_by_auto(models, slow_kernel
     table.write_text(content)
     monkeypatch.setattr(backends, "_measure", lambda call: pytest.fail("measured again"))
     assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("keys", [[[]], [5]])
+def test_a_broken_table_counts_as_none(cache, monkeypatch, keys):
+    cache.mkdir()
+    entry = {"backend": "cpu", "measured": "", "keys": keys}
+    (cache / "backends.json").write_text(json.dumps({"origins": [{"device": "cpu"}], "entries": [entry]}))
+    done = harness.run_python("-c", "import fusedtrain", FUSEDTRAIN_TUNED="1", FUSEDTRAIN_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_gpu_that_is_measured_is_waited_for(monkeypatch):
@@ -519,6 +569,11 @@ def test_what_was_killed_goes_on_from_what_was_kept(what, gated, cache, capsys, 
         (["lr", "--image", "3x8x8"], "the digits have one channel and are square"),
         (["backend", "--layers", "stock"], "--layers stock has no fused ops to choose backends for"),
         (["search", "none.yaml"], "the space cannot be read: "),
+        (
+            ["lr", "--data", "nowhere"],
+            "images of a folder become 3xNxN, --image is (1, 32, 32): pass --model and --im",
+        ),
+        (["lr", "--data", "nowhere", "--model", "resnet18", "--image", "3x64x32"], "images of a folder become 3xNxN"),
     ],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(capsys, arguments, message):
@@ -543,7 +598,7 @@ def test_a_function_is_named_by_its_file(models):
         target(models, "number").build()
 
 
-def test_a_broken_state_is_forgotten(cache):
+def test_a_broken_state_is_forgotten():
     state = State("x", {"a": 1})
     state.add(3, {"b": 2})
     assert State("x", {"a": 1}).get(3) == {"b": 2}
@@ -615,7 +670,7 @@ def test_a_command_is_pruned_while_it_runs(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "a%20b", "a{b}"])
-def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name, capsys):
+def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     write(folder / "o.py", "def f(params, report):\n    return 1.0\n")

@@ -19,8 +19,9 @@ struct Batch {
 Batch batch_of(const Tensor& x) {
   constexpr int64_t kVector = 16, kLong = 256, kLarge = 1 << 17;  // elements
   const Images m = images_of(x, 0);
+  if (x.numel() == 0) return {{0, m.c, m.hw, m.dtype, Layout::kContiguous, {}}};  // without parts, of no mean
   if (m.c == 1) return {{1, 1, m.n * m.hw, m.dtype, Layout::kContiguous, {}}};
-  if (m.layout == Layout::kContiguous && (m.hw > 1 || m.n == 0)) return {m};
+  if (m.layout == Layout::kContiguous && m.hw > 1) return {m};
   Batch b{{1, m.c, m.n * m.hw, m.dtype, Layout::kChannelsLast, {}}};
   while (x.is_cpu() && b.images.hw % 2 == 0 && b.images.hw > 0 &&
          ((b.images.c < kLong && x.numel() >= kLarge) || (b.images.c % kVector != 0 && b.fold < kVector))) {

@@ -4,36 +4,20 @@
 
 #include "bindings/channels.h"
 #include "bindings/depthwise_gradients.h"
+#include "bindings/gate_network.h"
+#include "bindings/norm_vectors.h"
 #include "bindings/operators.h"
-#include "squeeze_excite.h"
 
 namespace fusedtrain::bindings {
 namespace {
 
-// Dense copies of the small tensors, which live as long as the kernels run.
-struct Small {
-  Tensor mean, rstd, weight, bias;
-};
-
-Small small_of(const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
-               const std::optional<Tensor>& bias) {
-  const int64_t c = z.size(1);
-  const auto vector = [&](const char* name, const std::optional<Tensor>& t, double value) {
-    if (t) return small_input(name, *t, z, c);
-    Tensor repeated = empty_acc(z, {c});
-    return torch::stable::fill_(repeated, value);
-  };
-  return {small_input("mean", mean, z, c), small_input("rstd", rstd, z, c), vector("weight", weight, 1),
-          vector("bias", bias, 0)};
-}
-
-BnAct input_of(const Tensor& z, const Small& s, int64_t act) {
+BnAct input_of(const Tensor& z, const NormVectors& v, int64_t act) {
   BnAct in{.images = images_of(z, act),
            .z = z.const_data_ptr(),
-           .mean = s.mean.const_data_ptr(),
-           .rstd = s.rstd.const_data_ptr(),
-           .weight = s.weight.const_data_ptr(),
-           .bias = s.bias.const_data_ptr()};
+           .mean = v.mean.const_data_ptr(),
+           .rstd = v.rstd.const_data_ptr(),
+           .weight = v.weight.const_data_ptr(),
+           .bias = v.bias.const_data_ptr()};
   if (in.images.hw == 1) in.images.layout = Layout::kChannelsLast;  // the same memory, in longer rows
   return in;
 }
@@ -72,33 +56,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
                                                                const std::optional<Tensor>& residual, bool relu) {
   if (residual) check_same("residual", *residual, z);
   STD_TORCH_CHECK(residual || !relu, "fusedtrain: relu follows the sum with a residual, which is missing");
-  const Small small = small_of(z, mean, rstd, weight, bias);
-  const BnAct in = input_of(z, small, act);
+  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, norm, act);
   const Images& m = in.images;
-  const int64_t r = w1.size(0);
-  const Tensor first = small_input("w1", w1, z, r * m.c), second = small_input("w2", w2, z, m.c * r);
-  const std::optional<Tensor> bias1 = b1 ? std::optional(small_input("b1", *b1, z, r)) : std::nullopt;
-  const std::optional<Tensor> bias2 = b2 ? std::optional(small_input("b2", *b2, z, m.c)) : std::nullopt;
-  const Tensor partial = empty_acc(z, {m.n, reduce_chunks(m), m.c}), gate = empty_acc(z, {m.n, m.c});
-  const Tensor pooled = empty_acc(z, {m.n, m.c}), hidden = empty_acc(z, {m.n, r}), logits = empty_acc(z, {m.n, m.c});
+  const GateNetwork excite =
+      gate_network(z, w1, b1, w2, b2, activation_of("se_act", se_act), activation_of("gate_act", gate_act));
+  const Tensor partial = empty_acc(z, {m.n, reduce_chunks(m), m.c});
   const Tensor y = torch::stable::empty_like(z);
-  const BnActPool squeeze{.in = in, .partial = partial.mutable_data_ptr(), .pooled = pooled.mutable_data_ptr()};
-  const SqueezeExcite excite{.n = m.n,
-                             .c = m.c,
-                             .r = r,
-                             .dtype = dtype_of(pooled),
-                             .act = activation_of("se_act", se_act),
-                             .gate_act = activation_of("gate_act", gate_act),
-                             .pooled = pooled.const_data_ptr(),
-                             .w1 = first.const_data_ptr(),
-                             .b1 = bias1 ? bias1->const_data_ptr() : nullptr,
-                             .w2 = second.const_data_ptr(),
-                             .b2 = bias2 ? bias2->const_data_ptr() : nullptr,
-                             .hidden = hidden.mutable_data_ptr(),
-                             .logits = logits.mutable_data_ptr(),
-                             .gate = gate.mutable_data_ptr()};
+  const BnActPool squeeze{.in = in, .partial = partial.mutable_data_ptr(), .pooled = excite.pooled.mutable_data_ptr()};
   const BnActScale scale{.in = in,
-                         .gate = gate.const_data_ptr(),
+                         .gate = excite.gate.const_data_ptr(),
                          .residual = residual ? residual->const_data_ptr() : nullptr,
                          .relu = relu,
                          .y = y.mutable_data_ptr()};
@@ -106,9 +73,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
     if (z.is_cuda()) {
       const CudaLaunch launch("depthwise_bn_act_se", z);
       launch(cuda::bn_act_pool(squeeze, launch.stream));
-      launch(cuda::squeeze_excite(excite, launch.stream));
+      launch(cuda::squeeze_excite(excite.args, launch.stream));
       launch(cuda::bn_act_scale(scale, launch.stream));
-      return {y, pooled, hidden, logits};
+      return {y, excite.pooled, excite.hidden, excite.logits};
     }
   }
   for_sample_groups(m, 1, [&](int64_t n, int64_t end) {
@@ -116,10 +83,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_pool_partial<I>(squeeze, b, e); });
     parallel_items(n, end, m.c * reduce_chunks(m),
                    [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_pool_finish<I>(squeeze, b, e); });
-    parallel_items(n, end, m.c * r, [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite<I>(excite, b, e); });
+    excite_samples(excite.args, n, end);
     parallel_samples(m, map_items(m), n, end, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_scale<I>(scale, b, e); });
   });
-  return {y, pooled, hidden, logits};
+  return {y, excite.pooled, excite.hidden, excite.logits};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se_reduce(
@@ -127,55 +94,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
     const std::optional<Tensor>& bias, const Tensor& w1, const Tensor& w2, const Tensor& pooled, const Tensor& hidden,
     const Tensor& logits, int64_t act, int64_t se_act, int64_t gate_act, bool need_dw) {
   check_same("dy", dy, z);
-  const Small small = small_of(z, mean, rstd, weight, bias);
-  const BnAct in = input_of(z, small, act);
+  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, norm, act);
   const Images& m = in.images;
-  const int64_t r = w1.size(0);
-  const Tensor first = small_input("w1", w1, z, r * m.c), second = small_input("w2", w2, z, m.c * r);
+  const GateGradients excite = gate_gradients(z, w1, w2, pooled, hidden, logits, activation_of("se_act", se_act),
+                                              activation_of("gate_act", gate_act), need_dw);
   const Tensor partial = empty_acc(z, {m.n, reduce_chunks(m), BnActReduce::kSums, m.c});
-  const Tensor sums = empty_acc(z, {m.n, BnActReduce::kSums - 1, m.c}), dgate = empty_acc(z, {m.n, m.c});
+  const Tensor sums = empty_acc(z, {m.n, BnActReduce::kSums - 1, m.c});
   const Tensor sum_du = empty_acc(z, {m.c}), sum_du_xhat = empty_acc(z, {m.c});
-  const Tensor gate = empty_acc(z, {m.n, m.c}), dpooled = empty_acc(z, {m.n, m.c}), dlogits = empty_acc(z, {m.n, m.c});
-  const Tensor activated = empty_acc(z, {m.n, r}), dhidden = empty_acc(z, {m.n, r});
-  const auto weight_gradient = [&](const Tensor& w) {
-    return need_dw ? torch::stable::new_empty(w, w.sizes(), acc_type(z)) : empty_acc(z, {0});
-  };
-  const auto bias_gradient = [&](int64_t size) { return empty_acc(z, {need_dw ? size : 0}); };
-  const Tensor dw1 = weight_gradient(w1), db1 = bias_gradient(r), dw2 = weight_gradient(w2), db2 = bias_gradient(m.c);
   const BnActReduce reduce{.in = in,
                            .dy = dy.const_data_ptr(),
                            .partial = partial.mutable_data_ptr(),
                            .sums = sums.mutable_data_ptr(),
-                           .dgate = dgate.mutable_data_ptr()};
-  const SqueezeExciteBackward excite{.n = m.n,
-                                     .c = m.c,
-                                     .r = r,
-                                     .dtype = dtype_of(pooled),
-                                     .act = activation_of("se_act", se_act),
-                                     .gate_act = activation_of("gate_act", gate_act),
-                                     .dgate = dgate.const_data_ptr(),
-                                     .pooled = pooled.const_data_ptr(),
-                                     .hidden = hidden.const_data_ptr(),
-                                     .logits = logits.const_data_ptr(),
-                                     .w1 = first.const_data_ptr(),
-                                     .w2 = second.const_data_ptr(),
-                                     .gate = gate.mutable_data_ptr(),
-                                     .activated = activated.mutable_data_ptr(),
-                                     .dlogits = dlogits.mutable_data_ptr(),
-                                     .dhidden = dhidden.mutable_data_ptr(),
-                                     .dpooled = dpooled.mutable_data_ptr(),
-                                     .dw1 = dw1.mutable_data_ptr(),
-                                     .db1 = db1.mutable_data_ptr(),
-                                     .dw2 = dw2.mutable_data_ptr(),
-                                     .db2 = db2.mutable_data_ptr()};
+                           .dgate = excite.dgate.mutable_data_ptr()};
   const BnActCombine combine{.n = m.n,
                              .c = m.c,
                              .hw = m.hw,
                              .dtype = dtype_of(pooled),
                              .sums = sums.const_data_ptr(),
-                             .rstd = small.rstd.const_data_ptr(),
-                             .gate = gate.const_data_ptr(),
-                             .dpooled = dpooled.const_data_ptr(),
+                             .rstd = norm.rstd.const_data_ptr(),
+                             .gate = excite.gate.const_data_ptr(),
+                             .dpooled = excite.dpooled.const_data_ptr(),
                              .sum_du = sum_du.mutable_data_ptr(),
                              .sum_du_xhat = sum_du_xhat.mutable_data_ptr()};
   if (!z.is_cuda()) {
@@ -183,29 +122,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
                      [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_partial<I>(reduce, b, e); });
     parallel_items(0, m.n, BnActReduce::kSums * m.c * reduce_chunks(m),
                    [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_reduce_finish<I>(reduce, b, e); });
-    parallel_items(0, m.n, m.c * r,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_backward<I>(excite, b, e); });
-    if (need_dw) {
-      parallel_items(0, r + m.c, m.n * std::max(r, m.c),
-                     [&]<Isa I>(int64_t b, int64_t e) { cpu::squeeze_excite_weight_backward<I>(excite, b, e); });
-    }
+    excite_backward_samples(excite.args, 0, m.n);
+    if (need_dw) excite_weight_backward(excite.args);
     parallel_items(0, m.c, 4 * m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_combine<I>(combine, b, e); });
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("depthwise_bn_act_se_reduce", z);
     launch(cuda::bn_act_reduce(reduce, launch.stream));
-    launch(cuda::squeeze_excite_backward(excite, launch.stream));
-    if (need_dw) launch(cuda::squeeze_excite_weight_backward(excite, launch.stream));
+    launch(cuda::squeeze_excite_backward(excite.args, launch.stream));
+    if (need_dw) launch(cuda::squeeze_excite_weight_backward(excite.args, launch.stream));
     launch(cuda::bn_act_combine(combine, launch.stream));
   }
-  const auto as_weight = [&](const Tensor& t) {
-    return t.scalar_type() == w1.scalar_type() ? t : torch::stable::to(t, w1.scalar_type());
-  };
-  return {sum_du, sum_du_xhat, gate, dpooled, as_weight(dw1), as_weight(db1), as_weight(dw2), as_weight(db2)};
+  return {sum_du,
+          sum_du_xhat,
+          excite.gate,
+          excite.dpooled,
+          as_weight(excite.dw1, w1),
+          as_weight(excite.db1, w1),
+          as_weight(excite.dw2, w1),
+          as_weight(excite.db2, w1)};
 }
 
 // What dz is made of, and the dense copies of the small tensors that it points to; dz itself is still to be set.
 struct Backward {
-  Small small;
+  NormVectors norm;
   std::optional<Tensor> gate, dpooled, sum_du, sum_du_xhat;
   BnActBackward args;
 };
@@ -223,10 +162,13 @@ Backward backward_of(const Tensor& dy, const Tensor& z, const Tensor& mean, cons
     return t ? std::optional(small_input(name, *t, z, size)) : std::nullopt;
   };
   const auto pointer = [](const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; };
-  Backward b{small_of(z, mean, rstd, weight, bias), small("gate", gate, n * c),
-             small("dpooled", dpooled, n * c),      small("sum_du", sum_du, c),
-             small("sum_du_xhat", sum_du_xhat, c),  {}};
-  b.args = {.in = input_of(z, b.small, act),
+  Backward b{norm_vectors(z, 1, mean, rstd, weight, bias),
+             small("gate", gate, n * c),
+             small("dpooled", dpooled, n * c),
+             small("sum_du", sum_du, c),
+             small("sum_du_xhat", sum_du_xhat, c),
+             {}};
+  b.args = {.in = input_of(z, b.norm, act),
             .count = count,
             .dy = dy.const_data_ptr(),
             .gate = pointer(b.gate),
@@ -276,7 +218,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
   STD_TORCH_CHECK(x.size(0) == m.n && kernel.size(0) == m.c && x.scalar_type() == z.scalar_type() &&
                       (m.hw == 1 || images_of(x, 0).layout == m.layout),
                   "fusedtrain: x must have the batch, dtype and memory format of z, and the kernels its channels");
-  const int64_t image = m.c * m.hw * z.element_size(), vector = m.c * whole.small.mean.element_size();
+  const int64_t image = m.c * m.hw * z.element_size(), vector = m.c * whole.norm.mean.element_size();
   const auto shifted = [](const void* p, int64_t bytes) { return p ? static_cast<const char*>(p) + bytes : nullptr; };
   const WriteImages write = [&](int64_t begin, int64_t end, void* dz) {
     BnActBackward part = whole.args;

@@ -199,7 +199,7 @@ void batch_norm_act_update<Isa::FUSEDTRAIN_ISA>(const BatchNormUpdate& a, int64_
 template <>
 void batch_norm_act<Isa::FUSEDTRAIN_ISA>(const BatchNormAct& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act<T>(a.in.act, [&]<class A>(A act) {
+    visit_act<T, kActs>(a.in.act, [&]<class A>(A act) {
       const Forward<T, A> y{PreActivation<T>(a.in), static_cast<const T*>(a.after), act};
       map_items(a.in.images, static_cast<T*>(a.y), y, begin, end);
     });

@@ -134,7 +134,7 @@ struct Backward {
 template <>
 void batch_norm_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act<T>(a.in.act, [&]<class A>(A act) {
+    visit_act<T, kActs>(a.in.act, [&]<class A>(A act) {
       const Sums<T, A> sums{gradient_of<T>(a.in, a.dy, act)};
       walk_items(a.in.images, sums, static_cast<Acc<T>*>(a.partial), begin, end);
     });
@@ -168,7 +168,7 @@ void batch_norm_act_reduce_finish<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a,
 template <>
 void batch_norm_act_backward<Isa::FUSEDTRAIN_ISA>(const BatchNormBackward& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
-    visit_act<T>(a.in.act, [&]<class A>(A act) {
+    visit_act<T, kActs>(a.in.act, [&]<class A>(A act) {
       const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
       T *dx = static_cast<T*>(a.dx), *dbefore = static_cast<T*>(a.dbefore);
       const Backward<T, A> f{gradient_of<T>(a.in, a.dy, act),

@@ -191,7 +191,7 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
             fetch(out + next);
           });
         }
-        if constexpr (in_turn<F, decltype(lanes)>) {
+        if constexpr (!kStream && in_turn<F, decltype(lanes)>) {
           for (; k + kTogether <= count; k += kTogether, i += kTogether * m.c) {
             store(out + i, f(i, params, Apart<kTogether>{m.c}), Apart<kTogether>{m.c});
           }

@@ -117,7 +117,7 @@ void channel_pool_partial<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t beg
       sum_items<V>(a.images, chunks, kPartials * a.images.c, term_of(act), partial, begin, end);
     });
     if (a.pool == Pool::kAvgMax) {
-      peak_items<V>(a.images, chunks, term_of(RunTimeAct<T>(a.images.in_act)), partial, begin, end);
+      peak_items<V>(a.images, chunks, term_of(RunTimeAct<T, kInputActs>(a.images.in_act)), partial, begin, end);
     }
   });
 }

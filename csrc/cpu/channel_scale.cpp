@@ -55,7 +55,8 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
     const auto vector = [](const void* p) { return static_cast<const Acc<T>*>(p); };
     if (a.pool == Pool::kAvgMax && a.dpooled != nullptr) {
       const V per_pixel = V(0.5) / V(Acc<T>(m.hw));
-      const auto all = [=, act = RunTimeAct<T>(m.in_act)](int64_t i, auto lanes, V g, V dp, V top, V count) {
+      const auto all = [=, act = RunTimeAct<T, kInputActs>(m.in_act)](int64_t i, auto lanes, V g, V dp, V top,
+                                                                      V count) {
         const V value = load<V>(x + i, lanes), at_top = vselect(act.value(value) == top, V(1), V(0));
         const V dpool = dp * per_pixel + at_top * (V(0.5) * dp / count);
         return act.slope(value) * (dy ? load<V>(dy + i, lanes) * g + dpool : dpool);

@@ -22,24 +22,31 @@ struct StaticAct : Act<A, T> {
   static constexpr bool kInTurn = A == Activation::kSilu && sizeof(T) == 2;
   static constexpr bool kInTurnBesideMuch = kInTurn || (A == Activation::kHardSwish && sizeof(T) == 2);
 };
-// One that is known at run time only, and called for every vector: where it does not matter.
-template <class T>
+// One of the first kCount, that is known at run time only, and called for every vector: where it does not matter. What
+// a kernel does not call, or its images cannot have in front, is not compiled for it.
+constexpr int kInputActs = int(Activation::kRelu6) + 1, kActs = int(Activation::kHalfTanh) + 1;
+template <class T, int kCount>
 class RunTimeAct {
  public:
   using V = Vec<Acc<T>>;
   static constexpr bool kIdentity = false, kInTurn = false, kInTurnBesideMuch = false;
 
-  explicit RunTimeAct(Activation act) {
-    using enum Activation;
-    visit<kIdentity, kRelu, kSilu, kGelu, kHardSwish, kRelu6, kSigmoid, kHardSigmoid, kTanh, kHalfTanh>(
-        act, [this]<Activation A>() { value_ = Act<A, T>::value, slope_ = Act<A, T>::slope; });
+  explicit RunTimeAct(Activation act) : act_(int(act)) {}
+  V value(V x) const {
+    return [&]<int... As>(std::integer_sequence<int, As...>) {
+      static constexpr V (*kValues[])(V) = {Act<Activation(As), T>::value...};
+      return kValues[act_](x);
+    }(std::make_integer_sequence<int, kCount>());
   }
-  V value(V x) const { return value_(x); }
-  V slope(V x) const { return slope_(x); }
+  V slope(V x) const {
+    return [&]<int... As>(std::integer_sequence<int, As...>) {
+      static constexpr V (*kSlopes[])(V) = {Act<Activation(As), T>::slope...};
+      return kSlopes[act_](x);
+    }(std::make_integer_sequence<int, kCount>());
+  }
 
  private:
-  V (*value_)(V);
-  V (*slope_)(V);
+  int act_;
 };
 
 // Few processors take this variant: that it is small is worth more than its speed.
@@ -50,14 +57,14 @@ constexpr bool kRareVariant = false;
 #endif
 
 // f(act). What networks usually have behind a convolution has code of its own, but for float64.
-template <class T, class F>
+template <class T, int kCount = kInputActs, class F>
 void visit_act(Activation act, F&& f) {
   using enum Activation;
   if (act == kIdentity) return f(StaticAct<T, kIdentity>{});
   if constexpr (!kRareVariant && !std::is_same_v<T, double>) {
     if (visit<kRelu, kSilu, kHardSwish, kRelu6>(act, [&]<Activation A>() { f(StaticAct<T, A>{}); })) return;
   }
-  f(RunTimeAct<T>(act));
+  f(RunTimeAct<T, kCount>(act));
 }
 
 // item / size and item % size of one item after the other. Some processors take as long over a division as over a row.

@@ -111,7 +111,7 @@ inline Span rows_of_dy(const DepthwiseSizes& s, Span x) {
 
 template <class T>
 DepthwiseSizes group_sizes(DepthwiseSizes s) {
-  s.n = 1;
+  s.n = 0;  // as the size of what is written, which stays in cache: it is not streamed
   s.c = Group<T>::kChannels;
   s.layout = Layout::kChannelsLast;
   return s;

@@ -82,7 +82,8 @@ void put_pixels(const T* p, const T* /*q*/, int64_t stride, int64_t count, int64
 }
 #if defined(__AVX512F__)
 void put_pixels(const BFloat16* p, const BFloat16* q, int64_t stride, int64_t count, int64_t channels, Pair* to) {
-  const auto mask = __mmask16((1u << std::min(channels, kBlock<Pair>)) - 1);
+  // None in blocks behind the groups of a last set.
+  const auto mask = __mmask16((1u << std::clamp<int64_t>(channels, 0, kBlock<Pair>)) - 1);
   const __mmask16 of_p = p == nullptr ? 0 : mask, of_q = q == nullptr ? 0 : mask;
   if (p == nullptr) p = q;
   if (q == nullptr) q = p;

@@ -42,7 +42,8 @@ void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int
   }
 }
 
-// Elements [first, last) of one parameter. With kWhole the states of rules with kStatesFirst are renewed here too.
+// Elements [first, last) of one parameter. With kWhole, which is for rules with kStatesFirst, the states are renewed
+// here too.
 template <class T, bool kWhole = false, class R>
 void update(const R& rule, const OptimizerStep& a, const StepTensor& t, double factor, int64_t first, int64_t last) {
   using A = Acc<T>;
@@ -58,7 +59,7 @@ void update(const R& rule, const OptimizerStep& a, const StepTensor& t, double f
     V s[kMaxStates];
     for (int k = 0; k < R::kStates; ++k) s[k] = load<V>(states[k] + i, lanes);
     const V g = load<V>(grad + i, lanes) * f;
-    if constexpr (kWhole && R::kStatesFirst) rule.advance(g, s);
+    if constexpr (kWhole) rule.advance(g, s);
     const V p = rule(load<V>(param + i, lanes), g, s);
     store(param + i, p, lanes);
     for (int k = 0; kRenew && k < R::kStates; ++k) store(states[k] + i, s[k], lanes);
@@ -238,7 +239,7 @@ void optimizer_step<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t begin, 
     visit_rule<float>(a.rule, [&]<class R>() {
       const R rule = rule_of<R>(a, t);
       for_each_block<R>(a, t, first, last, [&](Block& block, int64_t at, int64_t count) {
-        update<float, true>(rule, update_alone, block.tensor(), factor, 0, count);
+        update<float, R::kStatesFirst>(rule, update_alone, block.tensor(), factor, 0, count);
         block.save(at, count);
       });
     });

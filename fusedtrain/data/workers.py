@@ -431,9 +431,8 @@ def _rate(dataset, chunk, collate_fn, context, workers: int, one: _One, init) ->
 def _rate_here(dataset, chunk, collate_fn, context, workers: int, one: _One, init) -> tuple[float, float]:
     begin = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "This DataLoader will create"
-        )  # more workers than cores: that is the question
+        # More workers than cores: that is the question.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
         iterator = iter(_stream(dataset, chunk, collate_fn, context, workers, init))
     seconds = min(10.0, max(0.7 * SECONDS, 6 * one.wall * (chunk or 1)))
     warm_up = max(2, 2 * workers)  # batches that may have been made before the clock started

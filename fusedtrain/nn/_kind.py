@@ -8,6 +8,8 @@ import functools
 
 from torch import nn
 
+from fusedtrain.nn._small import or_stock
+
 _KINDS: dict[type, type] = {}
 
 
@@ -26,7 +28,8 @@ def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     def __reduce_ex__(self, protocol):
         return _new, (fused, stock), vars(self).copy()
 
-    members = {"forward": fused.forward, "__reduce_ex__": __reduce_ex__}  # forward: fused may have it from a base
+    forward = or_stock(fused.forward, stock.forward)
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__}
     made = type(fused.__name__, (fused, stock), names | members)
     _KINDS[made] = fused
     return made

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedtrain.nn._activation import Layer, create, observed, op_name
+from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import batch_norm_act
 
 torch.fx.wrap("batch_norm_act")  # recorded as a single node
@@ -123,7 +124,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return normalise(self, input)
+        return super().forward(input) if stays_stock(self, input) else normalise(self, input)
 
 
 class BatchNormAct2d(BatchNorm2d):

@@ -16,7 +16,8 @@ from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
-from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame
+from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, centred_padding
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
@@ -289,10 +290,7 @@ class DepthwiseBnActSe(nn.Module):
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        if padding is None:
-            kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-            spread = (dilation, dilation) if isinstance(dilation, int) else dilation
-            padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+        padding = centred_padding(kernel_size, dilation) if padding is None else padding
         self.conv = DepthwiseConv2d(channels, channels, kernel_size, stride, padding, dilation, bias=bias, **factory)
         self.bn = norms.BatchNormAct2d(channels, eps, momentum, act_layer=act_layer, **factory)
         self.se = SqueezeExcite(
@@ -356,6 +354,8 @@ class Sequential(nn.Sequential):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if stays_stock(self, input):
+            return super().forward(input)
         layers, i = list(self), 0
         while i < len(layers):
             found = find(layers[i:], kind_of)

@@ -102,6 +102,13 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
         return depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
 
 
+def centred_padding(kernel_size: int | tuple[int, int], dilation: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns half the size of a kernel with its gaps, (height, width): with stride 1 images keep their size."""
+    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    spread = (dilation, dilation) if isinstance(dilation, int) else dilation
+    return tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+
+
 class DepthwiseSeparableConv(nn.Module):
     r"""A depthwise convolution and a 1x1 convolution over its channels.
 
@@ -142,10 +149,7 @@ class DepthwiseSeparableConv(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if padding is None:
-            kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-            spread = (dilation, dilation) if isinstance(dilation, int) else dilation
-            padding = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread))
+        padding = centred_padding(kernel_size, dilation) if padding is None else padding
         factory = {"device": device, "dtype": dtype}
         self.depthwise = DepthwiseConv2d(
             in_channels, in_channels, kernel_size, stride, padding, dilation, bias=bias, **factory

@@ -36,14 +36,12 @@ class Rule(NamedTuple):
         fused: the class with the same attributes; None where there is none yet.
         parts: the names of the inner modules and parameters that ``fused`` relies on.
         applies: whether a module of that class is a candidate at all.
-        why_not: why a candidate stays, or None.
     """
 
     stock: str
     fused: type[nn.Module] | None = None
     parts: tuple[str, ...] = ()
     applies: Callable[[nn.Module], bool] = lambda module: True
-    why_not: Callable[[nn.Module], str | None] = lambda module: None
 
 
 def _becomes(module: nn.Module) -> type:
@@ -273,7 +271,7 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
     if special:
         return f"it holds a {special} instead of a plain parameter"
     dtype = next((p.dtype for p in module.parameters() if p.dtype not in DTYPES), None)
-    return f"it holds parameters of {dtype}, which the ops lack" if dtype else rule.why_not(module)
+    return f"it holds parameters of {dtype}, which the ops lack" if dtype else None
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import grouped_conv2d
 
 torch.fx.wrap("grouped_conv2d")  # recorded as a single node
@@ -40,6 +41,8 @@ class GroupedConv2d(nn.Conv2d):
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if stays_stock(self, input):
+            return super()._conv_forward(input, weight, bias)
         padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import pointwise_conv2d
 
 torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
@@ -64,6 +65,8 @@ class PointwiseConv2d(nn.Conv2d):
             )
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if stays_stock(self, input, times=1 + self.out_channels / self.in_channels):
+            return super()._conv_forward(input, weight, bias)
         return pointwise_conv2d(input, weight, bias, self.stride)
 
 

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import create, observed, op_name
 from fusedtrain.nn._kind import kind_of
+from fusedtrain.nn._small import stays_stock
 from fusedtrain.nn.depthwise_bn_act_se import (
     BEHIND_GATES,
     BLOCKS,
@@ -163,9 +164,10 @@ class Recorded(nn.Module):
 
     def forward(self, *args, **kwargs):
         recording = self._recording
-        if len(args) != 1 or kwargs or not recording.takes(args[0]) or not recording.holds_for(self):
-            return super().forward(*args, **kwargs)
-        return recording.forwards[self.training](self, *args)
+        one = len(args) == 1 and not kwargs
+        if one and not stays_stock(self, *args) and recording.takes(*args) and recording.holds_for(self):
+            return recording.forwards[self.training](self, *args)
+        return super().forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         state = {k: v for k, v in vars(self).items() if k != "_recording"}

@@ -87,6 +87,11 @@ def is_channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
+def format_of(x: Tensor) -> torch.memory_format:
+    """Returns the memory format of a dense tensor."""
+    return torch.channels_last if is_channels_last(x) else torch.contiguous_format
+
+
 def is_dense(x: Tensor) -> bool:
     """True when the elements fill one stretch of memory, in whatever order of dimensions."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
@@ -109,7 +114,7 @@ def dense(x: Tensor) -> Tensor:
 def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     """Returns ``dy`` in the dtype and memory format of the dense tensor ``x``."""
     dy = dy if dy.dtype == x.dtype else dy.to(x.dtype)
-    return dy.contiguous(memory_format=torch.channels_last if is_channels_last(x) else torch.contiguous_format)
+    return dy.contiguous(memory_format=format_of(x))
 
 
 def strided_like(dw: Tensor, w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The geometry of convolutions with a window: sizes, padding, and what stock PyTorch needs for it."""
+"""Convolutions with a window: their geometry, and stock PyTorch's with padding on each side."""
 
 import torch
 import torch.nn.functional as F
@@ -7,17 +7,34 @@ from torch import Tensor
 from fusedtrain.ops import _common
 
 
-def output_size(size: int, kernel: int, stride: int, before: int, after: int, dilation: int) -> int:
-    """Returns the length of the output along one dimension; below 1 where the kernel does not fit."""
-    return (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+def output_size(image, kernel, stride, padding, dilation) -> tuple[int, int]:
+    """Returns height and width of the output, of an image of these two; below 1 where the kernel does not fit."""
+    left, right, top, bottom = padding
+    padded = (image[0] + top + bottom, image[1] + left + right)
+    ho, wo = ((size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(padded, kernel, stride, dilation))
+    return ho, wo
 
 
-def stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
+def _stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
     """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest."""
     left, right, top, bottom = padding
     if left == right and top == bottom:
         return x, (top, left)
     return F.pad(x, padding), (0, 0)
+
+
+def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
+    padded, rest = _stock_padding(x, padding)
+    return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
+
+
+def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dw and db, those of them that ``need`` asks for."""
+    padded, rest = _stock_padding(x, padding)
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
+    )
+    return F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx, dw, db
 
 
 def _sides(op: str, padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
@@ -47,9 +64,7 @@ def geometry(
     stride = _common.pair(op, "stride", stride, 1)
     dilation = _common.pair(op, "dilation", dilation, 1)
     sides = _sides(op, padding, kernel, stride, dilation)
-    left, right, top, bottom = sides
-    ho = output_size(x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], kernel[1], stride[1], left, right, dilation[1])
+    ho, wo = output_size(x.shape[2:], kernel, stride, sides, dilation)
     if ho < 1 or wo < 1 or 0 in x.shape[2:]:
         raise ValueError(
             f"{op}: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"

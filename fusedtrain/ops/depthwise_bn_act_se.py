@@ -273,9 +273,8 @@ def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | N
 
 def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
     _check_conv(x, weight, bias)
-    z = x.new_empty(1).expand(
-        x.shape[0], weight.shape[0], *output
-    )  # what the convolution will return, but for its values
+    # What the convolution will return, but for its values.
+    z = x.new_empty(1).expand(x.shape[0], weight.shape[0], *output)
     vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
     _check_norm(z, None, running_mean=running_mean, running_var=running_var, **vectors)
     _check_statistics(z, running_mean, running_var, training, group is not None)

@@ -9,40 +9,28 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema, _windows
-from fusedtrain.ops._windows import output_size, stock_padding
 
 
 def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], act: int) -> Tensor:
-    padded, rest = stock_padding(x, padding)
-    y = F.conv2d(padded, weight, bias, stride, rest, dilation, groups=x.shape[1])
+    y = _windows.stock_forward(x, weight, bias, stride, padding, dilation, x.shape[1])
     return _activation.REFERENCE[_codes.ACTIVATIONS[act]](y)
 
 
 def reference_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, need_db):
-    padded, rest = stock_padding(x, padding)
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        *(dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], x.shape[1]),
-        [need_dx, need_dw, need_db],
-    )
-    if need_dx and padded is not x:
-        dx = F.pad(dx, [-p for p in padding])
-    return dx, dw, db
+    need = [need_dx, need_dw, need_db]
+    return _windows.stock_backward(dy, x, weight, stride, padding, dilation, x.shape[1], need)
 
 
 @_schema.register_fake("depthwise_conv2d")
 def _fake(x, weight, bias, stride, padding, dilation, act):
-    left, right, top, bottom = padding
-    ho = output_size(x.shape[2], weight.shape[2], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], weight.shape[3], stride[1], left, right, dilation[1])
-    layout = torch.channels_last if _common.is_channels_last(x) else torch.contiguous_format
-    shape = (x.shape[0], weight.shape[0], ho, wo)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    image = _windows.output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+    shape = (x.shape[0], weight.shape[0], *image)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_common.format_of(x))
 
 
 @_schema.register_fake("depthwise_conv2d_backward")

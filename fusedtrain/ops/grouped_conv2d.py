@@ -8,26 +8,17 @@ r"""grouped_conv2d: a convolution whose channels stand in groups, each with kern
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
-from fusedtrain.ops._windows import geometry, output_size, stock_padding
+from fusedtrain.ops._windows import geometry, output_size, stock_forward
+from fusedtrain.ops._windows import stock_backward as reference_backward
 
 
 def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
-    padded, rest = stock_padding(x, padding)
-    return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
-
-
-def reference_backward(dy, x, weight, stride, padding, dilation, groups, need) -> tuple[Tensor, Tensor, Tensor]:
-    padded, rest = stock_padding(x, padding)
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
-    )
-    return F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx, dw, db
+    return stock_forward(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _empty(x: Tensor, channels: int, h: int, w: int) -> Tensor:
@@ -37,10 +28,7 @@ def _empty(x: Tensor, channels: int, h: int, w: int) -> Tensor:
 
 @_schema.register_fake("grouped_conv2d")
 def _fake(x, weight, bias, stride, padding, dilation, groups):
-    left, right, top, bottom = padding
-    ho = output_size(x.shape[2], weight.shape[2], stride[0], top, bottom, dilation[0])
-    wo = output_size(x.shape[3], weight.shape[3], stride[1], left, right, dilation[1])
-    return _empty(x, weight.shape[0], ho, wo)
+    return _empty(x, weight.shape[0], *output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation))
 
 
 @_schema.register_fake("grouped_conv2d_dx")
@@ -89,6 +77,9 @@ _FASTER = {
     ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
 }
+# Contiguous images: where the channels of a group fill no whole vectors, oneDNN takes 1.1 to 3.6 times as long over the
+# gradient of bfloat16 weights as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
+_RAGGED, _RAGGED_DW = 16, {("amd", "avx512_bf16", torch.bfloat16): _Where(columns=7, strided=7, width=64, multiple=4)}
 # Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
 # stock (benchmarks/LOG.md, 2026-11-24).
 _SHARED = 2048
@@ -98,25 +89,26 @@ _SMALL = 200_000  # elements: up to here the calls cost more than what the kerne
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
     """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
     cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
-    table = _FASTER.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
+    key = cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
     strided = max(stride) > 1
+    table = _FASTER.get(key, {})
+    if not _common.is_channels_last(x):
+        table = {"dw": _RAGGED_DW[key]} if key in _RAGGED_DW and width % _RAGGED else {}
     parts = tuple(part for part, where in table.items() if where.holds_for(columns, strided, width))
     shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
     return tuple(part for part in parts if part != "dw") if shared else parts
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
-    if not _common.is_channels_last(x):
-        return "stock PyTorch was measured faster: contiguous images"
     if _common.is_less(x.numel(), _SMALL):
         return f"fewer than {_SMALL} elements: stock calls cost less"
     if tuple(weight.shape[2:]) != (3, 3) or max(dilation) > 1:
         return "stock PyTorch runs what was not measured: kernels other than 3x3"
     if not _faster_parts(x, weight, stride):
         return (
-            "stock PyTorch was measured faster, or nothing was measured: this CPU, dtype, width of a group, stride and"
-            " size of the images"
+            "stock PyTorch was measured faster, or nothing was measured: this CPU, dtype, layout, width of a group,"
+            " stride and size of the images"
         )
     return None
 
@@ -202,8 +194,8 @@ def grouped_conv2d(
     .. math:: y_{n,gO+o} = b_{gO+o} + \sum_{i<I} w_{gO+o,i} \star x_{n,gI+i}
 
     Args:
-        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, stock PyTorch runs
-            contiguous images; float32, bfloat16, float16 or float64.
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous images by stock
+            PyTorch but for some gradients of weights; float32, bfloat16, float16 or float64.
         weight: kernels ``[D, I, kh, kw]`` with I = C / G, in the dtype of ``x``; G divides D, too.
         bias: ``[D]``, or None.
         stride: of the output positions, one int or (height, width).

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtrain import _extension, _tuned
-from fusedtrain.backend import Impl, current_backend, register, select
+from fusedtrain import _extension
+from fusedtrain.backend import Impl, is_automatic, register, select
 from fusedtrain.ops import _common
 
 _PRODUCT, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
@@ -153,7 +153,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_x(x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
-    if current_backend() is None and not _tuned.active and _slower(x, weight):
+    if is_automatic() and _slower(x, weight):
         return reference(x, weight, bias)  # as select() would say, which takes as long as a small product
     impl = select("linear", IMPLS, x, weight, bias)
     if impl.backward is None or x.numel() == 0 or weight.shape[0] == 0:

@@ -18,10 +18,6 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int])
     return F.conv2d(x, weight, bias, stride)
 
 
-def _layout(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if _common.is_channels_last(x) else torch.contiguous_format
-
-
 def _empty(x: Tensor, weight: Tensor, stride: list[int], layout: torch.memory_format) -> Tensor:
     ho, wo = (-(-size // step) for size, step in zip(x.shape[2:], stride))
     return torch.empty((x.shape[0], weight.shape[0], ho, wo), dtype=x.dtype, device=x.device, memory_format=layout)
@@ -45,7 +41,7 @@ def _fake_stats(x, weight, bias, stride):
 
 @_schema.register_fake("pointwise_conv2d_by_library")
 def _fake_by_library(x, weight, bias, stride):
-    return _empty(x, weight, stride, _layout(x))
+    return _empty(x, weight, stride, _common.format_of(x))
 
 
 @_schema.register_fake("pointwise_conv2d_dw")
@@ -69,7 +65,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     """The product of a dtype that the CPU does not multiply, a few images at a time."""
-    y = _empty(x, weight, stride, _layout(x))
+    y = _empty(x, weight, stride, _common.format_of(x))
     convolve = F.conv2d if _limits(few=True) else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, x.numel() + y.numel()))
@@ -84,7 +80,7 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
         return _in_float32(x, weight, bias, stride)
     float32 = x.dtype == torch.float32 and x.shape[1] <= _MOST_CHANNELS
     y = (_onednn if float32 else F.conv2d)(x, weight, bias, stride)
-    return y.contiguous(memory_format=_layout(x))
+    return y.contiguous(memory_format=_common.format_of(x))
 
 
 _schema.LIBRARY.impl("pointwise_conv2d_by_library", _by_library, "CPU")

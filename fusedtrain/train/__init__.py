@@ -10,15 +10,17 @@ from fusedtrain.train.distributed import Distributed
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
+from fusedtrain.train.nonfinite import NonFiniteError
 from fusedtrain.train.precision import Precision
 from fusedtrain.train.preemption import Preempted, StopSignals
 from fusedtrain.train.profile import Profile
+from fusedtrain.train.records import Epoch, History
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
-from fusedtrain.train.trainer import Epoch, History, NonFiniteError, Trainer
+from fusedtrain.train.trainer import Trainer
 
 __all__ = [
     "Accumulation",

@@ -30,7 +30,7 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
             raise InputError(f"a {name} batch must hold as many inputs as targets, got {describe(batch)}")
     trainer.model.eval()  # a training pass would move the BatchNorms
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):  # of all GPUs torch warns
         batch = trainer.to_device(batch)
         if not trainer.overridden:
             _check_classes(trainer, name, batches, *batch)
@@ -54,7 +54,7 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
     if outputs.dim() != 2 or len(outputs) != len(inputs):
         raise InputError(f"for class indices the model must return logits [N, classes], got {list(outputs.shape)}")
     labels = _all_labels(batches, targets)
-    labels = labels[_counts(trainer.loss, labels)]
+    labels = labels[counted(trainer.loss, labels)]
     if len(labels) and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
         raise InputError(
             f"the model has {outputs.shape[1]} classes, but the {name} labels go from {int(labels.min())} to"
@@ -62,7 +62,7 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
         )
 
 
-def _counts(loss, labels: Tensor) -> Tensor:
+def counted(loss, labels: Tensor) -> Tensor:
     """Which labels the loss does not ignore."""
     ignored = getattr(loss, "ignore_index", None)
     return torch.ones_like(labels, dtype=torch.bool) if ignored is None else labels != ignored
@@ -93,7 +93,7 @@ def refuse_label(trainer, outputs, targets, error: Exception) -> None:
     if targets.dtype != torch.int64 or outputs.dim() < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         return
     classes = outputs.shape[1]
-    wrong = _counts(trainer.loss, targets) & ((targets < 0) | (targets >= classes))
+    wrong = counted(trainer.loss, targets) & ((targets < 0) | (targets >= classes))
     if not wrong.any():
         return
     at = tuple(wrong.nonzero()[0].tolist())

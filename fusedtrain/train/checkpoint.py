@@ -12,11 +12,9 @@ from fusedtrain._files import sync_folder, write_atomic
 from fusedtrain.train import checkpoint_file
 from fusedtrain.train.checkpoint_file import CheckpointError
 from fusedtrain.train.state_tree import flatten
-from fusedtrain.train.weights import save_weights
-
-__all__ = ["CheckpointError", "CheckpointStore", "Loaded", "save_weights", "verify"]
 
 POINTER = "latest"
+RUN_FOLDER = "checkpoints"  # in the output folder of ``fusedtrain train --model``
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)\.safetensors")
 
 
@@ -238,7 +236,8 @@ def _number_and_step(path: Path) -> tuple[int, int]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Reads a checkpoint, or all of a folder, and returns what is wrong, one line each; [] when all is whole.
+    """Reads a checkpoint, or all of a folder (also of the output folder of ``fusedtrain train``), and returns what is
+    wrong, one line each; [] when all is whole.
 
     Raises:
         CheckpointError: there is no such file, or no checkpoint in the folder.
@@ -250,6 +249,8 @@ def verify(path: Path | str) -> list[str]:
         return checkpoint_file.problems(path)
     store = CheckpointStore(path)
     paths = store._newest_first()
+    if not paths and (path / RUN_FOLDER).is_dir():
+        return verify(path / RUN_FOLDER)
     if not paths:
         raise CheckpointError(f"no checkpoint in {path}")
     return [f"{file.name}: {problem}" for file in paths for problem in checkpoint_file.problems(file)]

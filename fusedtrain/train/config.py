@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,8 +18,8 @@ from fusedtrain.train.saving import Checkpoint
 from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-NONFINITE = ("raise", "skip")
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+COMPILE_MODES = get_args(CompileMode)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class TrainConfig:
         profile: see :class:`Profile`.
 
     Raises:
-        InputError: a value is out of range, or the folder of ``weights`` does not exist.
+        InputError: a value is out of range, or no file can be written to where ``weights`` says.
     """
 
     epochs: int = 10
     device: str = "auto"
     seed: int = 0
     channels_last: bool = True
-    compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    compile: CompileMode | None = None
     cuda_graphs: bool = False
     cudnn_benchmark: bool = True
     max_grad_norm: float | None = None
@@ -86,17 +86,18 @@ class TrainConfig:
             if not isinstance(getattr(self, name), part):
                 object.__setattr__(self, name, part(getattr(self, name)))
         require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        require(-(2**63) <= self.seed < 2**63, f"seed must lie between -2**63 and 2**63 - 1, got {self.seed}")
         warmup = self.schedule.warmup_epochs
         require(warmup <= self.epochs, f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {warmup}")
         modes = ", ".join(COMPILE_MODES)
         require(self.compile in (None, *COMPILE_MODES), f"compile must be one of {modes}, got {self.compile!r}")
-        require(self.nonfinite in NONFINITE, f"nonfinite must be raise or skip, got {self.nonfinite!r}")
+        require(self.nonfinite in ("raise", "skip"), f"nonfinite must be raise or skip, got {self.nonfinite!r}")
         norm, decay = self.max_grad_norm, self.ema_decay
         require(norm is None or norm > 0, f"max_grad_norm must be positive, got {norm}")
         require(decay is None or 0 <= decay < 1, f"ema_decay must lie in [0, 1), got {decay}")
-        for path in (self.weights, self.best_weights):
-            if path is not None:
-                require(Path(path).parent.is_dir(), f"the folder for the weights does not exist: {Path(path).parent}")
+        for name in ("weights", "best_weights"):
+            if getattr(self, name) is not None:
+                _check_file(name, Path(getattr(self, name)))
         budget = self.activation_checkpointing.activation_budget_gib
         require(not budget or self.compile is None, "activation_budget_gib measures blocks, which compile= fuses")
         if self.cuda_graphs:
@@ -107,6 +108,14 @@ class TrainConfig:
             require(not checkpoints, "cuda_graphs does not go with activation checkpointing")
         fsdp16 = self.distributed.strategy == "fsdp" and self.precision.precision == "fp16"
         require(not fsdp16, "strategy fsdp does not go with precision fp16; take bf16")
+
+
+def _check_file(name: str, path: Path) -> None:
+    """Raises InputError where the end of the run could not write this file."""
+    folder = path.parent
+    require(folder.is_dir(), f"the folder for the weights does not exist: {folder}")
+    require(os.access(folder, os.W_OK), f"the folder for the weights cannot be written to: {folder}")
+    require(not path.is_dir(), f"{name} must name a file, {path} is a folder")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from fusedtrain import _allocator, _extension, _info
 from fusedtrain.train import report
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.data import Batches, load_digits
-from fusedtrain.train.errors import InputError, make_folder
+from fusedtrain.train.errors import InputError, make_folder, new_folder
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS, SmallNet
 from fusedtrain.train.trainer import Trainer
@@ -129,7 +129,8 @@ def _end_with_parent() -> None:
 
 
 def _make_output(wanted: Path | None) -> Path:
-    output = wanted or Path("runs", time.strftime("digits-%Y%m%d-%H%M%S"))
-    if (output / report.RESULTS).exists():
-        raise InputError(f"{output} holds the results of an earlier run; choose another --output")
-    return make_folder(output, "the output folder")
+    if wanted is None:
+        return new_folder(Path("runs", time.strftime("digits-%Y%m%d-%H%M%S")), "the output folder")
+    if (wanted / report.RESULTS).exists():
+        raise InputError(f"{wanted} holds the results of an earlier run; choose another --output")
+    return make_folder(wanted, "the output folder")

@@ -1,5 +1,6 @@
 """The error for what a training run cannot be told."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -23,3 +24,15 @@ def make_folder(path: Path | str, what: str) -> Path:
         raise InputError(f"{what} cannot be made: {error}") from None
     require(os.access(path, os.W_OK), f"{what} cannot be written to: {path}")
     return path
+
+
+def new_folder(path: Path, what: str) -> Path:
+    """Makes a folder that no other run has: ``path``, with a number behind where several start in the same second."""
+    for number in itertools.count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        make_folder(own.parent, what)
+        try:
+            own.mkdir()
+        except FileExistsError:
+            continue
+        return own

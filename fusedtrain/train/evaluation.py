@@ -1,16 +1,20 @@
 """The validation of a run."""
 
 import itertools
+import math
 from collections.abc import Iterable
+
+import torch
 
 from fusedtrain.train.feed import Feed
 from fusedtrain.train.rng import rng_state, set_rng_state
 
 
 def evaluate(trainer, batches: Iterable) -> dict[str, float]:
-    """Returns the means of the metrics over all samples of all processes; training goes on as if nothing had been."""
+    """Returns the means of the metrics over all samples of all processes, NaN where none counts; training goes on as if
+    nothing had been."""
     model, world, state = trainer.model, trainer.world, rng_state()  # before anything asks the loader: it draws a seed
-    training, feed, sums, total = model.training, Feed(batches, world, "validation"), {}, 0.0
+    training, feed, sums, counts = model.training, Feed(batches, world, "validation"), {}, {}
     position = feed.to_start()
     model.eval()
     world.share_buffers(model)
@@ -22,17 +26,21 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
                 if item is None:
                     break
                 trainer.reading = feed, index
-                batch, counts = item
+                batch, real = item
                 batch = trainer.to_device(batch)
-                weight = float(trainer.weight(batch)) if counts else 0.0
-                total += weight
+                weight = float(trainer.weight(batch)) if real else 0.0
                 for name, value in trainer.validation_step(batch).items():
-                    value = value.double().sum() * bool(counts) if value.dim() else value.double() * weight
-                    sums[name] = sums[name] + value if name in sums else value
+                    value = torch.as_tensor(value).double()
+                    is_mean = not value.dim()
+                    count = weight if is_mean else value.numel() * bool(real)
+                    value = value * weight if is_mean else value.sum()
+                    # What does not count may be anything: a mean over nothing is NaN.
+                    sums[name] = sums.get(name, 0.0) + (value if count else 0.0)
+                    counts[name] = counts.get(name, 0.0) + count
     finally:
         trainer.reading = None
         set_rng_state(state)
         feed.restore(position)
         model.train(training)
-    total, *values = world.sum(total, *map(float, sums.values()))
-    return {name: value / total for name, value in zip(sums, values)}
+    found = world.sum(*map(float, sums.values()), *counts.values())
+    return {name: s / n if n else math.nan for name, s, n in zip(sums, found, found[len(sums) :])}

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.distributed import World
@@ -33,14 +33,14 @@ class Feed:
         self.batches, self.world, self.name = batches, world, name
         owners = [batches, getattr(batches, "batches", None)]  # the second: of a prefetcher
         owners += [getattr(o, part, None) for o in owners[:2] for part in ("batch_sampler", "sampler")]
+        owners += [getattr(getattr(o, "batch_sampler", None), "sampler", None) for o in owners[:2]]
         self._owners = [owner for owner in owners if owner is not None]
         self._position = self._first("advance", "state_dict", "load_state_dict")
         self._sampler = self._first("counts", "remaining")
         self._loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
         if isinstance(batches, Iterator):
             raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
-        if world.size > 1:
-            self._check_shards()
+        self._check_shards()
         self.epoch, self.used, self.iterating = 0, 0, False
         self.at_start = rng_state()  # of the epoch
 
@@ -50,12 +50,24 @@ class Feed:
         return next((o for o in fitting if "state_dict" not in methods or getattr(o, "keeps_position", True)), None)
 
     def _check_shards(self) -> None:
+        here = self.world.rank, self.world.size
+        there = getattr(self._sampler, "rank", here[0]), getattr(self._sampler, "world_size", here[1])
+        if there != here:
+            raise InputError(
+                f"the {self.name} data are those of rank {there[0]} of {there[1]}, and this process is rank {here[0]}"
+                f" of {here[1]}: pass rank= and world_size= where they are made"
+            )
+        if self.world.size == 1:
+            return
         if not hasattr(self.batches, "__len__"):
             raise InputError(f"several processes need {self.name} data with a length, to take equally many steps")
         loader = self._loader
-        if loader is None or isinstance(loader.dataset, IterableDataset):
+        if loader is None or isinstance(loader.dataset, IterableDataset) or self._sampler is not None:
             return
-        if type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler) and self._sampler is None:
+        batches = loader.batch_sampler
+        # Where somebody else puts the batches together, the loader's own sampler plays no part.
+        order = loader.sampler if batches is None else batches.sampler if type(batches) is BatchSampler else None
+        if type(order) in (RandomSampler, SequentialSampler):
             raise InputError(
                 f"every one of {self.world.size} processes would see all {self.name} data: pass"
                 " batch_sampler=fusedtrain.train.EpochSampler(..., rank=rank, world_size=world_size)"
@@ -70,6 +82,12 @@ class Feed:
         if owner is not None:
             owner.set_epoch(epoch + 1)  # samplers stay where they are when it is the same epoch
             owner.set_epoch(epoch)
+
+    def updates(self, size: int) -> int:
+        """Returns how many updates of so many batches the epoch has had; all processes call it."""
+        steps, own = self.steps(), len(self.batches) - self.used
+        left = int(self.world.max(own if self._sampler is None else self._sampler.remaining())[0])
+        return (steps - left) // size if left > 0 else -(-steps // size)
 
     def steps(self) -> int | None:
         """Batches of a whole epoch, the most of any process; None where the loader does not know."""

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusedtrain._files import write_atomic
+from fusedtrain._files import json_text, write_atomic
 from fusedtrain.train.errors import InputError, make_folder, require
 
-PACKAGES = {"jsonl": None, "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+PACKAGES = {"jsonl": "json", "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Logging:
         unknown = [name for name in self.loggers if name not in PACKAGES]
         require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
         require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
-        needed = {f"the logger {name}": PACKAGES[name] or "json" for name in self.loggers if self.log_dir is not None}
+        needed = {f"the logger {name}": PACKAGES[name] for name in self.loggers if self.log_dir is not None}
         needed |= {"log_usage": "psutil"} if self.log_usage else {}
         for what, package in needed.items():
             try:
@@ -52,8 +52,8 @@ class Logging:
 
 
 class JSONLines:
-    """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. A run that goes
-    on from an earlier step drops the later lines."""
+    """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
+    not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines."""
 
     def __init__(self, directory: Path, config: dict, step: int):
         path = directory / "metrics.jsonl"
@@ -62,7 +62,8 @@ class JSONLines:
         kept = b"".join(line + b"\n" for line in lines)
         if kept != old:  # never half: a run that is killed here must not lose what it has logged
             write_atomic(path, lambda file: file.write(kept))
-        self._file = open(path, "a")  # noqa: SIM115  (closed by close())
+        # Unbuffered: what a full disk does not take is not tried again when the run ends. Closed by close().
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._new: list[dict] = []
         self.flush()
 
@@ -72,10 +73,13 @@ class JSONLines:
             self.flush()
 
     def flush(self) -> None:
-        self._file.write("".join(json.dumps(line) + "\n" for line in self._new))
-        self._file.flush()
-        self._new.clear()
+        data, self._new = "".join(json_text(line) + "\n" for line in self._new).encode(), []
         self._due = time.monotonic() + 1.0
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None  # which file, too
 
     def close(self) -> None:
         self.flush()
@@ -109,12 +113,13 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, in the run that is open or a new one."""
+    """Weights & Biases, in the run that is open, and stays so, or a new one."""
 
     def __init__(self, directory: Path, config: dict, step: int):
         import wandb
 
-        self._run = wandb.run or wandb.init(dir=str(directory), config=config)
+        self._new = wandb.run is None
+        self._run = wandb.init(dir=str(directory), config=config) if self._new else wandb.run
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -123,17 +128,19 @@ class WandB:
         pass
 
     def close(self) -> None:
-        self._run.finish()
+        if self._new:
+            self._run.finish()
 
 
 class MLflow:
-    """MLflow, in the run that is active or a new one."""
+    """MLflow, in the run that is active, and stays so, or a new one."""
 
     def __init__(self, directory: Path, config: dict, step: int):
         import mlflow
 
         self._mlflow = mlflow
-        if mlflow.active_run() is None:
+        self._new = mlflow.active_run() is None
+        if self._new:
             mlflow.start_run()
         mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
 
@@ -144,4 +151,5 @@ class MLflow:
         pass
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        if self._new:
+            self._mlflow.end_run()

@@ -82,12 +82,16 @@ class Numbers:
                 known = applied.double() if unknown else loss.new_full((), float(applied), dtype=torch.float64)
                 scale = known if t.scaler is None else t.scaler._get_scale_async().double()
                 self._late.add(torch.stack([self.last.double(), known, scale]))
-                self._weights.append(weight if unknown else None)
+                self._weights.append((weight, unknown))
             else:
                 self._new.append(float(self.last))
-        if unknown and t.scaler is None:
+        counts = applied is not False  # the mean over an epoch is that of its updates
+        if t.scaler is not None:  # and of those that wait for a smaller scale
+            counts = self.late or math.isfinite(loss)
+            loss = torch.where(loss.isfinite(), loss, 0.0) if self.late else loss
+        elif unknown:
             loss = torch.where(applied, loss, 0.0)
-        if applied is not False or t.scaler is not None:  # the mean over an epoch is that of its updates
+        if counts:
             self.loss_sum = self.loss_sum + loss
             self.weight += weight
 
@@ -104,11 +108,13 @@ class Numbers:
             return values
         values = []
         for loss, applied, scale in self._late.collect(wait):
-            weight = self._weights.pop(0)
+            weight, unknown = self._weights.pop(0)
             values.append(loss)
             self.history.step_losses.append(loss)
             self._scale = scale
-            if weight is not None:
+            if t.scaler is not None and not math.isfinite(loss):
+                self.weight -= weight
+            if unknown:
                 self._learnt(bool(applied), weight)
             if applied and not math.isfinite(loss) and t.config.nonfinite == "raise" and t.scaler is None:
                 raise NonFiniteError(f"a loss of the steps up to {t.step_count} is {loss}, its gradients were finite")

@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 from fusedtrain._extras import need
+from fusedtrain._files import write_atomic
 from fusedtrain.train.errors import InputError
 
 VERSION = 1
@@ -38,7 +39,7 @@ def write_yaml(path: Path, options) -> None:
     """Writes a dataclass with all its parts."""
     yaml = need("yaml", "train")
     text = yaml.safe_dump({"version": VERSION, **_plain(dataclasses.asdict(options))}, sort_keys=False)
-    Path(path).write_text(text)
+    write_atomic(path, lambda file: file.write(text.encode()))
 
 
 def read_yaml(path: Path, kind: type):
@@ -92,7 +93,9 @@ def _value(hint, value, where: str):
             return None
         hint = next(a for a in arguments if a is not type(None))
         return _value(hint, value, where)
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{where} must be a list, got {value!r}")
         return tuple(_value(arguments[0], item, where) for item in value)
     if origin is typing.Literal:
         if value not in arguments:

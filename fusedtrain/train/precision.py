@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from fusedtrain.ops._common import cpu_multiplies
 from fusedtrain.train.errors import require
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+Name = Literal["fp32", "bf16", "fp16", "fp64"]
+PRECISIONS = get_args(Name)
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,7 +29,7 @@ class Precision:
         growth_interval: steps without overflow after which the loss scale of fp16 doubles.
     """
 
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Name = "fp32"
     tf32: bool = False
     init_scale: float = 65536.0
     growth_interval: int = 2000

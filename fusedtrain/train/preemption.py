@@ -21,6 +21,9 @@ class Preempted(SystemExit):
         super().__init__(128 + number)
         self.signal = signal.Signals(number)
 
+    def __reduce__(self):  # a SystemExit keeps the status, not the number
+        return Preempted, (int(self.signal),)
+
     def __str__(self) -> str:
         return f"stopped by {self.signal.name}"
 
@@ -125,6 +128,10 @@ class Stops(StopSignals):
     def __init__(self, world):
         super().__init__()
         self.world = world
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        self.requested = None  # an evaluation after the run is not stopped by it
 
     def wait(self, fetch: Callable, *arguments):
         """Returns ``fetch(*arguments)``, which a signal interrupts; raises :class:`Preempted`, in all processes, where

@@ -1,6 +1,7 @@
 """Where the time goes: spans of every step, always summed up, on request traced by torch.profiler and NVTX."""
 
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +95,9 @@ class Tracer:
     def close(self) -> None:
         """Ends and writes the trace, where one is under way."""
         if self._profiler is None:
+            if self._steps <= self.config.profile_wait:
+                made = f"the run made {self._steps} updates and profile_wait is {self.config.profile_wait}"
+                warnings.warn(f"no trace was written: {made}", stacklevel=2)
             return
         self.spans.tracing = False
         self.spans.enter("other")

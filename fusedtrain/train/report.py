@@ -1,7 +1,6 @@
 """What stays of a comparison of training runs: a table, a JSON file, a picture of the losses."""
 
 import importlib.util
-import json
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusedtrain._files import write_atomic
+from fusedtrain._files import json_text, write_atomic
 from fusedtrain.train.records import History
 
 RESULTS = "results.json"
@@ -74,7 +73,7 @@ def write(output: Path, options, device: torch.device, results: dict[str, Result
         "results": {layers: asdict(result) for layers, result in results.items()},
         "largest_loss_difference": loss_differences(results),
     }
-    text = json.dumps(content, indent=1, default=str) + "\n"
+    text = json_text(content, indent=1, default=str) + "\n"
     write_atomic(output / RESULTS, lambda file: file.write(text.encode()))
     if importlib.util.find_spec("matplotlib"):
         write_atomic(output / "loss.png", lambda file: _plot(file, results))

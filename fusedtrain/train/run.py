@@ -17,18 +17,19 @@ import fusedtrain
 from fusedtrain import data as fdata
 from fusedtrain import optim
 from fusedtrain.train import groups, parity
-from fusedtrain.train.checkpoint import CheckpointError
+from fusedtrain.train.checkpoint import RUN_FOLDER, CheckpointError
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
-from fusedtrain.train.errors import InputError, make_folder, require
+from fusedtrain.train.errors import InputError, make_folder, new_folder, require
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.options import parse_command, read_yaml, write_yaml
 from fusedtrain.train.profile import Profile
+from fusedtrain.train.records import History
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.saving import Checkpoint
-from fusedtrain.train.trainer import History, Trainer
+from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
 
 OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "lion": optim.Lion}
@@ -115,9 +116,11 @@ def run(options: Options) -> History:
     """
     check(options)
     world = World(options.train.distributed, resolve_device(options.train.device))
-    output = options.output or Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
-    output = Path(world.decide(str(output)))
     trainer, train, valid = build(options, world)
+    output = options.output
+    if output is None:
+        name = Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
+        output = Path(world.decide(str(new_folder(name, "the output folder")) if world.rank == 0 else None))
     make_folder(output, "the output folder")
     if world.rank == 0:
         write_yaml(output / "options.yaml", dataclasses.replace(options, output=output))
@@ -129,7 +132,7 @@ def run(options: Options) -> History:
         config,
         weights=config.weights or output / "weights.pt",
         best_weights=config.best_weights or output / "best.pt",
-        checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / "checkpoints"),
+        checkpoint=dataclasses.replace(checkpoint, directory=checkpoint.directory or output / RUN_FOLDER),
         logging=dataclasses.replace(logging, log_dir=logging.log_dir or output),
         profile=profile,
     )
@@ -144,7 +147,11 @@ def compare(options: Options, ranks: int, updates: int) -> parity.Report:
         device="cpu",
         precision="fp64",
         compile=None,
+        cuda_graphs=False,
         ema_decay=None,
+        weights=None,
+        best_weights=None,
+        distributed=dataclasses.replace(options.train.distributed, bf16_compress=False),
         checkpoint=Checkpoint(),
         logging=Logging(),
         profile=Profile(),
@@ -293,7 +300,8 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
         own = model.state_dict()
         fitting = {name: t for name, t in state.items() if name in own and own[name].shape == t.shape}
         last = {name for name in own if name.split(".")[0] in {n.split(".")[0] for n in list(own)[-2:]}}
-        missing = sorted(own.keys() - fitting.keys() - last)
+        # Old files lack the counts of batches, without which torch loads them too.
+        missing = sorted(n for n in own.keys() - fitting.keys() - last if not n.endswith("num_batches_tracked"))
         require(not missing, f"init_weights: {options.init_weights} lacks {', '.join(missing[:3])} of {options.model}")
         model.load_state_dict(fitting, strict=False)
     return model

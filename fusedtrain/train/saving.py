@@ -1,20 +1,22 @@
 """What a run writes and reads: checkpoints of its whole state, and weights."""
 
 import base64
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from fusedtrain._files import write_atomic
-from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore, save_weights
+from fusedtrain._files import remove_unfinished, write_atomic
+from fusedtrain.train import schedule
+from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
-from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names
+from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names, save_weights
 
 VERSION = 1
 TEXTS = ("ranks", "history", "group", "others")  # their tensors change from save to save
@@ -55,6 +57,9 @@ class Saving:
     def __init__(self, trainer):
         self.trainer, self.config = trainer, trainer.config.checkpoint
         self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
+        for path in (trainer.config.weights, trainer.config.best_weights):
+            if path is not None and trainer.world.rank == 0:
+                remove_unfinished(Path(path))
         if self.config.directory is None:
             return
         make_folder(self.config.directory, "the folder of the checkpoints")
@@ -92,14 +97,17 @@ class Saving:
 
     def _save_weights(self, path: Path) -> None:
         t = self.trainer
-        with t.averaged_weights():
-            if not t.world.sharded:
-                if t.world.rank == 0:
-                    save_weights(path, t.model)
-                return
-            state = canonical_keys(whole_model(t))
-        if t.world.rank == 0:
-            write_atomic(path, lambda file: torch.save(state, file))
+        try:
+            with t.averaged_weights():
+                if not t.world.sharded:
+                    if t.world.rank == 0:
+                        save_weights(path, t.model)
+                    return
+                state = canonical_keys(whole_model(t))
+            if t.world.rank == 0:
+                write_atomic(path, lambda file: torch.save(state, file))
+        except OSError as error:
+            raise CheckpointError(f"the weights could not be written to {path}: {error.strerror}") from error
 
     # --- what ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +158,9 @@ class Saving:
             "version": VERSION,
             "model": canonical_keys(model_state(t)),
             "optimizer": optimizer_state(t),
+            "optimizer_class": type(t.optimizer).__name__,
             "schedule": t.schedule.state_dict(),
+            "ticks": t.ticks,
             "scaler": None if t.scaler is None else t.scaler.state_dict(),
             "averages": self._averages(),
             "best": t.best.state_dict(),
@@ -220,8 +230,16 @@ class Saving:
         size = state["group"].get("size", t.group.size)
         if state["group"]["done"] and size != t.group.size:
             raise InputError(f"the checkpoint ends amid an update of {size} micro-batches: go on with as many first")
+        kind, own = state.get("optimizer_class"), type(t.optimizer).__name__
+        if kind not in (None, own):
+            raise InputError(f"the checkpoint in {self.config.directory} was made with the optimizer {kind}, not {own}")
+        try:
+            t.feed.load_state_dict(state["feed"])
+        except ValueError as error:
+            raise InputError(f"the checkpoint in {self.config.directory} is of other data: {error}") from error
         try:
             load_model_state(t, state["model"])
+            given = _hyperparameters(t.optimizer)
             load_optimizer_state(t, state["optimizer"])
             if state["others"] is not None:
                 load_others(t, state["others"])
@@ -230,7 +248,15 @@ class Saving:
             raise InputError(
                 f"the checkpoint in {self.config.directory} is of another model or optimizer: {reason}"
             ) from error
-        t.schedule.load_state_dict(state["schedule"])
+        try:
+            if t.scheduler is None:
+                schedule.load(t.schedule, state["schedule"], state.get("ticks"), t.ticks)
+            else:
+                t.schedule.load_state_dict(state["schedule"])
+        except (KeyError, ValueError) as error:
+            reason = f"{t.config.schedule.schedule} cannot go on from it"
+            raise InputError(f"the checkpoint in {self.config.directory} is of another schedule: {reason}") from error
+        self._tell_overruled(given)
         for name in ("scaler", "averages"):
             part = getattr(t, name)
             if part is not None and state[name] is not None:
@@ -250,7 +276,6 @@ class Saving:
         if t._buffers is not None:
             t._buffers.keep()
             t._buffers.load(state["group"].get("buffers", []))
-        t.feed.load_state_dict(state["feed"])
         t.step_count, (t.skipped, t.skipped_in_a_row, t.owed) = state["step_count"], state["skipped"]
         t.numbers.seconds = state["seconds"]
         t.history.epochs[:] = [Epoch(**epoch) for epoch in state["history"]["epochs"]]
@@ -264,6 +289,23 @@ class Saving:
         if rank < len(ranks):
             t.feed.at_start = ranks[rank]["at_start"]
             set_rng_state(ranks[rank]["rng"])
+
+    def _tell_overruled(self, given: list[dict]) -> None:
+        """Warns of hyperparameters that are not those of the checkpoint, which the run goes on with."""
+        if self.trainer.world.rank > 0:
+            return
+        told = {}
+        for new, old in zip(given, _hyperparameters(self.trainer.optimizer)):
+            told |= {name: (old[name], value) for name, value in new.items() if old.get(name, value) != value}
+        for name, (old, new) in told.items():
+            place = f"of its checkpoint in {self.config.directory}"
+            warnings.warn(f"the run goes on with {name} {old} {place}; {new} is without effect", stacklevel=2)
+
+
+def _hyperparameters(optimizer) -> list[dict[str, float]]:
+    """Of each group what schedules do not move."""
+    names = {"initial_lr": "lr", "weight_decay": "weight_decay"}
+    return [{names[n]: float(group[n]) for n in names if n in group} for group in optimizer.param_groups]
 
 
 # --- sharded or not ---------------------------------------------------------------------------------------------------

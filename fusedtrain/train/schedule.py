@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from fusedtrain.train.errors import InputError, require
 
-SCHEDULES = ("cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau")
+Name = Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"]
+SCHEDULES = get_args(Name)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Schedule:
     Smith and Topin, https://arxiv.org/abs/1708.07120
     """
 
-    schedule: Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"] = (
-        "cosine"
-    )
+    schedule: Name = "cosine"
     warmup_epochs: float = 1.0
     per: Literal["step", "epoch"] = "step"
     gamma: float = 0.1
@@ -135,6 +134,29 @@ class Plateau:
     def load_state_dict(self, state: dict) -> None:
         self.last_epoch, self.peaks = state["last_epoch"], state["peaks"]
         self.plateau.load_state_dict(state["plateau"])
+
+
+_KINDS = ("lr_lambdas", "total_steps", "plateau")  # what the state of a scheduler of :meth:`Schedule.build` is known by
+_LENGTHS = ("total_steps", "_schedule_phases")  # of onecycle: those of the run that goes on
+
+
+def load(scheduler, state: dict, before: int | None, now: int | None) -> None:
+    """Loads the state of a scheduler of :meth:`Schedule.build`, so that it stands at the same epoch.
+
+    Args:
+        before, now: how often it moves in an epoch, in the run that saved the state and in this one; other batches or
+            another number of processes make another number of updates.
+
+    Raises:
+        ValueError: the state is that of another kind of scheduler.
+    """
+    own = scheduler.state_dict()
+    if any((kind in own) != (kind in state) for kind in _KINDS):
+        raise ValueError("the state is that of another kind of scheduler")
+    state = {name: value for name, value in state.items() if name not in _LENGTHS}
+    if before and now and before != now:
+        state["last_epoch"] = round(state["last_epoch"] * now / before)
+    scheduler.load_state_dict(state)
 
 
 def make(

@@ -180,7 +180,24 @@ def _save_planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False)
 
 
-class _Writer(StorageWriter):
+class _PlansAsTheyAre:
+    """What torch asks of a writer and a reader, and both answer alike."""
+
+    def reset(self, checkpoint_id=None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def prepare_global_plan(self, plans):
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return False  # made by ShardedCheckpointStore, never from a path
+
+
+class _Writer(_PlansAsTheyAre, StorageWriter):
     """One rank's part in one shard, then, on the coordinator, the file that ties them together."""
 
     def __init__(self, path: Path, rank: int, step: int, tree, may_be_nonfinite: frozenset[str]):
@@ -227,24 +244,11 @@ class _Writer(StorageWriter):
         shards = {"files": files, "tensors": tensors}
         write_atomic(self._path, lambda file: checkpoint_file.write(file, self._step, self._tree, {}, shards=shards))
 
-    def reset(self, checkpoint_id=None) -> None:
-        pass
-
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         pass
 
-    def prepare_local_plan(self, plan):
-        return plan
 
-    def prepare_global_plan(self, plans):
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False  # made by ShardedCheckpointStore, never from a path
-
-
-class _Reader(StorageReader):
+class _Reader(_PlansAsTheyAre, StorageReader):
     def __init__(self, shards: dict, reader: checkpoint_file.ShardReader):
         self._tensors, self._reader = shards["tensors"], reader
 
@@ -273,18 +277,5 @@ class _Reader(StorageReader):
         future.set_result(None)
         return future
 
-    def reset(self, checkpoint_id=None) -> None:
-        pass
-
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args, **kwargs) -> None:
         pass
-
-    def prepare_local_plan(self, plan):
-        return plan
-
-    def prepare_global_plan(self, plans):
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain.monitor import RunUsage
 from fusedtrain.train import activation, budget, check, graphs, schedule
@@ -22,7 +24,7 @@ from fusedtrain.train.errors import InputError
 from fusedtrain.train.evaluation import evaluate
 from fusedtrain.train.feed import Feed
 from fusedtrain.train.meter import Numbers
-from fusedtrain.train.nonfinite import NonFiniteError, left_out
+from fusedtrain.train.nonfinite import left_out
 from fusedtrain.train.precision import full
 from fusedtrain.train.preemption import Preempted, Stops
 from fusedtrain.train.profile import Spans, Tracer
@@ -32,8 +34,6 @@ from fusedtrain.train.rng import seed_all
 from fusedtrain.train.saving import Saving
 from fusedtrain.train.stopping import Best
 from fusedtrain.train.update import Buffers, Update
-
-__all__ = ["Epoch", "History", "NonFiniteError", "Trainer"]
 
 
 class Trainer:
@@ -78,7 +78,7 @@ class Trainer:
         if not any(id(p) in own for p in held):
             raise InputError("the optimizer holds none of the model's trainable parameters")
         self.others = [p for p in held if p.requires_grad and id(p) not in own]  # a loss's, for instance
-        self.loss, self.optimizer, self.title, self._scheduler = loss, optimizer, title, scheduler
+        self.loss, self.optimizer, self.title, self.scheduler = loss, optimizer, title, scheduler
         self.device = resolve_device(config.device)
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         config.precision.set_tf32(self.device)
@@ -95,6 +95,7 @@ class Trainer:
         )
         if isinstance(loss, nn.Module):
             loss.to(self.device, config.precision.dtype)
+        activation.unwrap(self.model)  # what an earlier Trainer has wrapped
         activation.wrap(self.model, activation.matching(self.model, config.activation_checkpointing.checkpoint_modules))
         self._wrapped = self.world.wrap(self.model, optimizer)
         if config.compile is not None:
@@ -102,13 +103,12 @@ class Trainer:
         self.scaler = config.precision.scaler(self.device)
         self.averages = averages(self.model, optimizer, config.ema_decay)
         self.group = Group(config.accumulation.accumulate, self.world.size)
-        self.best = Best(config.early_stopping)
         self.callbacks, self._own_loggers = Callbacks(callbacks), list(loggers)
         self.overridden = any(
             getattr(type(self), name) is not getattr(Trainer, name) for name in ("training_step", "validation_step")
         )
         self._autocast = config.precision.autocast(self.device)
-        self.update = Update(self.model, optimizer, self.scaler, config.max_grad_norm)
+        self.update = Update(optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
         # Such a checkpoint cannot hold half a group: every process has gradients of its own, or a part of each.
         parted = self.world.size > 1 or config.distributed.strategy == "fsdp"
@@ -130,19 +130,27 @@ class Trainer:
         return self.loss_of(self.forward(inputs), targets)
 
     def validation_step(self, batch) -> dict[str, Tensor]:
-        """Returns metrics of a batch by name: one value per sample ``[N]``, or their mean as a number."""
+        """Returns metrics of a batch by name: one value per sample ``[N]``, or their mean as a number, which counts as
+        :meth:`weight` says. Accuracy is that over the labels that the loss does not ignore."""
         inputs, targets = batch
         outputs = self.forward(inputs)
         metrics = {"loss": self.loss_of(outputs, targets)}
         if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dtype == torch.int64 and targets.dim() == 1:
-            metrics["accuracy"] = outputs.argmax(1) == targets
+            metrics["accuracy"] = (outputs.argmax(1) == targets)[check.counted(self.loss, targets)]
         return metrics
 
     def weight(self, batch) -> float:
-        """Returns what a batch's mean loss counts in means and accumulation: its samples, by default."""
-        first = batch
-        while not isinstance(first, Tensor):
-            first = next(iter(first.values() if isinstance(first, dict) else first))
+        """Returns what a batch's mean loss counts in means and accumulation: its samples, by default, the rows of the
+        first tensor in it.
+
+        Raises:
+            InputError: there is no such tensor.
+        """
+        if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
+            return len(batch[0])  # the usual case, without a walk over a tree
+        first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), None)
+        if first is None:
+            raise InputError(f"weight(batch) finds no samples in {check.describe(batch)}: override it")
         return len(first)
 
     def forward(self, *inputs):
@@ -218,7 +226,7 @@ class Trainer:
         self.group.add(weight)
         self.feed.advance()
         self._batches.append(batch)
-        if weight or self.world.size > 1:
+        if weight:
             loss = (loss.detach() if self.late else loss.item()) * weight
         else:
             loss = torch.zeros_like(loss.detach()) if self.late else 0.0
@@ -317,8 +325,10 @@ class Trainer:
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
         self.schedule, self._per_step = schedule.make(
-            config.schedule, self._scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
+            config.schedule, self.scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
         )
+        self.ticks = updates if self._per_step else 1  # of the schedule, per epoch
+        self.best = Best(config.early_stopping)
         self.numbers, self._batches = Numbers(self, self.late), []
         self._group_loss = self._group_weight = self._total = 0.0
         self.spans.enter("other")
@@ -326,7 +336,8 @@ class Trainer:
         self.saving = Saving(self)
         resumed = self.saving.resume()
         shown = self.world.rank == 0
-        self.progress = Progress(self.title, config.epochs, self.updates_per_epoch, self.step_count, shown)
+        done = self.step_count if updates is None else self.feed.epoch * updates + self.feed.updates(self.group.size)
+        self.progress = Progress(self.title, config.epochs, updates, done, shown)
         if resumed:
             self.progress.line(f"{self.title}  continues with {resumed}")
         self.loggers = self._own_loggers + (config.logging.open(asdict(config), self.step_count) if shown else [])
@@ -398,10 +409,14 @@ class Trainer:
         self._stop.together()
 
     def _finish(self, error: BaseException | None) -> None:
-        for logger in self.loggers:
-            logger.close()
-        if self._tracer is not None:
-            self._tracer.close()
+        ends = [logger.close for logger in self.loggers] + ([] if self._tracer is None else [self._tracer.close])
+        for end in ends:
+            try:
+                end()
+            except Exception as failure:
+                if error is None:
+                    raise
+                warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)  # its own error tells more
         self.feed.close()
         self.callbacks.call("on_fit_end", self, error)
         self.spans.enter(None)

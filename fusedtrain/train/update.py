@@ -16,19 +16,12 @@ class Update:
     waits for its verdict (:attr:`late`). For others that is done here by torch's functions, and the CPU waits.
 
     Args:
-        model: whose gradients are used.
-        optimizer: any.
+        optimizer: any; the gradients are those of its parameters.
         scaler: of the loss, or None.
         max_grad_norm: the largest L2 norm of all gradients together; None does not clip.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        max_grad_norm: float | None,
-    ):
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None):
         self.optimizer, self.scaler, self.max_grad_norm = optimizer, scaler, max_grad_norm
         self.params = self._trained()
         self.fused = isinstance(optimizer, FusedStep)
@@ -54,14 +47,13 @@ class Update:
     def __call__(self, correction: float) -> bool | Tensor:
         """Multiplies the gradients by ``correction``, makes the step and returns whether it was applied; where that is
         known late, as a tensor."""
-        params, before = self._trained(), len(self.params)
-        self.params = params
-        if len(params) != before:  # groups come and go, as layers are unfrozen
+        before, self.params = len(self.params), self._trained()
+        if len(self.params) != before:  # groups come and go, as layers are unfrozen
             self._alike = self._are_alike()
         grads = [p.grad for p in self.params if p.grad is not None]
         if correction != 1.0 and grads:
             torch._foreach_mul_(grads, correction)
-        applied = self._scaled(grads) if self.scaler is not None else self._plain(grads)
+        applied = self._plain(grads) if self.scaler is None else self._scaled()
         self._clear()
         return applied
 
@@ -117,7 +109,7 @@ class Update:
             )
         return True
 
-    def _scaled(self, grads: list[Tensor]) -> bool | Tensor:
+    def _scaled(self) -> bool | Tensor:
         if self.fused:
             self.scaler.step(self.optimizer)
             self.scaler.update()

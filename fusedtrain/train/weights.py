@@ -33,14 +33,14 @@ def canonical_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def load_canonical(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+def load_canonical(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Loads weights under any wrapper's names into ``model``, wrapped or not.
 
     Raises:
         RuntimeError: as ``load_state_dict``: names are missing, unexpected, or shapes differ.
     """
-    own = {canonical: name for canonical, name in zip(canonical_keys(model.state_dict()), model.state_dict())}
-    model.load_state_dict({own.get(name, name): t for name, t in canonical_keys(state).items()}, strict=strict)
+    own = dict(zip(canonical_keys(model.state_dict()), model.state_dict()))
+    model.load_state_dict({own.get(name, name): t for name, t in canonical_keys(state).items()})
 
 
 def save_weights(path: Path, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from fusedtrain import _files, _tuned, backend, ops
 from fusedtrain.ops import _common
 from fusedtrain.tune.target import Target, TuneError
 
-# Those that layers call.
+# Those that layers call, but for the two that move running statistics: batch_norm_act and depthwise_bn_act_se.
 OPS = (
     "squeeze_excite",
     "channel_pool",
@@ -38,7 +38,7 @@ def tune_backend(
     fresh: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict:
-    """Measures forward and backward of every op of a model with every backend that can run it, and writes the table.
+    """Measures a model's calls of OPS, forward and backward, with every backend that can run them; writes the table.
 
     Args:
         target: the model, its images, precision and device.
@@ -82,8 +82,7 @@ class _Call:
         self.op, self.keys = op, [key for key, _ in choices]
         rules = {name for _, name in choices}
         self.auto = rules.pop() if len(rules) == 1 else "mixed"  # backward may choose for itself
-        device = args[0].device.type
-        self.device = args[0].device
+        self.device, device = args[0].device, args[0].device.type
         self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         # Metadata alone: a whole model's activations would not fit beside each other.
         self._args, self._kwargs = [_Blank.of(a) for a in args], {n: _Blank.of(v) for n, v in kwargs.items()}
@@ -117,8 +116,7 @@ class _Blank:
 
     def __init__(self, x: Tensor):
         self.shape, self.dtype, self.device, self.requires_grad = x.shape, x.dtype, x.device, x.requires_grad
-        last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        self.layout = torch.channels_last if last else torch.contiguous_format
+        self.layout = _common.format_of(x)
 
     @staticmethod
     def of(value):

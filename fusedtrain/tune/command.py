@@ -1,6 +1,8 @@
 """The command ``fusedtrain tune``."""
 
 import argparse
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -33,12 +35,16 @@ SPACE = """SPACE.yaml, for instance:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one tuner and returns the exit status: 0, 1 for a missing package, 2 for bad input, 130 for Ctrl-C."""
+    """Runs one tuner and returns the exit status: 0, 1 for a missing package or a file that cannot be read or written,
+    2 for bad input, 130 for Ctrl-C."""
     args = _parser().parse_args(arguments)
     try:
-        result = args.run(args)
+        with _stdout_is_stderr():
+            result = args.run(args)
     except (TuneError, ValueError) as error:
         return _fail(str(error), 2)
+    except OSError as error:  # a folder that cannot be written to, a full disk
+        return _fail(str(error), 1)
     except ModuleNotFoundError as error:
         if not str(error).startswith("needs the package"):
             raise
@@ -61,6 +67,20 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         adders[name](command)
     return parser
+
+
+@contextlib.contextmanager
+def _stdout_is_stderr():
+    """Lets what models, data and objectives print, here and in processes, go to stderr: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _progress(line: str) -> None:
@@ -170,7 +190,11 @@ def _lr(command) -> None:
 
         target, dataset, key = _target(args), None, "digits"
         if args.data is not None:
+            if target.image[0] != 3 or target.image[1] != target.image[2]:
+                raise TuneError(f"images of a folder become 3xNxN, --image is {target.image}: pass --model and --image")
             dataset, key = _float_images(args.data, target.image[1]), str(Path(args.data).resolve())
+            if len(dataset.classes) > target.classes:
+                raise TuneError(f"{args.data} has {len(dataset.classes)} classes, --classes is {target.classes}")
         elif target.image[0] != 1 or target.image[1] != target.image[2]:
             raise TuneError(f"the digits have one channel and are square, --image is {target.image}: pass --data")
         numbers = {"lowest": args.lowest, "highest": args.highest, "steps": args.steps, "batch_size": args.batch_size}

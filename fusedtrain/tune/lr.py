@@ -46,7 +46,7 @@ def tune_lr(
         and the curve: ``lrs`` and ``losses``.
 
     Raises:
-        TuneError: a number is out of range, the loss is not finite from the start, or never falls.
+        TuneError: a number is out of range, the dataset is empty, the loss is not finite from the start or never falls.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, https://arxiv.org/abs/1506.01186
     """
@@ -59,6 +59,8 @@ def tune_lr(
         from fusedtrain.data import digits
 
         dataset = digits(size=target.image[1])
+    if not len(dataset):
+        raise TuneError("the dataset holds no samples")
     numbers = {"lowest": lowest, "highest": highest, "steps": steps, "batch_size": batch_size, "size": len(dataset)}
     state = State("lr", {**target.key(), **numbers, "data": data_key, "torch": torch.__version__}, fresh=fresh)
     done = state.get("done")

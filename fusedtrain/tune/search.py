@@ -74,6 +74,8 @@ class Space:
             raise TuneError("params must name at least one parameter")
         for name in ("sampler", "pruner"):
             value = getattr(self, name)
+            if not isinstance(value, (str, dict)):
+                raise TuneError(f"{name} must be a name or {{name: ..., option: ...}}, got {value!r}")
             object.__setattr__(self, name, {"name": value} if isinstance(value, str) else dict(value))
             known = SAMPLERS if name == "sampler" else PRUNERS
             if getattr(self, name).get("name") not in known:
@@ -337,6 +339,9 @@ def _range(name: str, value):
     low, high = found["low"], found["high"]
     if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (low, high)) or low > high:
         raise TuneError(f"{name}: low and high must be numbers in order, got {low!r} and {high!r}")
+    step = found.get("step", 1)
+    if not isinstance(step, (int, float)) or isinstance(step, bool) or not step > 0:
+        raise TuneError(f"{name}: step must be a positive number, got {step!r}")
     if found.get("log") and (low <= 0 or "step" in found):
         raise TuneError(f"{name}: log needs a positive low and no step, got {value!r}")
     return found

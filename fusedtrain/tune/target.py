@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fusedtrain.train.config import resolve_device
+from fusedtrain.train.errors import InputError
+
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -66,17 +69,10 @@ class Target:
 
     def resolve_device(self) -> torch.device:
         """Returns the device that is meant; TuneError where there is none."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            device = None
-        if device is None or device.type not in ("cpu", "cuda"):
-            raise TuneError(f"device must be auto, cpu or cuda, got {self.device!r}")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise TuneError(f"device {self.device!r}: torch {torch.__version__} sees no CUDA device here")
-        return device
+            return resolve_device(self.device)
+        except InputError as error:
+            raise TuneError(str(error)) from None
 
     def build(self) -> "Training":
         """Returns the model on its device with everything for a step of training."""

@@ -1,0 +1,41 @@
+"""Small images in evaluation: what an op's passes over memory save is less there than its call costs in Python.
+
+Layers then make the calls of their stock class. Depthwise convolutions do not: their kernels gain at any size.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fusedtrain import backend
+
+ELEMENTS = 400_000  # benchmarks/LOG.md, 2026-11-25: inference of one image
+
+
+def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
+    """Whether ``layer`` leaves ``x`` to its stock forward: in float32 on a CPU, where it neither trains nor records
+    gradients, and nobody has asked for a backend. ``times``: so many images of the size of ``x`` are at hand.
+
+    Graphs of torch.compile, torch.export and torch.jit.trace hold for other sizes, too: never there.
+    """
+    return (
+        not (torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training)
+        and type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.numel() * times < ELEMENTS
+        and x.is_cpu
+        and backend.is_automatic()
+        and not (torch.is_autocast_enabled("cpu") or torch._C._is_tracing())
+    )
+
+
+def or_stock(fused: Callable, stock: Callable) -> Callable:
+    """Returns the forward of a layer that is ``fused`` but for images that stay ``stock``."""
+
+    @functools.wraps(fused)
+    def forward(self, x: Tensor) -> Tensor:
+        return (stock if stays_stock(self, x) else fused)(self, x)
+
+    return forward

@@ -1,0 +1,150 @@
+"""Small images in evaluation: fused layers compute as their stock classes, and only there."""
+
+import copy
+
+import harness
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedtrain
+from fusedtrain import backend
+from fusedtrain.nn import _small
+
+pytestmark = pytest.mark.skipif(
+    harness.why_not("cpu", "cpu") is not None, reason="without the CPU kernels all is PyTorch's own"
+)
+SHAPE = (1, 16, 12, 12)  # the widest image has four times as many elements
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the calls of this package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.namespace == "fusedtrain"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch, images_of_any_size):
+    monkeypatch.setattr(_small, "ELEMENTS", 1 + torch.Size(SHAPE).numel() * 5)
+
+
+class Residual(nn.Module):
+    """Recorded by torch.fx."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        return torch.relu(self.bn(self.conv(x)) + x)
+
+
+def _timm(zoo):
+    from timm.models._efficientnet_blocks import InvertedResidual
+
+    return InvertedResidual(16, 16, exp_ratio=4, se_layer=zoo.timm.layers.SEModule)
+
+
+def _torchvision(zoo):
+    config = zoo.torchvision.models.mobilenetv3.InvertedResidualConfig(16, 3, 64, 16, True, "HS", 1, 1, 1.0)
+    return zoo.torchvision.models.mobilenetv3.InvertedResidual(config, nn.BatchNorm2d)
+
+
+def _plain(zoo):
+    layers = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 64, 1)
+    return nn.Sequential(*layers, zoo.timm.layers.EcaModule(64), nn.Conv2d(64, 64, 3, padding=1, groups=8))
+
+
+BLOCKS = {"timm": _timm, "torchvision": _torchvision, "sequential": _plain, "recorded": lambda zoo: Residual()}
+
+
+def _block(zoo, name: str) -> tuple[nn.Module, nn.Module]:
+    """A block in evaluation, with running statistics of some batches and its depthwise convolutions fused, and the same
+    with all that can be fused."""
+    stock = BLOCKS[name](zoo).train()
+    for seed in range(3):
+        stock(harness.normal(*SHAPE, seed=seed) + 1)
+    ours = copy.deepcopy(stock.eval())
+    assert fusedtrain.fuse(ours).swapped
+    for layer in stock.modules():
+        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels:
+            layer.__class__ = fusedtrain.nn.DepthwiseConv2d
+    return stock, ours
+
+
+def _calls(function, *args) -> int:
+    with _Operators() as operators:
+        function(*args)
+    return operators.calls
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_small_images_are_stock_to_the_bit(zoo, name, layout):
+    stock, ours = _block(zoo, name)
+    x = harness.normal(*SHAPE).contiguous(memory_format=layout)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), stock(x), rtol=0, atol=0)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), stock(x), rtol=0, atol=0)
+    large = torch.cat([x] * 200)  # enough for the ops' own rules
+    with torch.no_grad():
+        assert _calls(ours, large) > 0
+        torch.testing.assert_close(ours(large), stock(large), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_small_images_call_no_operator_but_for_depthwise_convolutions(zoo, name):
+    _, ours = _block(zoo, name)
+    convolutions = sum(isinstance(m, fusedtrain.nn.DepthwiseConv2d) for m in ours.modules())
+    with torch.no_grad():
+        assert _calls(ours, harness.normal(*SHAPE)) == convolutions
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_whoever_asks_for_the_ops_gets_them(zoo, name, monkeypatch):
+    _, ours = _block(zoo, name)
+    x = harness.normal(*SHAPE)
+    for context in (
+        torch.enable_grad(),
+        fusedtrain.use_backend("cpu"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        with torch.no_grad(), context:
+            assert not _small.stays_stock(ours, x)
+    with torch.no_grad():
+        assert _small.stays_stock(ours, x)
+        assert not _small.stays_stock(ours, x.bfloat16()) and not _small.stays_stock(ours, x.double())
+        assert not _small.stays_stock(copy.deepcopy(ours).train(), x)
+        monkeypatch.setattr(backend._tuned, "active", True)
+        assert not _small.stays_stock(ours, x)
+
+
+def test_graphs_hold_the_ops_for_images_of_any_size(zoo):
+    """A graph of one image may be called with many."""
+    stock, ours = _block(zoo, "timm")
+    small, large = harness.normal(*SHAPE), harness.normal(40, *SHAPE[1:])
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, small)
+        assert "fusedtrain" in str(traced.inlined_graph)
+        exported = torch.export.export(ours, (torch.cat([small] * 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
+        assert "fusedtrain" in str(exported.graph)
+        for graph in (traced, exported.module()):
+            torch.testing.assert_close(graph(large), stock(large), rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_inside_a_block_are_called(zoo):
+    _, ours = _block(zoo, "timm")
+    seen = []
+    for layer in (ours.bn1, ours.conv_dw, ours.se):
+        layer.register_forward_hook(lambda layer, *_: seen.append(layer))
+    with torch.no_grad():
+        ours(harness.normal(*SHAPE))
+    assert seen == [ours.bn1, ours.conv_dw, ours.se]
