@@ -49,10 +49,9 @@ class Draw(random.Random):
                 kernel, stride, dilation = (k, self.randint(1, 9)), (s, self.randint(1, 3)), (1, self.randint(1, 2))
             left, right, top, bottom = [self.randint(0, 4) for _ in range(4)]
             top = FAR if self.x.shape[3] < 6 and self.random() < 0.5 else top  # where workspaces are small
-            h = output_size(self.x.shape[2], kernel[0], stride[0], top, bottom, dilation[0])
-            w = output_size(self.x.shape[3], kernel[1], stride[1], left, right, dilation[1])
-            if min(h, w) > 0:
-                return kernel, (stride, (left, right, top, bottom), dilation)
+            padding = (left, right, top, bottom)
+            if min(output_size(self.x.shape[2:], kernel, stride, padding, dilation)) > 0:
+                return kernel, (stride, padding, dilation)
 
 
 def depthwise_conv2d(r: Draw):

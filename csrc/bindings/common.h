@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -85,13 +86,22 @@ inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, in
   return dense.scalar_type() == acc_type(x) ? dense : torch::stable::to(dense, acc_type(x));
 }
 
-// Images as x, but for the sizes behind the first. The stable ABI has no empty() with strides for every torch, so a
-// channels_last one is a permuted contiguous one.
+// Images as x, but for the sizes behind the first. By the dispatcher, as the stable ABI has no empty() with strides; a
+// permuted contiguous one would be a view, which autograd lets nobody write to.
 inline Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
   const int64_t n = x.size(0);
   if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
-  const Tensor y = torch::stable::new_empty(x, {n, h, w, channels});
-  return torch::stable::transpose(torch::stable::transpose(y, 1, 3), 2, 3);
+  using torch::stable::detail::from;
+  const std::array<int64_t, 4> sizes{n, channels, h, w}, strides{h * w * channels, 1, w * channels, channels};
+  std::array<StableIValue, 7> stack{from(x),
+                                    from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
+                                    from(torch::headeronly::IntHeaderOnlyArrayRef(strides)),
+                                    from(std::optional<ScalarType>()),
+                                    from(std::optional<torch::headeronly::Layout>()),
+                                    from(std::optional<torch::stable::Device>()),
+                                    from(std::optional<bool>())};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::new_empty_strided", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 inline Tensor empty_acc(const Tensor& x, std::initializer_list<int64_t> shape) {

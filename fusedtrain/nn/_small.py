@@ -22,12 +22,13 @@ def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
     """
     return (
         not (torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training)
+        and not torch._C._is_tracing()  # the question for a size would be recorded
         and type(x) is Tensor
         and x.dtype is torch.float32
         and x.numel() * times < ELEMENTS
         and x.is_cpu
         and backend.is_automatic()
-        and not (torch.is_autocast_enabled("cpu") or torch._C._is_tracing())
+        and not torch.is_autocast_enabled("cpu")
     )
 
 

@@ -26,8 +26,16 @@ def reference(
     if residual is None or residual_after:
         y = _activation.REFERENCE[act](y)
         return y if residual is None else y + residual
-    z = y.add_(residual)
-    return z.relu_() if act == "relu" else _activation.REFERENCE[act](z)
+    if _writes_in_place():
+        z = y.add_(residual)
+        return z.relu_() if act == "relu" else _activation.REFERENCE[act](z)
+    return _activation.REFERENCE[act](y + residual)
+
+
+def _writes_in_place() -> bool:
+    """Not in graphs, nor under the transforms of torch.func, where one operand alone may have a batch."""
+    in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not in_graph and not torch._C._are_functorch_transforms_active()
 
 
 # The five operators in plain PyTorch: what the reference runs where processes share their statistics.
