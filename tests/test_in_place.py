@@ -5,6 +5,7 @@ import sys
 import harness
 import pytest
 import torch
+from torch import nn
 
 import fusedtrain
 from fusedtrain import _extension, ops
@@ -47,3 +48,25 @@ def test_results_may_be_written_to(op, layout, monkeypatch):
         y = y.mul_(2).relu_() if in_place else y.mul(2).relu()
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, *weights))))
     assert all(map(torch.equal, *results))
+
+
+LAYERS = {
+    "depthwise": lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16),
+    "grouped": lambda: nn.Conv2d(16, 32, 3, padding=1, groups=2),
+    "pointwise": lambda: nn.Conv2d(16, 32, 1),
+}
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_results_in_exported_graphs_may_be_written_to(layer, layout):
+    """The bare operators stand there, and gradients may be on when the graph runs."""
+    model = nn.Sequential(LAYERS[layer](), nn.ReLU(inplace=True)).eval().to(memory_format=layout)
+    x = harness.images((2, 16, 8, 8)).contiguous(memory_format=layout)
+    expected = model(x)
+    fusedtrain.fuse(model)
+    with fusedtrain.use_backend("cpu"):
+        exported = torch.export.export(model, (x,)).module()
+    assert "fusedtrain" in exported.code
+    torch.testing.assert_close(exported(x), expected)
