@@ -52,6 +52,12 @@ def _timm(zoo):
     return InvertedResidual(16, 16, exp_ratio=4, se_layer=zoo.timm.layers.SEModule)
 
 
+def _timm_same(zoo):
+    from timm.models._efficientnet_blocks import InvertedResidual
+
+    return InvertedResidual(16, 16, exp_ratio=4, stride=2, pad_type="same")
+
+
 def _torchvision(zoo):
     config = zoo.torchvision.models.mobilenetv3.InvertedResidualConfig(16, 3, 64, 16, True, "HS", 1, 1, 1.0)
     return zoo.torchvision.models.mobilenetv3.InvertedResidual(config, nn.BatchNorm2d)
@@ -62,7 +68,13 @@ def _plain(zoo):
     return nn.Sequential(*layers, zoo.timm.layers.EcaModule(64), nn.Conv2d(64, 64, 3, padding=1, groups=8))
 
 
-BLOCKS = {"timm": _timm, "torchvision": _torchvision, "sequential": _plain, "recorded": lambda zoo: Residual()}
+BLOCKS = {
+    "timm": _timm,
+    "timm, same": _timm_same,
+    "torchvision": _torchvision,
+    "sequential": _plain,
+    "recorded": lambda zoo: Residual(),
+}
 
 
 def _block(zoo, name: str) -> tuple[nn.Module, nn.Module]:
@@ -75,8 +87,14 @@ def _block(zoo, name: str) -> tuple[nn.Module, nn.Module]:
     assert fusedtrain.fuse(ours).swapped
     for layer in stock.modules():
         if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels:
-            layer.__class__ = fusedtrain.nn.DepthwiseConv2d
+            same = type(layer) is not nn.Conv2d
+            layer.__class__ = fusedtrain.nn.DepthwiseConv2dSame if same else fusedtrain.nn.DepthwiseConv2d
     return stock, ours
+
+
+def _assert_as_good(ours, stock: nn.Module, x: torch.Tensor) -> None:
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(ours(x), stock(x), truth, "y")
 
 
 def _calls(function, *args) -> int:
@@ -91,13 +109,13 @@ def test_small_images_are_stock_to_the_bit(zoo, name, layout):
     stock, ours = _block(zoo, name)
     x = harness.normal(*SHAPE).contiguous(memory_format=layout)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), stock(x), rtol=0, atol=0)
+        assert torch.equal(ours(x), stock(x))
     with torch.inference_mode():
-        torch.testing.assert_close(ours(x), stock(x), rtol=0, atol=0)
+        assert torch.equal(ours(x), stock(x))
     large = torch.cat([x] * 200)  # enough for the ops' own rules
     with torch.no_grad():
         assert _calls(ours, large) > 0
-        torch.testing.assert_close(ours(large), stock(large), rtol=1e-4, atol=1e-4)
+        _assert_as_good(ours, stock, large)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -133,11 +151,14 @@ def test_graphs_hold_the_ops_for_images_of_any_size(zoo):
     small, large = harness.normal(*SHAPE), harness.normal(40, *SHAPE[1:])
     with torch.no_grad():
         traced = torch.jit.trace(ours, small)
-        assert "fusedtrain" in str(traced.inlined_graph)
-        exported = torch.export.export(ours, (torch.cat([small] * 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
-        assert "fusedtrain" in str(exported.graph)
-        for graph in (traced, exported.module()):
-            torch.testing.assert_close(graph(large), stock(large), rtol=1e-4, atol=1e-4)
+        assert "fusedtrain::depthwise_bn_act_se" in str(traced.inlined_graph)
+        graphs, sizes = [traced], ({0: torch.export.Dim("n")},)
+        for strict in (False, True):
+            exported = torch.export.export(ours, (torch.cat([small] * 2),), dynamic_shapes=sizes, strict=strict)
+            assert "fusedtrain.depthwise_bn_act_se" in str(exported.graph)
+            graphs.append(exported.module())
+        for graph in graphs:
+            _assert_as_good(graph, stock, large)
 
 
 def test_hooks_inside_a_block_are_called(zoo):

@@ -28,8 +28,9 @@ def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     def __reduce_ex__(self, protocol):
         return _new, (fused, stock), vars(self).copy()
 
-    forward = or_stock(fused.forward, stock.forward)
-    members = {"forward": forward, "__reduce_ex__": __reduce_ex__}
+    # A convolution decides by itself, whatever class it has.
+    forward = fused.forward if issubclass(fused, nn.Conv2d) else or_stock(fused.forward, stock.forward)
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__}  # forward: fused may have it from a base
     made = type(fused.__name__, (fused, stock), names | members)
     _KINDS[made] = fused
     return made
