@@ -153,6 +153,17 @@ OPS = (
 )
 
 
+def few_channels(r: Draw):
+    """What oneDNN's gradient of the weight writes behind its workspace for, given the strided convolution itself."""
+    dtype, c, stride = r.choice((torch.float32, torch.bfloat16)), r.randint(1, 15), r.choice((2, 2, 3))
+    x = harness.images((2, c, 160, 160), "channels_last", dtype)
+    return (
+        lambda *tensors: ops.pointwise_conv2d(*tensors, None, stride),
+        (x, harness.normal(48, c, 1, 1, dtype=dtype)),
+        stride,
+    )
+
+
 def images_(op, seed: int) -> None:
     function, inputs, options = op(Draw(seed))
     print(op.__name__, *((t.dtype, t.shape, t.stride()) for t in inputs if t is not None), options, flush=True)
@@ -190,3 +201,7 @@ if __name__ == "__main__":
                 images_(op, seed)
         for rule in COEFFICIENTS:
             lists(rule)
+    for backend in (None, "reference"):
+        with fusedtrain.use_backend(backend):
+            for seed in range(10):
+                images_(few_channels, seed)

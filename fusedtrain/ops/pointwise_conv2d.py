@@ -13,8 +13,20 @@ from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
 
+_VECTOR = 16  # channels
+
+
+def _read_pixels(x: Tensor, stride: list[int]) -> tuple[Tensor, list[int]]:
+    """x and stride for stock PyTorch. Where channels fill no vector of the CPU, oneDNN's gradient of the weight writes
+    behind its workspace for strided channels_last images, so it is given the pixels that the convolution reads."""
+    if x.device.type != "cpu" or x.shape[1] >= _VECTOR or max(stride) == 1:
+        return x, stride
+    layout = _common.format_of(_common.dense(x))
+    return x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=layout), [1, 1]
+
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    x, stride = _read_pixels(x, stride)
     return F.conv2d(x, weight, bias, stride)
 
 
@@ -231,7 +243,8 @@ def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor
     if need_dw and (whole or x.dtype != torch.float32 or _faster("dw", x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
-        dw = reference_backward(dy, x, weight, stride, [False, True, False])[1]
+        read, one = _read_pixels(x, stride)
+        dw = reference_backward(dy, read, weight, one, [False, True, False])[1]
     if need_db:
         db = dy.sum((0, 2, 3))
     return dx, dw, db
