@@ -26,8 +26,9 @@ def _read_pixels(x: Tensor, stride: list[int]) -> tuple[Tensor, list[int]]:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
-    x, stride = _read_pixels(x, stride)
-    return F.conv2d(x, weight, bias, stride)
+    read, stride = _read_pixels(x, stride)
+    y = F.conv2d(read, weight, bias, stride)
+    return y if read is x else y.contiguous(memory_format=_common.format_of(read))  # without a stride ATen takes others
 
 
 def _empty(x: Tensor, weight: Tensor, stride: list[int], layout: torch.memory_format) -> Tensor:
