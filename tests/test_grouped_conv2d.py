@@ -305,9 +305,9 @@ def test_bad_inputs_are_named(change, error, message):
 def chosen(monkeypatch):
     """What runs of RegNet's layers, given a CPU."""
 
-    def parts(isa, dtype, columns, stride, width=16, vendor="amd"):
-        monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
-        monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    def parts(isa, dtype, columns, stride, width=16, vendor="amd", family=25):
+        for name, value in (("cpu_vendor", vendor), ("cpu_family", family), ("isa_active", isa)):
+            monkeypatch.setitem(_extension.BUILD_INFO, name, value)
         x = harness.images((16, 8 * width, columns * stride, columns * stride), "channels_last", dtype)
         weight = harness.normal(8 * width, width, 3, 3, dtype=dtype)
         impl = backends.select("grouped_conv2d", IMPLS, x, weight, None, [stride] * 2)
@@ -331,12 +331,34 @@ def test_each_direction_runs_where_it_was_measured_faster(chosen):
     assert chosen("avx512_bf16", torch.float64, 28, 1) == ()
 
 
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+def test_more_of_them_run_in_the_kernel_on_zen5(chosen):
+    def on_zen5(dtype, columns, stride, width, isa="avx512_bf16"):
+        return chosen(isa, dtype, columns, stride, width, family=26)
+
+    fp32, bf16, all_of_them = torch.float32, torch.bfloat16, ("forward", "dx", "dw")
+    assert on_zen5(fp32, 14, 1, 24) == on_zen5(bf16, 14, 2, 24) == all_of_them
+    for width in (32, 48, 64):
+        assert on_zen5(fp32, 7, 1, width) == on_zen5(bf16, 7, 2, width) == all_of_them
+    assert on_zen5(bf16, 14, 1, 16) == all_of_them and on_zen5(fp32, 14, 1, 16) == ("dx", "dw")
+    assert on_zen5(fp32, 28, 2, 16) == all_of_them and on_zen5(fp32, 14, 2, 16) == ("dw",)
+    assert on_zen5(fp32, 28, 1, 8) == on_zen5(bf16, 28, 1, 8) == on_zen5(bf16, 28, 1, 4) == ("dw",)
+    assert on_zen5(fp32, 28, 1, 4) == on_zen5(fp32, 28, 1, 72) == on_zen5(fp32, 28, 1, 24, isa="avx512") == ()
+    assert on_zen5(fp32, 14, 1, 24, isa="avx2") == all_of_them
+
+
 def test_pixels_that_share_sets_are_left_to_stock_where_it_strides(monkeypatch):
     if reason := harness.why_not("cpu", "cpu", "grouped_conv2d"):
         pytest.skip(reason)
     for name, value in (("cpu_vendor", "amd"), ("isa_active", "avx512_bf16")):
         monkeypatch.setitem(_extension.BUILD_INFO, name, value)
-    for channels, stride, faster in ((512, 2, False), (512, 1, True), (496, 2, True)):
+    for family, channels, stride, faster in (
+        (25, 512, 2, False),
+        (25, 512, 1, True),
+        (25, 496, 2, True),
+        (26, 512, 2, True),
+    ):
+        monkeypatch.setitem(_extension.BUILD_INFO, "cpu_family", family)
         x = harness.images((1, channels, 56, 56), "channels_last")
         parts = MODULE._faster_parts(x, torch.empty(channels, 16, 3, 3), [stride, stride])
         assert ("dw" in parts) == faster, (channels, stride)

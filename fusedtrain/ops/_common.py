@@ -52,6 +52,13 @@ def has_bfloat16() -> bool:
     return _extension.BUILD_INFO.get("isa_active", "").endswith("_bf16")
 
 
+def is_zen5() -> bool:
+    """Whether the kernels use AMD's AVX-512 where it is 64 bytes wide: from Zen 5 on."""
+    cpu = _extension.BUILD_INFO
+    wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= 26
+    return wide and cpu.get("isa_active", "").startswith("avx512")
+
+
 def check_images(op: str, x: Tensor) -> None:
     """Raises unless ``x`` is a floating-point [N, C, H, W] tensor of a supported dtype."""
     if not isinstance(x, Tensor):

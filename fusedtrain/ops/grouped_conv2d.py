@@ -47,57 +47,70 @@ _DX, _DW = torch.ops.fusedtrain.grouped_conv2d_dx.default, torch.ops.fusedtrain.
 
 class _Where(NamedTuple):
     """Where the kernel was measured faster than stock PyTorch: columns of y at least, without and with a stride, and
-    channels of a group at most, in multiples of some."""
+    channels of a group, in multiples of some."""
 
     columns: int
     strided: int
-    width: int
+    most: int
     multiple: int = 16
+    least: int = 1
 
     def holds_for(self, columns: int, strided: bool, width: int) -> bool:
         enough = not _common.is_less(columns, self.strided if strided else self.columns)
-        return enough and width <= self.width and width % self.multiple == 0
+        return enough and self.least <= width <= self.most and width % self.multiple == 0
 
 
 _PARTS = ("forward", "dx", "dw")
-# By the CPU's vendor, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24). Without instructions for
-# bfloat16 oneDNN takes 3 to 24 times as long.
-_ON_AVX2 = _Where(columns=7, strided=7, width=32, multiple=8)
+_FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
+# By the CPU, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24 and 25); any of several will do. Without
+# instructions for bfloat16 oneDNN takes 3 to 24 times as long.
+_ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
 _FASTER = {
     ("amd", "avx512_bf16", torch.float32): {
-        "forward": _Where(columns=28, strided=14, width=32),
-        "dx": _Where(columns=28, strided=14, width=64),
-        "dw": _Where(columns=28, strided=7, width=64),
+        "forward": (_Where(columns=28, strided=14, most=32),),
+        "dx": (_Where(columns=28, strided=14, most=64),),
+        "dw": (_Where(columns=28, strided=7, most=64),),
     },
     ("amd", "avx512_bf16", torch.bfloat16): {
-        "forward": _Where(columns=28, strided=28, width=64),
-        "dx": _Where(columns=28, strided=14, width=64),
-        "dw": _Where(columns=7, strided=7, width=64, multiple=4),
+        "forward": (_Where(columns=28, strided=28, most=64),),
+        "dx": (_Where(columns=28, strided=14, most=64),),
+        "dw": (_Where(columns=7, strided=7, most=64, multiple=4),),
+    },
+    ("zen5", "avx512_bf16", torch.float32): {
+        "forward": (_Where(columns=28, strided=28, most=16), _FULL),
+        "dx": (_Where(columns=7, strided=28, most=16), _FULL),
+        "dw": (_Where(columns=7, strided=7, most=64, multiple=8),),
+    },
+    ("zen5", "avx512_bf16", torch.bfloat16): {
+        "forward": (_Where(columns=7, strided=7, most=16), _FULL),
+        "dx": (_Where(columns=7, strided=7, most=16), _FULL),
+        "dw": (_Where(columns=7, strided=7, most=64, multiple=4),),
     },
     ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
 }
 # Contiguous images: where the channels of a group fill no whole vectors, oneDNN takes 1.1 to 3.6 times as long over the
 # gradient of bfloat16 weights as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
-_RAGGED, _RAGGED_DW = 16, {("amd", "avx512_bf16", torch.bfloat16): _Where(columns=7, strided=7, width=64, multiple=4)}
+_RAGGED = 16
 # Bytes: float32 pixels a multiple of them apart share sets of L1, and the strided gradient of the weight is slower than
-# stock (benchmarks/LOG.md, 2026-11-24).
+# stock (benchmarks/LOG.md, 2026-11-24), but not on Zen 5.
 _SHARED = 2048
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
 
 
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
     """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
-    cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
-    key = cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype
+    zen5, columns = _common.is_zen5(), -(-x.shape[3] // stride[1])
+    cpu = "zen5" if zen5 else _extension.BUILD_INFO.get("cpu_vendor")
+    table = _FASTER.get((cpu, _extension.BUILD_INFO.get("isa_active"), x.dtype), {})
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
     strided = max(stride) > 1
-    table = _FASTER.get(key, {})
+    parts = [part for part, wheres in table.items() if any(w.holds_for(columns, strided, width) for w in wheres)]
     if not _common.is_channels_last(x):
-        table = {"dw": _RAGGED_DW[key]} if key in _RAGGED_DW and width % _RAGGED else {}
-    parts = tuple(part for part, where in table.items() if where.holds_for(columns, strided, width))
+        ragged = x.dtype == torch.bfloat16 and _common.has_bfloat16() and width % _RAGGED
+        parts = [part for part in parts if part == "dw" and ragged]
     shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
-    return tuple(part for part in parts if part != "dw") if shared else parts
+    return tuple(part for part in parts if part != "dw" or not shared or zen5)
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):

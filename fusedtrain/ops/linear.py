@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtrain import _extension
 from fusedtrain.backend import Impl, is_automatic, register, select
 from fusedtrain.ops import _common
 
@@ -27,7 +26,6 @@ def _why_not_cpu(x: Tensor, *others) -> str | None:
     return _common.why_not_cpu(x) or (special and f"a {special} stands in the place of a tensor")
 
 
-_ZEN5 = 26  # family
 _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
 _TOO_SMALL = f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
@@ -41,9 +39,7 @@ def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
-    cpu = _extension.BUILD_INFO
-    wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= _ZEN5
-    if not wide or not cpu.get("isa_active", "").startswith("avx512"):
+    if not _common.is_zen5():
         return "stock PyTorch was not measured to be slower on this CPU"
     return None
 

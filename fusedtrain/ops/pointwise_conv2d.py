@@ -111,7 +111,6 @@ def _takes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _common.has_bfloat16())
 
 
-_ZEN5 = 26  # family
 _LEAST_OF_ZEN5, _FEW_OF_MANY = 40, 64  # channels
 
 
@@ -123,11 +122,8 @@ def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
         return _takes(x.dtype) and _common.is_channels_last(x)
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    if x.dtype == torch.bfloat16:
-        zen5 = cpu.get("cpu_family", 0) >= _ZEN5
-        if not (x.shape[1] >= _LEAST_OF_ZEN5 if zen5 else channels <= _FEW_OF_MANY <= x.shape[1]):
-            return False
-    return _common.is_channels_last(x)
+    wide = x.shape[1] >= _LEAST_OF_ZEN5 if _common.is_zen5() else channels <= _FEW_OF_MANY <= x.shape[1]
+    return (x.dtype == torch.float32 or wide) and _common.is_channels_last(x)
 
 
 # The same for contiguous images (benchmarks/LOG.md, 2026-11-24).
