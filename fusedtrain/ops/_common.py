@@ -52,11 +52,12 @@ def has_bfloat16() -> bool:
     return _extension.BUILD_INFO.get("isa_active", "").endswith("_bf16")
 
 
-def is_zen5() -> bool:
-    """Whether the kernels use AMD's AVX-512 where it is 64 bytes wide: from Zen 5 on."""
+def zen() -> int | None:
+    """4 or 5 where the kernels use AVX-512 on AMD's CPUs: in two halves up to Zen 4, whole from Zen 5 on. Else None."""
     cpu = _extension.BUILD_INFO
-    wide = cpu.get("cpu_vendor") == "amd" and cpu.get("cpu_family", 0) >= 26
-    return wide and cpu.get("isa_active", "").startswith("avx512")
+    if cpu.get("cpu_vendor") != "amd" or not cpu.get("isa_active", "").startswith("avx512"):
+        return None
+    return 5 if cpu.get("cpu_family", 0) >= 26 else 4
 
 
 def check_images(op: str, x: Tensor) -> None:

@@ -93,9 +93,13 @@ _STOCK_FASTER = {
         ("channels_last", torch.bfloat16, 1): {3: _NEVER},
     },
 }
-# What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22). Without instructions
-# for bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
+# What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), and on Zen 4
+# (benchmarks/results/amd-epyc-family-25-avx512). Without instructions for bfloat16 oneDNN takes several times as long
+# over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
+    4: {
+        "forward": {("channels_last", dtype, 2): {3: _NEVER, 5: _NEVER} for dtype in (torch.float32, torch.bfloat16)},
+    },
     "avx512": {
         "forward": {
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
@@ -112,15 +116,17 @@ _STOCK_FASTER_ON = {
 
 
 @functools.cache
-def _stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Where]]:
-    """The rows of both tables that hold for an instruction set."""
-    return _STOCK_FASTER[direction] | _STOCK_FASTER_ON.get(isa, {}).get(direction, {})
+def _stock_faster(direction: str, *cpu: int | str | None) -> dict[tuple, dict[int, _Where]]:
+    """The rows of both tables that hold for an instruction set, and for Zen 4 or 5."""
+    return functools.reduce(
+        dict.__or__, (_STOCK_FASTER_ON.get(key, {}).get(direction, {}) for key in cpu), _STOCK_FASTER[direction]
+    )
 
 
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
+        table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"), _common.zen())
         rows = table.get((layout, x.dtype, max(stride)), {})
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None

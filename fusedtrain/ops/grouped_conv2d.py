@@ -62,26 +62,26 @@ class _Where(NamedTuple):
 
 _PARTS = ("forward", "dx", "dw")
 _FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
-# By the CPU, its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24 and 25); any of several will do. Without
-# instructions for bfloat16 oneDNN takes 3 to 24 times as long.
+# By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24 and 25); one
+# of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
 _FASTER = {
-    ("amd", "avx512_bf16", torch.float32): {
+    (4, "avx512_bf16", torch.float32): {
         "forward": (_Where(columns=28, strided=14, most=32),),
         "dx": (_Where(columns=28, strided=14, most=64),),
         "dw": (_Where(columns=28, strided=7, most=64),),
     },
-    ("amd", "avx512_bf16", torch.bfloat16): {
+    (4, "avx512_bf16", torch.bfloat16): {
         "forward": (_Where(columns=28, strided=28, most=64),),
         "dx": (_Where(columns=28, strided=14, most=64),),
         "dw": (_Where(columns=7, strided=7, most=64, multiple=4),),
     },
-    ("zen5", "avx512_bf16", torch.float32): {
+    (5, "avx512_bf16", torch.float32): {
         "forward": (_Where(columns=28, strided=28, most=16), _FULL),
         "dx": (_Where(columns=7, strided=28, most=16), _FULL),
         "dw": (_Where(columns=7, strided=7, most=64, multiple=8),),
     },
-    ("zen5", "avx512_bf16", torch.bfloat16): {
+    (5, "avx512_bf16", torch.bfloat16): {
         "forward": (_Where(columns=7, strided=7, most=16), _FULL),
         "dx": (_Where(columns=7, strided=7, most=16), _FULL),
         "dw": (_Where(columns=7, strided=7, most=64, multiple=4),),
@@ -100,9 +100,8 @@ _SMALL = 200_000  # elements: up to here the calls cost more than what the kerne
 
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
     """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
-    zen5, columns = _common.is_zen5(), -(-x.shape[3] // stride[1])
-    cpu = "zen5" if zen5 else _extension.BUILD_INFO.get("cpu_vendor")
-    table = _FASTER.get((cpu, _extension.BUILD_INFO.get("isa_active"), x.dtype), {})
+    cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
+    table = _FASTER.get((_common.zen() or cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
     strided = max(stride) > 1
     parts = [part for part, wheres in table.items() if any(w.holds_for(columns, strided, width) for w in wheres)]
@@ -110,7 +109,7 @@ def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ..
         ragged = x.dtype == torch.bfloat16 and _common.has_bfloat16() and width % _RAGGED
         parts = [part for part in parts if part == "dw" and ragged]
     shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
-    return tuple(part for part in parts if part != "dw" or not shared or zen5)
+    return tuple(part for part in parts if part != "dw" or not shared or _common.zen() == 5)
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):

@@ -39,7 +39,7 @@ def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
-    if not _common.is_zen5():
+    if _common.zen() != 5:
         return "stock PyTorch was not measured to be slower on this CPU"
     return None
 

@@ -122,7 +122,7 @@ def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
         return _takes(x.dtype) and _common.is_channels_last(x)
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    wide = x.shape[1] >= _LEAST_OF_ZEN5 if _common.is_zen5() else channels <= _FEW_OF_MANY <= x.shape[1]
+    wide = x.shape[1] >= _LEAST_OF_ZEN5 if _common.zen() == 5 else channels <= _FEW_OF_MANY <= x.shape[1]
     return (x.dtype == torch.float32 or wide) and _common.is_channels_last(x)
 
 
