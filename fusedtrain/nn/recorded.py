@@ -70,10 +70,12 @@ _SUMS_IN_PLACE = {operator.iadd, "add_"}
 _SUMS = {operator.add, torch.add, "add"} | _SUMS_IN_PLACE
 
 
-@functools.cache
+_LAYERS = {name: create(name) for name in _FUNCTIONS.values()}  # they have no state: one serves all
+
+
 def activation(name: str) -> nn.Module:
-    """Returns the layer in the place of a function; it has no state, so that one serves all."""
-    return create(name)
+    """Returns the layer in the place of a function."""
+    return _LAYERS[name]
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:

@@ -5,7 +5,6 @@ r"""depthwise_conv2d: every channel convolved with its own kernels.
     x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -111,16 +110,18 @@ _STOCK_FASTER_ON = {
 }
 
 
-@functools.cache
-def _stock_faster(direction: str, isa: str | None) -> dict[tuple, dict[int, _Where]]:
-    """The rows of both tables that hold for an instruction set."""
-    return _STOCK_FASTER[direction] | _STOCK_FASTER_ON.get(isa, {}).get(direction, {})
+# The rows of both tables that hold for an instruction set; no cache fills it, since torch.compile warns of those.
+_BOTH = {
+    (direction, isa): rows | differing.get(direction, {})
+    for direction, rows in _STOCK_FASTER.items()
+    for isa, differing in _STOCK_FASTER_ON.items()
+}
 
 
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"))
+        table = _BOTH.get((direction, _extension.BUILD_INFO.get("isa_active")), _STOCK_FASTER[direction])
         rows = table.get((layout, x.dtype, max(stride)), {})
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None
