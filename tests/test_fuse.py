@@ -533,6 +533,17 @@ def test_torch_fx_traces_fused_models(zoo):
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
 
 
+def test_features_of_layers_that_a_block_calls_twice_are_those_of_the_stock_network(zoo):
+    """torchvision names what a traced network computes by layers and by how often these were called."""
+    model = randomised(zoo.torchvision.models.resnet18(num_classes=10))
+    x, names = harness.images((2, 3, 32, 32)), ["layer2.0.relu", "layer2.0.relu_1", "layer3"]
+    extract = zoo.torchvision.models.feature_extraction.create_feature_extractor
+    stock, truth = extract(model, names)(x), extract(copy.deepcopy(model).double(), names)(x.double())
+    fusedtrain.fuse(model)
+    for name, features in extract(model, names)(x).items():
+        harness.assert_as_good_as_torch(features, stock[name], truth[name], name)
+
+
 def test_layers_built_fused_get_the_stock_class_of_their_name(zoo):
     model = nn.Sequential(fusedtrain.nn.SEModule(16), fusedtrain.nn.SEBlock(16), fusedtrain.nn.SENetModule(16, 4))
     x = harness.images((2, 16, 4, 4))
