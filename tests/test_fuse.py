@@ -463,7 +463,10 @@ def test_fused_models_are_traced_and_exported_unfused_ones_scripted_too(zoo, fam
     torch.jit.save(traced, file)
     file.seek(0)
     assert torch.equal(torch.jit.load(file)(other), model(other))
-    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x), model(x))
     with pytest.raises(RuntimeError, match=r"cannot script the fused layer \w+: call fusedtrain.unfuse\(model\) first"):
         torch.jit.script(model)
     fusedtrain.unfuse(model)
@@ -528,6 +531,17 @@ def test_torch_fx_traces_fused_models(zoo):
     fusedtrain.fuse(model)
     x = harness.images((2, 3, 32, 32))
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_features_of_layers_that_a_block_calls_twice_are_those_of_the_stock_network(zoo):
+    """torchvision names what a traced network computes by layers and by how often these were called."""
+    model = randomised(zoo.torchvision.models.resnet18(num_classes=10))
+    x, names = harness.images((2, 3, 32, 32)), ["layer2.0.relu", "layer2.0.relu_1", "layer3"]
+    extract = zoo.torchvision.models.feature_extraction.create_feature_extractor
+    stock, truth = extract(model, names)(x), extract(copy.deepcopy(model).double(), names)(x.double())
+    fusedtrain.fuse(model)
+    for name, features in extract(model, names)(x).items():
+        harness.assert_as_good_as_torch(features, stock[name], truth[name], name)
 
 
 def test_layers_built_fused_get_the_stock_class_of_their_name(zoo):

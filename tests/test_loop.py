@@ -589,11 +589,11 @@ def test_torchs_optimizer_of_the_same_name_goes_on(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     resumable(tmp_path).fit(data())
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), *(nn.Linear(4, 4) for _ in range(20)))
     message = r"the checkpoint in .* is of another model or optimizer: .* (Missing|Unexpected) key\(s\) in state_dict"
     with pytest.raises(InputError, match=message) as error:
         make(model, torch.optim.AdamW(model.parameters()), checkpoint=Checkpoint(tmp_path)).fit(data())
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).endswith(" ...") and len(str(error.value)) < 600
 
 
 def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again(tmp_path):
@@ -883,6 +883,18 @@ def test_a_class_of_torch_is_made_with_the_number_of_updates():
     run = make(net(), scheduler=torch.optim.lr_scheduler.CosineAnnealingLR, epochs=2)
     run.fit(data())
     assert run.schedule.T_max == 6 and run.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_scheduler_that_asks_for_more_than_torchs_do_is_refused_before_the_first_step():
+    class ByEpoch:  # as timm's
+        def __init__(self, optimizer, updates):
+            pass
+
+        def step(self, epoch, metric=None):
+            pass
+
+    with pytest.raises(InputError, match=r"ByEpoch.step\(\) asks for arguments: take one of torch.optim.lr_scheduler"):
+        make(net(), scheduler=ByEpoch).fit(data())
 
 
 def test_an_update_that_is_left_out_after_a_resume_leaves_the_buffers_too(tmp_path):

@@ -215,11 +215,13 @@ def test_copies_pickles_and_the_way_back(kind):
     assert all(vars(a).keys() == vars(b).keys() for a, b in zip(block.modules(), stock.modules()))
 
 
-def test_a_compiled_block_is_one_graph():
+def test_a_compiled_block_is_one_graph_without_a_warning(monkeypatch, recwarn):
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     block, stock, _ = fused(Flat)
     x = harness.images((2, 16, 9, 9))
     y, truth = torch.compile(block, fullgraph=True, backend="eager")(x), copy.deepcopy(stock).double()(x.double())
     harness.assert_as_good_as_torch(y, stock(x), truth, "compiled")
+    assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
 
 def hooked(block):

@@ -53,6 +53,9 @@ def test_a_run_writes_its_options_starts_again_from_them_and_goes_on(tmp_path, m
     assert main(["train", "--config", "out/options.yaml", "--epochs", "3"]) == 0
     again = capsys.readouterr().out
     assert "continues with step 12" in again and "epoch 3/3" in again and "epoch 2/3" not in again
+    before = (out / "options.yaml").read_bytes()
+    assert main(["train", "--config", "out/options.yaml", "--optimizer", "sgd"]) == 2  # refused: the run stays as it is
+    assert (out / "options.yaml").read_bytes() == before
 
 
 @pytest.fixture
@@ -173,6 +176,8 @@ def test_the_folder_of_a_run_is_verified(tmp_path, capsys):
     capsys.readouterr()
     assert main(["verify-checkpoint", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: whole\n"
+    assert main(["verify-checkpoint", str(tmp_path / "out" / "weights.pt")]) == 1
+    assert capsys.readouterr().out == "it is no checkpoint, but a file of torch.save, such as weights\n"
 
 
 def test_options_are_never_half_written(tmp_path, monkeypatch):

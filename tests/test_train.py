@@ -225,6 +225,21 @@ def test_data_that_do_not_fit_are_refused_before_the_first_step(data, message):
     assert_same(before, model.state_dict())
 
 
+def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line():
+    class OfOneSize(nn.Module):  # as timm's vision transformers
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            assert x.shape[2] == 32, f"Input height ({x.shape[2]}) doesn't match model (32)."
+            return self.net(x)
+
+    message = r"the model cannot take training inputs of shape \[4, 1, 16, 16\]: Input height \(16\) doesn't match"
+    with pytest.raises(InputError, match=message):
+        trainer(OfOneSize()).fit([(IMAGES, TARGETS)])
+
+
 def test_a_label_outside_the_classes_is_found_wherever_it_lies():
     data = batches(64, 16, shuffle=False)
     data.targets = data.targets.clone()

@@ -70,10 +70,12 @@ _SUMS_IN_PLACE = {operator.iadd, "add_"}
 _SUMS = {operator.add, torch.add, "add"} | _SUMS_IN_PLACE
 
 
-@functools.cache
+_LAYERS = {name: create(name) for name in _FUNCTIONS.values()}  # they have no state: one serves all
+
+
 def activation(name: str) -> nn.Module:
-    """Returns the layer in the place of a function; it has no state, so that one serves all."""
-    return create(name)
+    """Returns the layer in the place of a function."""
+    return _LAYERS[name]
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
@@ -164,7 +166,8 @@ class Recorded(nn.Module):
 
     def forward(self, *args, **kwargs):
         recording = self._recording
-        one = len(args) == 1 and not kwargs
+        # Tracers of torch.fx name what they see by layers and by how often these were called.
+        one = len(args) == 1 and not kwargs and not isinstance(args[0], fx.Proxy)
         if one and not stays_stock(self, *args) and recording.takes(*args) and recording.holds_for(self):
             return recording.forwards[self.training](self, *args)
         return super().forward(*args, **kwargs)

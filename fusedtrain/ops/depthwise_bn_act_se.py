@@ -387,7 +387,8 @@ def depthwise_bn_act_se(
             z, *moments = impl.convolve(x, weight, bias, *geometry)
         else:  # stock convolutions may be faster on CPUs
             z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
-        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+    # Not within no_grad, which it is under by itself: in an exported graph that leaves a part of nothing, and no file.
+    mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     if se is None:
         again, kept = functools.partial(_without_gate, norm, names[0]), (z, mean, rstd, *affine)
     else:

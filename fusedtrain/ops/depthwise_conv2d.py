@@ -5,7 +5,6 @@ r"""depthwise_conv2d: every channel convolved with its own kernels.
     x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -115,19 +114,19 @@ _STOCK_FASTER_ON = {
 }
 
 
-@functools.cache
-def _stock_faster(direction: str, *cpu: int | str | None) -> dict[tuple, dict[int, _Where]]:
-    """The rows of both tables that hold for an instruction set, and for Zen 4 or 5."""
-    return functools.reduce(
-        dict.__or__, (_STOCK_FASTER_ON.get(key, {}).get(direction, {}) for key in cpu), _STOCK_FASTER[direction]
-    )
+def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
+    """The row of Zen 4 or 5, else of the instruction set, else of all. No cache: torch.compile warns of those."""
+    for cpu in (_common.zen(), _extension.BUILD_INFO.get("isa_active")):
+        row = _STOCK_FASTER_ON.get(cpu, {}).get(direction, {}).get(key)
+        if row is not None:
+            return row
+    return _STOCK_FASTER[direction].get(key, {})
 
 
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        table = _stock_faster(direction, _extension.BUILD_INFO.get("isa_active"), _common.zen())
-        rows = table.get((layout, x.dtype, max(stride)), {})
+        rows = _stock_faster(direction, (layout, x.dtype, max(stride)))
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None
         if _common.is_less(x.numel(), _SMALL + 1):

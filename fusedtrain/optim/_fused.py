@@ -43,7 +43,10 @@ class FusedStep(torch.optim.Optimizer):
         master_weights: bool = False,
         seed: int = 0,
         capturable: bool = False,
+        **unknown,
     ) -> None:
+        for name in unknown:  # in the words of Python, which would name this method
+            raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         if nonfinite not in NONFINITE:

@@ -37,7 +37,7 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
         try:
             with trainer.no_gradients():
                 return trainer.validation_step(batch)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
 
@@ -46,7 +46,7 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
     try:
         with trainer.no_gradients():
             outputs = trainer.forward(inputs)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"the model cannot take {name} inputs of shape {list(inputs.shape)}: {reason}") from error
     if not isinstance(outputs, Tensor) or targets.dtype != torch.int64 or targets.dim() != 1:

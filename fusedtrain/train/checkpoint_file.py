@@ -188,6 +188,8 @@ class Reader:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
+        if prefix.startswith(b"PK"):
+            raise CheckpointError("it is no checkpoint, but a file of torch.save, such as weights")
         if len(prefix) < 8 or length > min(size - 8, _LARGEST_HEADER):
             raise CheckpointError(f"the file is cut off ({size} bytes), or its first bytes are damaged")
         header = file.read(length)

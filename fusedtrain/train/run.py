@@ -17,6 +17,7 @@ import fusedtrain
 from fusedtrain import data as fdata
 from fusedtrain import optim
 from fusedtrain.train import groups, parity
+from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.checkpoint import RUN_FOLDER, CheckpointError
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
@@ -122,8 +123,7 @@ def run(options: Options) -> History:
         name = Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
         output = Path(world.decide(str(new_folder(name, "the output folder")) if world.rank == 0 else None))
     make_folder(output, "the output folder")
-    if world.rank == 0:
-        write_yaml(output / "options.yaml", dataclasses.replace(options, output=output))
+    trainer.callbacks = Callbacks([OptionsFile(output / "options.yaml", dataclasses.replace(options, output=output))])
     config = options.train
     checkpoint, logging, profile = config.checkpoint, config.logging, config.profile
     if options.profile and profile.profile_dir is None:
@@ -180,6 +180,17 @@ def build(options: Options, world: World) -> tuple["Classifier", Iterable, Itera
     trainer = Classifier(model, loss, _optimizer(options, model), options.train, title=options.model)
     trainer.mix = _mix(options, classes)
     return trainer, _loader(train, options, world, True), _loader(valid, options, world, False)
+
+
+class OptionsFile(Callback):
+    """Writes the options once the run begins: one that is refused leaves those of the run in that folder alone."""
+
+    def __init__(self, path: Path, options: Options):
+        self.path, self.options = path, options
+
+    def on_fit_start(self, trainer) -> None:
+        if trainer.world.rank == 0:
+            write_yaml(self.path, self.options)
 
 
 class Classifier(Trainer):

@@ -1,6 +1,7 @@
 """What a run writes and reads: checkpoints of its whole state, and weights."""
 
 import base64
+import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +245,7 @@ class Saving:
             if state["others"] is not None:
                 load_others(t, state["others"])
         except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            reason = textwrap.shorten(" ".join(str(error).splitlines()[:2]), 300, placeholder=" ...")
             raise InputError(
                 f"the checkpoint in {self.config.directory} is of another model or optimizer: {reason}"
             ) from error

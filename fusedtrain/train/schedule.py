@@ -1,5 +1,6 @@
 """Learning rates as functions of the step, by name, on torch's schedulers."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def make(
         mode: of the metric, see :meth:`Schedule.build`.
 
     Raises:
-        InputError: the schedule needs to know the number of updates.
+        InputError: the schedule needs to know the number of updates, or ``made`` is none of torch's.
     """
     per_step = config.per == "step"
     if made is None:
@@ -181,4 +182,16 @@ def make(
         return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
     if isinstance(made, type) or not hasattr(made, "step"):
         made = made(optimizer, (updates or 0) * epochs)
+    require(
+        isinstance(made, ReduceLROnPlateau) or _takes_nothing(made.step),
+        f"scheduler: {type(made).__name__}.step() asks for arguments: take one of torch.optim.lr_scheduler",
+    )
     return made, per_step and not isinstance(made, ReduceLROnPlateau)
+
+
+def _takes_nothing(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
