@@ -1,9 +1,9 @@
 """Which implementation of an op runs, and why.
 
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
-reference, that can take the arguments and is not known to be slower than stock PyTorch on them, unless ``fusedtrain
-tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced backend runs
-or raises; nothing falls back silently.
+reference, that can take the arguments, or the reference where stock PyTorch is known to be faster on them, unless
+``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced
+backend runs or raises; nothing falls back silently.
 """
 
 import os
@@ -96,15 +96,25 @@ def select(op: str, impls: dict[str, Impl], *args) -> Impl:
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
             return impls[measured[0]]
-        for impl in impls.values():
-            if impl.why_not(*args) is None and (impl.slower is None or impl.slower(*args) is None):
-                return impl
-        raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args)}")
+        name = _by_rules(impls, args)
+        if name is None:
+            raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args)}")
+        if _tuned.active:
+            _tuned.note(op, args, name)
+        return impls[name]
     impl = impls[_checked(_forced, _source)]
     reason = impl.why_not(*args)
     if reason is not None:
         raise RuntimeError(f"backend {_forced!r} is forced by {_source} but cannot run {op}: {reason}")
     return impl
+
+
+def _by_rules(impls: dict[str, Impl], args: tuple) -> str | None:
+    """The first backend that can run, or the reference, which is stock PyTorch, where that is faster."""
+    for name, impl in impls.items():
+        if impl.why_not(*args) is None:
+            return name if impl.slower is None or impl.slower(*args) is None else "reference"
+    return None
 
 
 def runs_whole(impl: Impl, *args) -> bool:
@@ -119,7 +129,7 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
 
 def _table(op: str, impls: dict[str, Impl], args: tuple) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    chosen = _forced if _forced is not None else next((n for n, reason in verdicts.items() if reason is None), None)
+    chosen = _forced if _forced is not None else _by_rules(impls, args)
     measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
     lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
     if measured is not None:
