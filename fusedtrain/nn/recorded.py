@@ -108,18 +108,34 @@ def _content(value, depth: int = 3):
     return _Object(value)
 
 
-def _state(module: nn.Module) -> tuple[Callable, list[str], dict]:
-    """What of an inlined module decides what its forward does: its class's forward; its children that are not None, and
-    parameters and buffers that are; its attributes, but for tensors, which recorded forwards do not use."""
+class _Seen(NamedTuple):
+    """A module that was inlined: where its parent holds it, its class, and what of it decides what its forward does."""
+
+    parent: str  # its path
+    name: str
+    kind: type
+    look: Callable[[nn.Module], tuple]
+    state: tuple  # what ``look`` returns
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module) -> "_Seen":
+        parent, _, name = path.rpartition(".")
+        look = _sequence if _is_sequence(module) else _state
+        return cls(parent, name, type(module), look, look(module))
+
+
+def _sequence(module: nn.Module) -> tuple[Callable, list[str]]:
+    """What decides what the forward of a sequence does: that of its class, and the children that are not None."""
     stock = stock_class(module) if isinstance(module, Recorded) else type(module)
-    children = [k for k, v in module._modules.items() if v is not None]
-    for tensors in filter(None, (module._parameters, module._buffers)):
-        children += [k for k, v in tensors.items() if v is None]
+    return stock.forward, [k for k, v in module._modules.items() if v is not None]
+
+
+def _state(module: nn.Module) -> tuple[Callable, list[str], list[str], dict]:
+    """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
+    tensors, which recorded forwards do not use."""
+    missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
     attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
-    return stock.forward, children, attributes
-
-
-_getter = functools.cache(operator.attrgetter)
+    return *_sequence(module), missing, attributes
 
 
 class Recording(NamedTuple):
@@ -127,13 +143,13 @@ class Recording(NamedTuple):
 
     Args:
         forwards: in evaluation and in training.
-        seen: what it holds for: class and state of the modules that were inlined, by their paths.
+        seen: what it holds for, by the paths of the modules that were inlined, parents first.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
     """
 
     forwards: tuple[Callable, Callable]
-    seen: dict[str, tuple[type, tuple]]
+    seen: dict[str, _Seen]
     saved: int
     of_images: bool | None
 
@@ -141,10 +157,13 @@ class Recording(NamedTuple):
         return self.of_images is None or isinstance(argument, Tensor) == self.of_images
 
     def holds_for(self, block: nn.Module) -> bool:
-        for path, (kind, state) in self.seen.items():
-            module = _getter(path)(block) if path else block
-            changed = path and (observed(module) or type(module) is not kind or module.training != block.training)
-            if changed or _state(module) != state:
+        modules = {"": block}
+        for path, (parent, name, kind, look, state) in self.seen.items():
+            if path:
+                module = modules[path] = modules[parent]._modules[name]
+                if type(module) is not kind or module.training != block.training or observed(module):
+                    return False
+            if look(modules[path]) != state:
                 return False
         return True
 
@@ -436,8 +455,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         return "its forward asks for the type of its argument"
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
-    modules = {path: block.get_submodule(path) for path in sorted(inlined)}
-    seen = {path: (type(module), _state(module)) for path, module in modules.items()}
+    seen = {path: _Seen.of(path, block.get_submodule(path)) for path in sorted(inlined)}
     return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
 
 

@@ -147,6 +147,8 @@ def wanted(gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[T
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -172,14 +172,13 @@ _TOO_SMALL = f"fewer than {_SMALL} elements: stock calls cost less"
 def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[int] | None = None) -> str | None:
     if not _common.cpu_multiplies(x.dtype):
         return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
+    (n, c, h, w), d = x.shape, weight.shape[0]
+    if _common.is_less(n * h * w * (c + d), _SMALL):
+        return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     if planes and not _by_planes(x, stride or [1, 1]):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
-    small = _common.is_less(x.numel(), _SMALL)
-    if small and (planes or _kernel_gains(x, weight.shape[0])):  # in y, too
-        n, c, h, w = x.shape
-        small = _common.is_less(n * h * w * (c + weight.shape[0]), _SMALL)
-    if small:
+    if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
         return _TOO_SMALL
     limits = _limits(_common.is_less(x.shape[0], _FEW)) if x.dtype == torch.float32 else None
     if limits is not None and weight.numel() > max(limits):
