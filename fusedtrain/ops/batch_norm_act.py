@@ -135,30 +135,31 @@ class _BatchNormImpl(Impl):
     reduce: Callable = _reference_reduce
 
 
-# Where stock PyTorch was measured faster on a CPU: (layout, bytes of an element) -> fewer elements of x than this. The
-# measurement, over the layers of benchmarks/bench_batch_norm_act.py in float32 and bfloat16, stands in
-# benchmarks/LOG.md (2026-11-25 for residuals). Stock adds a residual before the activation in place, and so does the
-# reference.
-_STOCK_FASTER_BELOW = {
-    ("contiguous", 4): 100_000,
-    ("contiguous", 2): 100_000,
-    ("channels_last", 4): 200_000,
-    ("channels_last", 2): 100_000,
-    ("channels_last", 4, "residual before"): 3_000_000,
-}
-_REASONS = {
-    key: f"stock PyTorch was measured faster: {key[0]}, {key[1]} bytes an element, fewer than {least:,} elements"
-    for key, least in _STOCK_FASTER_BELOW.items()
+def _below(elements: int, where: str = "") -> tuple[int, str]:
+    return elements, f"stock PyTorch was measured faster: {where}fewer than {elements:,} elements"
+
+
+# Elements of x below which stock PyTorch was measured faster on a CPU, and the reason. The measurement, over the layers
+# of benchmarks/bench_batch_norm_act.py in float32 and bfloat16, stands in benchmarks/LOG.md (2026-11-25 for residuals).
+# float32 in channels_last: by whether a residual is added before the activation, which stock does in place, and so does
+# the reference.
+_SMALL = _below(100_000)
+_SMALL_ROWS = {
+    False: _below(200_000, "float32 in channels_last, "),
+    True: _below(3_000_000, "float32 in channels_last with a residual before the activation, "),
 }
 
 
 def _slower(x: Tensor, synchronised: bool = False, residual_before: bool = False, *_) -> str | None:
     if synchronised is True:  # stock has no statistics over processes on a CPU
         return None
-    key = ("channels_last" if _common.is_channels_last(x) else "contiguous", min(x.element_size(), 4))
-    if residual_before is True and (*key, "residual before") in _STOCK_FASTER_BELOW:
-        key = (*key, "residual before")
-    return _REASONS[key] if _common.is_less(x.numel(), _STOCK_FASTER_BELOW[key]) else None
+    least, reason = _SMALL
+    if _common.is_less(x.numel(), least):
+        return reason
+    if x.element_size() < 4 or not _common.is_channels_last(x):
+        return None
+    least, reason = _SMALL_ROWS[residual_before is True]
+    return reason if _common.is_less(x.numel(), least) else None
 
 
 def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
