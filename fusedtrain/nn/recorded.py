@@ -114,28 +114,27 @@ class _Seen(NamedTuple):
     parent: str  # its path
     name: str
     kind: type
-    look: Callable[[nn.Module], tuple]
+    look: Callable[[nn.Module, type], tuple]
     state: tuple  # what ``look`` returns
 
     @classmethod
     def of(cls, path: str, module: nn.Module) -> "_Seen":
         parent, _, name = path.rpartition(".")
-        look = _sequence if _is_sequence(module) else _state
-        return cls(parent, name, type(module), look, look(module))
+        kind, look = type(module), _sequence if _is_sequence(module) else _state
+        return cls(parent, name, kind, look, look(module, kind))
 
 
-def _sequence(module: nn.Module) -> tuple[Callable, list[str]]:
+def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
     """What decides what the forward of a sequence does: that of its class, and the children that are not None."""
-    stock = stock_class(module) if isinstance(module, Recorded) else type(module)
-    return stock.forward, [k for k, v in module._modules.items() if v is not None]
+    return kind.forward, [k for k, v in module._modules.items() if v is not None]
 
 
-def _state(module: nn.Module) -> tuple[Callable, list[str], list[str], dict]:
+def _state(module: nn.Module, kind: type) -> tuple[Callable, list[str], list[str], dict]:
     """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
     tensors, which recorded forwards do not use."""
     missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
     attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
-    return *_sequence(module), missing, attributes
+    return *_sequence(module, kind), missing, attributes
 
 
 class Recording(NamedTuple):
@@ -163,7 +162,7 @@ class Recording(NamedTuple):
                 module = modules[path] = modules[parent]._modules[name]
                 if type(module) is not kind or module.training != block.training or observed(module):
                     return False
-            if look(modules[path]) != state:
+            if look(modules[path], kind) != state:
                 return False
         return True
 
@@ -429,7 +428,7 @@ class _Tracer(fx.Tracer):
 
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
-    if any(_state(m) != _state(m) for m in block.modules()):
+    if any(_state(m, type(m)) != _state(m, type(m)) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
     modes = {m: m.training for m in block.modules()}
     graphs, inlined, saved, of_images = [], {""}, [], set()
@@ -478,14 +477,14 @@ def _ids(holder: dict | list | set) -> list:
 def _untouched(modules: list[nn.Module]):
     """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
     numpy, changes = sys.modules.get("numpy"), []
-    before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m)) for m in modules]
+    before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
     third = None if numpy is None else numpy.random.get_state()
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
-        changed = changed or [(type(m), _state(m)) for m in modules] != seen
+        changed = changed or [(type(m), _state(m, type(m))) for m in modules] != seen
         if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)

@@ -158,10 +158,12 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
     """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
-    both = [value, value] if isinstance(value, int) else list(value)
-    if len(both) != 2 or not (isinstance(both[0], int) and isinstance(both[1], int)) or min(both) < least:
-        raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
-    return both
+    both = (value, value) if isinstance(value, int) else value
+    if len(both) == 2:
+        h, w = both
+        if isinstance(h, int) and isinstance(w, int) and h >= least and w >= least:
+            return [h, w]
+    raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
 
 
 def in_format_of(y: Tensor, x: Tensor) -> Tensor:
