@@ -96,25 +96,19 @@ def select(op: str, impls: dict[str, Impl], *args) -> Impl:
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
             return impls[measured[0]]
-        name = _by_rules(impls, args)
-        if name is None:
-            raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args)}")
-        if _tuned.active:
-            _tuned.note(op, args, name)
-        return impls[name]
+        for name, impl in impls.items():
+            if impl.why_not(*args) is None:
+                if impl.slower is not None and impl.slower(*args) is not None:
+                    name = "reference"  # which is stock PyTorch
+                if _tuned.active:
+                    _tuned.note(op, args, name)
+                return impls[name]
+        raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args, None)}")
     impl = impls[_checked(_forced, _source)]
     reason = impl.why_not(*args)
     if reason is not None:
         raise RuntimeError(f"backend {_forced!r} is forced by {_source} but cannot run {op}: {reason}")
     return impl
-
-
-def _by_rules(impls: dict[str, Impl], args: tuple) -> str | None:
-    """The first backend that can run, or the reference, which is stock PyTorch, where that is faster."""
-    for name, impl in impls.items():
-        if impl.why_not(*args) is None:
-            return name if impl.slower is None or impl.slower(*args) is None else "reference"
-    return None
 
 
 def runs_whole(impl: Impl, *args) -> bool:
@@ -127,9 +121,8 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
     return impl.why_not(*args) or (impl.slower(*args) if impl.slower is not None else None)
 
 
-def _table(op: str, impls: dict[str, Impl], args: tuple) -> str:
+def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    chosen = _forced if _forced is not None else _by_rules(impls, args)
     measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
     lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
     if measured is not None:
@@ -153,6 +146,11 @@ def explain(op, *args) -> str:
         raise ValueError(f"explain() knows the ops {', '.join(sorted(_OPS))}; got {name!r}")
     if not args:
         raise ValueError(f"explain({name!r}, ...) needs the op's arguments, x first")
-    text = _table(name, _OPS[name], args)
+    impls = _OPS[name]
+    chosen = _forced
+    if chosen is None:
+        impl = select(name, impls, *args)
+        chosen = next(backend for backend in impls if impls[backend] is impl)
+    text = _table(name, impls, args, chosen)
     print(text)
     return text

@@ -128,7 +128,7 @@ def middle(
         x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
     else:
         x = _pointwise(x, conv, norm, act)
-    return _through(left, x)
+    return _through(left, x) if left else x
 
 
 def add(
@@ -153,7 +153,7 @@ def add(
             after = act_behind == "identity"
             name, group = act if after else act_behind, norms.group_of(norm)
             x = norms.normalise(norm, x, name, residual, after, group, moments)
-            return _through(rest, x)
+            return _through(rest, x) if rest else x
     x = middle(x, None, norm, others, se)
     return _through(behind, x.add_(residual) if in_place else x + residual)
 
