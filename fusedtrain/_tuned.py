@@ -57,11 +57,7 @@ def _plain(value):
 
 def choice(op: str, impls: dict, args: tuple) -> tuple[str, str] | None:
     """Returns the backend that was measured to be fastest on these arguments and the measurement, or None."""
-    if _recorded is not None:
-        rules = (name for name, impl in impls.items() if _by_rules(impl, args))
-        _recorded.append((key(op, args), next(rules, None)))
-        return None
-    if op not in _OPS or torch.compiler.is_compiling():
+    if _recorded is not None or op not in _OPS or torch.compiler.is_compiling():
         return None
     found = TABLE.get(key(op, args))
     if found is None or found[0] not in impls or not _is_valid(args):
@@ -69,8 +65,10 @@ def choice(op: str, impls: dict, args: tuple) -> tuple[str, str] | None:
     return found if impls[found[0]].why_not(*args) is None else None
 
 
-def _by_rules(impl, args: tuple) -> bool:
-    return impl.why_not(*args) is None and (impl.slower is None or impl.slower(*args) is None)
+def note(op: str, args: tuple, chosen: str) -> None:
+    """Keeps a choice that the rules have made, where they are recorded."""
+    if _recorded is not None:
+        _recorded.append((key(op, args), chosen))
 
 
 class recording:

@@ -1,9 +1,9 @@
 """Which implementation of an op runs, and why.
 
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
-reference, that can take the arguments and is not known to be slower than stock PyTorch on them, unless ``fusedtrain
-tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced backend runs
-or raises; nothing falls back silently.
+reference, that can take the arguments, or the reference where stock PyTorch is known to be faster on them, unless
+``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced
+backend runs or raises; nothing falls back silently.
 """
 
 import os
@@ -96,10 +96,14 @@ def select(op: str, impls: dict[str, Impl], *args) -> Impl:
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
             return impls[measured[0]]
-        for impl in impls.values():
-            if impl.why_not(*args) is None and (impl.slower is None or impl.slower(*args) is None):
-                return impl
-        raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args)}")
+        for name, impl in impls.items():
+            if impl.why_not(*args) is None:
+                if impl.slower is not None and impl.slower(*args) is not None:
+                    name = "reference"  # which is stock PyTorch
+                if _tuned.active:
+                    _tuned.note(op, args, name)
+                return impls[name]
+        raise RuntimeError(f"no backend can run {op}:\n{_table(op, impls, args, None)}")
     impl = impls[_checked(_forced, _source)]
     reason = impl.why_not(*args)
     if reason is not None:
@@ -117,9 +121,8 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
     return impl.why_not(*args) or (impl.slower(*args) if impl.slower is not None else None)
 
 
-def _table(op: str, impls: dict[str, Impl], args: tuple) -> str:
+def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    chosen = _forced if _forced is not None else next((n for n, reason in verdicts.items() if reason is None), None)
     measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
     lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
     if measured is not None:
@@ -143,6 +146,11 @@ def explain(op, *args) -> str:
         raise ValueError(f"explain() knows the ops {', '.join(sorted(_OPS))}; got {name!r}")
     if not args:
         raise ValueError(f"explain({name!r}, ...) needs the op's arguments, x first")
-    text = _table(name, _OPS[name], args)
+    impls = _OPS[name]
+    chosen = _forced
+    if chosen is None:
+        impl = select(name, impls, *args)
+        chosen = next(backend for backend in impls if impls[backend] is impl)
+    text = _table(name, impls, args, chosen)
     print(text)
     return text

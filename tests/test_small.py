@@ -1,6 +1,8 @@
-"""Small images in evaluation: fused layers compute as their stock classes, and only there."""
+"""Small images: in evaluation fused layers compute as their stock classes, and only there; in training what a call
+costs in Python counts."""
 
 import copy
+import sys
 
 import harness
 import pytest
@@ -16,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     harness.why_not("cpu", "cpu") is not None, reason="without the CPU kernels all is PyTorch's own"
 )
 SHAPE = (1, 16, 12, 12)  # the widest image has four times as many elements
+MOST = 120  # calls of Python functions that a block may add to those of its stock layers
 
 
 class _Operators(TorchDispatchMode):
@@ -143,6 +146,30 @@ def test_whoever_asks_for_the_ops_gets_them(zoo, name, monkeypatch):
         assert not _small.stays_stock(copy.deepcopy(ours).train(), x)
         monkeypatch.setattr(backend._tuned, "active", True)
         assert not _small.stays_stock(ours, x)
+
+
+def _python_calls(function, *args) -> int:
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    function(*args)  # what is made once
+    sys.setprofile(count)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_training_calls_little_python(zoo, name):
+    """Each call is a microsecond or less, but they are all that small images have to wait for."""
+    stock, ours = _block(zoo, name)
+    x = harness.normal(*SHAPE).requires_grad_()
+    assert _python_calls(ours.train(), x) <= MOST + _python_calls(stock.train(), x)
 
 
 def test_graphs_hold_the_ops_for_images_of_any_size(zoo):

@@ -21,7 +21,7 @@ def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
     Graphs of torch.compile, torch.export and torch.jit.trace hold for other sizes, too: never there.
     """
     return (
-        not (torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training)
+        not (layer.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
         and not torch._C._is_tracing()  # the question for a size would be recorded
         and type(x) is Tensor
         and x.dtype is torch.float32

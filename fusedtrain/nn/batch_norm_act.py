@@ -31,10 +31,11 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 def arguments(layer: nn.Module) -> tuple:
     """Returns what ``ops.batch_norm_act`` takes behind x for this call of ``layer``; counts the batch as that does."""
     momentum = 0.0 if layer.momentum is None else layer.momentum
-    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
+    batches = layer.num_batches_tracked if layer.training and layer.track_running_stats else None
+    if batches is not None:
+        batches.add_(1)
         if layer.momentum is None:  # the plain average of all batches
-            momentum = 1.0 / float(layer.num_batches_tracked)
+            momentum = 1.0 / float(batches)
     keeps = layer.track_running_stats or not layer.training
     running = (layer.running_mean, layer.running_var) if keeps else (None, None)
     return *running, layer.weight, layer.bias, takes_batch(layer), momentum, layer.eps
@@ -47,18 +48,23 @@ def takes_batch(layer: nn.Module) -> bool:
 
 def group_of(layer: nn.Module):
     """Returns the process group over which ``layer`` takes the statistics of a batch, or None."""
-    distributed = torch.distributed
-    if not hasattr(layer, "process_group") or not layer.training:
+    if not isinstance(layer, nn.SyncBatchNorm) or not layer.training:
         return None
+    distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     group = layer.process_group or distributed.group.WORLD
     return group if distributed.get_world_size(group) > 1 else None
 
 
+def behind(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns ``layer.drop`` and ``layer.act``, which follow the normalisation inside ``layer`` where it has them."""
+    return layer._modules.get("drop"), layer._modules.get("act")
+
+
 def activation_of(layer: nn.Module) -> str | None:
     """Returns the ops' name of what follows the normalisation inside ``layer``; None where it must be called."""
-    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    drop, act = behind(layer)
     alone = drop is None or (type(drop) is nn.Identity and not observed(drop))
     return ("identity" if act is None else op_name(act)) if alone else None
 
@@ -90,7 +96,7 @@ def _then_act(layer: nn.Module, x: Tensor) -> Tensor:
     name, group = activation_of(layer), group_of(layer)
     if name is not None:
         return normalise(layer, x, name, process_group=group)
-    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    drop, act = behind(layer)
     y = normalise(layer, x, process_group=group)
     y = y if drop is None else drop(y)
     return y if act is None else act(y)

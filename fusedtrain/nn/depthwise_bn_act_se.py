@@ -34,7 +34,11 @@ torch.fx.wrap("with_moments")
 CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
 NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
-GATES = (SqueezeExcite, SEModule, SqueezeExcitation)
+GATES = {  # their layers, each with the activation behind it
+    SqueezeExcite: ("conv_reduce", "act1", "conv_expand", "gate"),
+    SEModule: ("fc1", "act", "fc2", "gate"),
+    SqueezeExcitation: ("fc1", "activation", "fc2", "scale_activation"),
+}
 BEHIND_GATES = ("identity", "relu")  # activations of the sum with a residual
 
 
@@ -58,38 +62,31 @@ def _pass_on(pooled: Tensor, layer: nn.Module) -> Tensor:
     return layer(pooled.flatten(1) if isinstance(layer, nn.Linear) else pooled)
 
 
-def _gate_layers(se: nn.Module | Gate) -> tuple[nn.Module, ...] | None:
+def _gate_layers(se: nn.Module | Gate) -> Sequence[nn.Module] | None:
     """Returns the gate's two layers, each with the activation behind it, or None where there is more to it."""
     if type(se) is Gate:
         return se
-    if observed(se):
-        return None
     kind = kind_of(se)
-    if kind is SqueezeExcite:
-        return se.conv_reduce, se.act1, se.conv_expand, se.gate
-    if kind is SEModule and not se.add_maxpool and op_name(se.bn) == "identity":
-        return se.fc1, se.act, se.fc2, se.gate
-    if kind is SqueezeExcitation and gates.is_mean(se.avgpool):
-        return se.fc1, se.activation, se.fc2, se.scale_activation
-    return None
+    if kind not in GATES or observed(se):
+        return None
+    if kind is SEModule and (se.add_maxpool or op_name(se.bn) != "identity"):
+        return None
+    if kind is SqueezeExcitation and not gates.is_mean(se.avgpool):
+        return None
+    return [se._modules[name] for name in GATES[kind]]
 
 
-def _activation_behind(norm: nn.Module, layers: list[nn.Module]) -> tuple[str, list[nn.Module]]:
-    """Returns the op's name of the activation behind the normalisation, and the layers left."""
-    inside = (getattr(norm, name, None) for name in ("drop", "act"))
-    return _activation([*(layer for layer in inside if layer is not None), *layers])
-
-
-def _activation(layers: list[nn.Module]) -> tuple[str, list[nn.Module]]:
+def _activation(layers: Sequence[nn.Module | None]) -> tuple[str, list[nn.Module]]:
     """Returns the op's name of the activation that ``layers`` begin with, and the layers left."""
-    layers, act = list(layers), "identity"
-    while layers and type(layers[0]) is not Gate:
-        name = op_name(layers[0])
+    act = "identity"
+    for i, layer in enumerate(layers):
+        if layer is None:
+            continue
+        name = None if type(layer) is Gate else op_name(layer)
         if name not in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
-            break
-        layers.pop(0)
+            return act, [left for left in layers[i:] if left is not None]
         act = act if name == "identity" else name
-    return act, layers
+    return act, []
 
 
 def _gate(se: nn.Module | Gate) -> tuple | None:
@@ -114,12 +111,13 @@ def middle(
 ) -> Tensor:
     """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same; ``conv`` may be
     None."""
-    left = [layer for layer in (*others, se, project) if layer is not None]
-    if conv is not None and not _is_known(conv, norm):
+    left = (*others, se, project)
+    known = _is_norm(norm)
+    if conv is not None and not (known and _is_before_norm(conv)):
         x, conv = conv(x), None
-    if not _is_known(None, norm):
+    if not known:
         return _through(left, norm(x))
-    act, left = _activation_behind(norm, left)
+    act, left = _activation((*norms.behind(norm), *left))
     gate = _gate(left[0]) if left else None
     left = left if gate is None else left[1:]
     if kind_of(conv) in CONVOLUTIONS:
@@ -130,7 +128,7 @@ def middle(
         x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
     else:
         x = _pointwise(x, conv, norm, act)
-    return _through(left, x)
+    return _through(left, x) if left else x
 
 
 def add(
@@ -146,8 +144,8 @@ def add(
     """Returns ``behind(se(others(norm(conv(x)))) + residual)``, as one op as far as that computes the same; ``conv``
     and ``se`` may be None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
     x, moments = _convolved(x, conv, norm)
-    if _is_known(None, norm) and _is_alike(residual, x):
-        (act, left), (act_behind, rest) = _activation_behind(norm, others), _activation(behind)
+    if _is_norm(norm) and _is_alike(residual, x):
+        (act, left), (act_behind, rest) = _activation((*norms.behind(norm), *others)), _activation(behind)
         gate = None if se is None else _gate(se)
         if not left and gate is not None and act_behind in BEHIND_GATES:
             return _through(rest, _gated(x, moments, norm, act, gate, residual, act_behind == "relu"))
@@ -155,14 +153,14 @@ def add(
             after = act_behind == "identity"
             name, group = act if after else act_behind, norms.group_of(norm)
             x = norms.normalise(norm, x, name, residual, after, group, moments)
-            return _through(rest, x)
+            return _through(rest, x) if rest else x
     x = middle(x, None, norm, others, se)
     return _through(behind, x.add_(residual) if in_place else x + residual)
 
 
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
-    if type(conv) is PointwiseConv2d and not observed(conv) and _is_known(None, norm) and norms.takes_batch(norm):
+    if type(conv) is PointwiseConv2d and not observed(conv) and _is_norm(norm) and norms.takes_batch(norm):
         return with_moments(x, conv.weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
 
@@ -173,9 +171,10 @@ def _is_alike(residual: Tensor, x: Tensor) -> bool:
     return residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
 
 
-def _through(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+def _through(layers: Sequence[nn.Module | None], x: Tensor) -> Tensor:
     for layer in layers:
-        x = layer(x)
+        if layer is not None:
+            x = layer(x)
     return x
 
 
@@ -183,14 +182,14 @@ def is_projection(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and gates.is_pointwise(layer) and layer.stride == (1, 1)
 
 
-def _is_known(conv: nn.Module | None, norm: nn.Module) -> bool:
-    if kind_of(norm) not in NORMS or observed(norm):
+def _is_norm(layer: nn.Module) -> bool:
+    return kind_of(layer) in NORMS and not observed(layer)
+
+
+def _is_before_norm(layer: nn.Module) -> bool:
+    if kind_of(layer) not in BEFORE_NORM or observed(layer):
         return False
-    if conv is None:
-        return True
-    if kind_of(conv) not in BEFORE_NORM or observed(conv):
-        return False
-    return conv.padding_mode == "zeros" or type(conv) is PointwiseConv2d
+    return layer.padding_mode == "zeros" or type(layer) is PointwiseConv2d
 
 
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:

@@ -111,20 +111,32 @@ def _content(value, depth: int = 3):
 
 
 class _Seen(NamedTuple):
-    """What of an inlined module decides what its forward does."""
+    """A module that was inlined: where its parent holds it, its class, and what of it decides what its forward does."""
 
+    parent: str  # its path
+    name: str
     kind: type
-    forward: Callable  # of the class
-    children: list[str]  # that are not None; and parameters and buffers that are
-    attributes: dict  # but for tensors, which recorded forwards do not use
+    look: Callable[[nn.Module, type], tuple]
+    state: tuple  # what ``look`` returns
 
     @classmethod
-    def of(cls, module: nn.Module) -> "_Seen":
-        attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
-        stock = stock_class(module) if isinstance(module, Recorded) else type(module)
-        children = [k for k, v in module._modules.items() if v is not None]
-        children += (k for tensors in (module._parameters, module._buffers) for k, v in tensors.items() if v is None)
-        return cls(type(module), stock.forward, children, attributes)
+    def of(cls, path: str, module: nn.Module) -> "_Seen":
+        parent, _, name = path.rpartition(".")
+        kind, look = type(module), _sequence if _is_sequence(module) else _state
+        return cls(parent, name, kind, look, look(module, kind))
+
+
+def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
+    """What decides what the forward of a sequence does: that of its class, and the children that are not None."""
+    return kind.forward, [k for k, v in module._modules.items() if v is not None]
+
+
+def _state(module: nn.Module, kind: type) -> tuple[Callable, list[str], list[str], dict]:
+    """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
+    tensors, which recorded forwards do not use."""
+    missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
+    attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
+    return *_sequence(module, kind), missing, attributes
 
 
 class Recording(NamedTuple):
@@ -132,7 +144,7 @@ class Recording(NamedTuple):
 
     Args:
         forwards: in evaluation and in training.
-        seen: what it holds for, by the paths of the modules that were inlined.
+        seen: what it holds for, by the paths of the modules that were inlined, parents first.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
     """
@@ -146,10 +158,13 @@ class Recording(NamedTuple):
         return self.of_images is None or isinstance(argument, Tensor) == self.of_images
 
     def holds_for(self, block: nn.Module) -> bool:
-        for path, seen in self.seen.items():
-            module = block.get_submodule(path)
-            changed = path and (observed(module) or type(module) is not seen.kind or module.training != block.training)
-            if changed or _Seen.of(module)[1:] != seen[1:]:
+        modules = {"": block}
+        for path, (parent, name, kind, look, state) in self.seen.items():
+            if path:
+                module = modules[path] = modules[parent]._modules[name]
+                if type(module) is not kind or module.training != block.training or observed(module):
+                    return False
+            if look(modules[path], kind) != state:
                 return False
         return True
 
@@ -416,7 +431,7 @@ class _Tracer(fx.Tracer):
 
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
-    if any(_Seen.of(m) != _Seen.of(m) for m in block.modules()):
+    if any(_state(m, type(m)) != _state(m, type(m)) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
     modes = {m: m.training for m in block.modules()}
     graphs, inlined, saved, of_images = [], {""}, [], set()
@@ -442,7 +457,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         return "its forward asks for the type of its argument"
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
-    seen = {path: _Seen.of(block.get_submodule(path)) for path in sorted(inlined)}
+    seen = {path: _Seen.of(path, block.get_submodule(path)) for path in sorted(inlined)}
     return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
 
 
@@ -465,14 +480,15 @@ def _ids(holder: dict | list | set) -> list:
 def _untouched(modules: list[nn.Module]):
     """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
     numpy, changes = sys.modules.get("numpy"), []
-    before, seen = [dict(vars(m)) for m in modules], [_Seen.of(m) for m in modules]
+    before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
     third = None if numpy is None else numpy.random.get_state()
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
-        if changed or [_Seen.of(m) for m in modules] != seen or any(_ids(now) != _ids(old) for now, old in held):
+        changed = changed or [(type(m), _state(m, type(m))) for m in modules] != seen
+        if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
         if drawn or (third is not None and repr(numpy.random.get_state()) != repr(third)):
@@ -547,6 +563,7 @@ class _Pattern:
     def __init__(self, graph: fx.Graph, block: nn.Module, kind: Kind):
         self.graph, self.block, self.kind = graph, block, kind
         self.gone: set[fx.Node] = set()
+        self.holders: dict[str, fx.Node] = {}
         self.inlined: set[str] = set()
 
     def rewrite(self) -> int:
@@ -585,8 +602,17 @@ class _Pattern:
     def layer(self, node: fx.Node) -> fx.Node:
         """A node of the layer that ``node`` calls, or that is in the place of the function."""
         if node.op == "call_module":
-            return self.graph.create_node("get_attr", node.target)
+            return self.layer_at(node.target)
         return self.graph.call_function(activation, (self.activation(node),))
+
+    def layer_at(self, path: str) -> fx.Node:
+        """A node of the layer at ``path``: what its parent holds, since torch takes long to find an attribute."""
+        parent, _, name = path.rpartition(".")
+        if parent not in self.holders:
+            images = next(iter(self.graph.nodes))
+            with self.graph.inserting_after(images):
+                self.holders[parent] = self.graph.create_node("get_attr", f"{parent}._modules".strip("."))
+        return self.graph.call_function(operator.getitem, (self.holders[parent], name))
 
     def replace(self, nodes: list[fx.Node], call: Callable[[], fx.Node]) -> int:
         """Puts ``call`` in the place of ``nodes``, the last of which has the result, and returns what that saves."""
@@ -645,7 +671,7 @@ class _Pattern:
             self.inlined.add(start.target)
 
         def call() -> fx.Node:
-            parts = [None if path is None else self.graph.create_node("get_attr", path) for path in (conv, norm)]
+            parts = [None if path is None else self.layer_at(path) for path in (conv, norm)]
             arguments = (start.args[0], *parts, tuple(map(self.layer, acts)))
             if residual is None:
                 return self.graph.call_function(middle, (*arguments, self.gate_layer(gate)))

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,18 +70,29 @@ def check_images(op: str, x: Tensor) -> None:
         raise TypeError(f"{op}: x must be float32, bfloat16, float16 or float64, got {x.dtype}")
 
 
-def check_same_dtype(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raises when a tensor does not have the dtype of ``x``."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
-
-
 def check_same_device(op: str, x: Tensor, **others: Tensor | None) -> None:
     """Raises when a tensor is not on the device of ``x``."""
+    device = x.device
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise RuntimeError(f"{op}: {name} is on {tensor.device}, but x is on {x.device}")
+        if tensor is not None and tensor.device != device:
+            raise elsewhere(op, x, name, tensor)
+
+
+def check_same_kind(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raises when a tensor does not have the dtype of ``x``, or is not on its device."""
+    dtype, device = x.dtype, x.device
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of x ({dtype}), got {tensor.dtype}")
+        if tensor.device != device:
+            raise elsewhere(op, x, name, tensor)
+
+
+def elsewhere(op: str, x: Tensor, name: str, tensor: Tensor) -> RuntimeError:
+    """Returns the error of a tensor that is not on the device of ``x``."""
+    return RuntimeError(f"{op}: {name} is on {tensor.device}, but x is on {x.device}")
 
 
 def check_pixels(op: str, x: Tensor, pool: str) -> None:
@@ -119,10 +130,14 @@ def dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which takes longer to find that there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     """Returns ``dy`` in the dtype and memory format of the dense tensor ``x``."""
-    dy = dy if dy.dtype == x.dtype else dy.to(x.dtype)
-    return dy.contiguous(memory_format=format_of(x))
+    return cast(dy, x.dtype).contiguous(memory_format=format_of(x))
 
 
 def strided_like(dw: Tensor, w: Tensor) -> Tensor:
@@ -133,8 +148,15 @@ def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     return dw.as_strided(w.shape, w.stride()) if same else dw  # else w has its dimensions in another order
 
 
+def wanted(gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Those of ``gradients`` that are needed, and None in the place of the others."""
+    return [gradient if need else None for gradient, need in zip(gradients, needed)]
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -144,16 +166,22 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
     """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
-    both = [value, value] if isinstance(value, int) else list(value)
-    if len(both) != 2 or not all(isinstance(v, int) and v >= least for v in both):
-        raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
-    return both
+    both = (value, value) if isinstance(value, int) else value
+    if len(both) == 2:
+        h, w = both
+        if isinstance(h, int) and isinstance(w, int) and h >= least and w >= least:
+            return [h, w]
+    raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
 
 
 def in_format_of(y: Tensor, x: Tensor) -> Tensor:
-    """Returns ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in torch."""
-    c, h, w = x.shape[1:]
-    if x.stride() == (h * w * c, 1, w * c, c) and x.stride(0) != x.stride(1):
+    """Returns dense ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in
+    torch."""
+    if not y.is_contiguous():
+        return y
+    n_stride, *strides = x.stride()
+    _, c, h, w = x.shape
+    if strides == [1, w * c, c] and n_stride == h * w * c != 1:
         return y.contiguous(memory_format=torch.channels_last)
     return y
 
@@ -181,7 +209,11 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 def records(*tensors: Tensor | None) -> bool:
     """True when gradients are recorded for one of the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 _ELSEWHERE = "have it: use fusedtrain.use_backend('reference'), or fusedtrain.unfuse(model)"
@@ -225,7 +257,9 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def once(ctx, *dys):
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return backward(ctx, *dys)
+        if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward(ctx, *dys)
         ctx = _Unpacked(ctx)

@@ -9,9 +9,9 @@ from fusedtrain.ops import _common
 
 def output_size(image, kernel, stride, padding, dilation) -> tuple[int, int]:
     """Returns height and width of the output, of an image of these two; below 1 where the kernel does not fit."""
-    left, right, top, bottom = padding
-    padded = (image[0] + top + bottom, image[1] + left + right)
-    ho, wo = ((size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(padded, kernel, stride, dilation))
+    (h, w), (kh, kw), (left, right, top, bottom) = image, kernel, padding
+    ho = (h + top + bottom - dilation[0] * (kh - 1) - 1) // stride[0] + 1
+    wo = (w + left + right - dilation[1] * (kw - 1) - 1) // stride[1] + 1
     return ho, wo
 
 
@@ -60,12 +60,12 @@ def geometry(
     op: str, x: Tensor, weight: Tensor, stride, padding, dilation
 ) -> tuple[tuple[list[int], ...], tuple[int, int]]:
     """Returns stride, padding and dilation as the operators take them, and the height and width of the output."""
-    kernel = (weight.shape[2], weight.shape[3])
+    image, kernel = x.shape[2:], weight.shape[2:]
     stride = _common.pair(op, "stride", stride, 1)
     dilation = _common.pair(op, "dilation", dilation, 1)
     sides = _sides(op, padding, kernel, stride, dilation)
-    ho, wo = output_size(x.shape[2:], kernel, stride, sides, dilation)
-    if ho < 1 or wo < 1 or 0 in x.shape[2:]:
+    ho, wo = output_size(image, kernel, stride, sides, dilation)
+    if ho < 1 or wo < 1 or 0 in image:
         raise ValueError(
             f"{op}: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
             f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"

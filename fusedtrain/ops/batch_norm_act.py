@@ -8,7 +8,7 @@ batch, ``_update_`` turns them into rstd and moves the running statistics, ``bat
 gathers the sums of the backward pass, which are the gradients of bias and weight, and ``_backward`` applies those.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,29 +135,31 @@ class _BatchNormImpl(Impl):
     reduce: Callable = _reference_reduce
 
 
-# Where stock PyTorch was measured faster on a CPU: (layout, bytes of an element) -> fewer elements of x than this. The
-# measurement, over the layers of benchmarks/bench_batch_norm_act.py in float32 and bfloat16, stands in
-# benchmarks/LOG.md (2026-11-25 for residuals). Stock adds a residual before the activation in place, and so does the
-# reference.
-_STOCK_FASTER_BELOW = {
-    ("contiguous", 4): 100_000,
-    ("contiguous", 2): 100_000,
-    ("channels_last", 4): 200_000,
-    ("channels_last", 2): 100_000,
-    ("channels_last", 4, "residual before"): 3_000_000,
+def _below(elements: int, where: str = "") -> tuple[int, str]:
+    return elements, f"stock PyTorch was measured faster: {where}fewer than {elements:,} elements"
+
+
+# Elements of x below which stock PyTorch was measured faster on a CPU, and the reason. The measurement, over the layers
+# of benchmarks/bench_batch_norm_act.py in float32 and bfloat16, stands in benchmarks/LOG.md (2026-11-25 for residuals).
+# float32 in channels_last: by whether a residual is added before the activation, which stock does in place, and so does
+# the reference.
+_SMALL = _below(100_000)
+_SMALL_ROWS = {
+    False: _below(200_000, "float32 in channels_last, "),
+    True: _below(3_000_000, "float32 in channels_last with a residual before the activation, "),
 }
 
 
 def _slower(x: Tensor, synchronised: bool = False, residual_before: bool = False, *_) -> str | None:
     if synchronised is True:  # stock has no statistics over processes on a CPU
         return None
-    key = ("channels_last" if _common.is_channels_last(x) else "contiguous", min(x.element_size(), 4))
-    least = _STOCK_FASTER_BELOW[key]
-    if residual_before is True:
-        least = _STOCK_FASTER_BELOW.get((*key, "residual before"), least)
-    if not _common.is_less(x.numel(), least):
+    least, reason = _SMALL
+    if _common.is_less(x.numel(), least):
+        return reason
+    if x.element_size() < 4 or not _common.is_channels_last(x):
         return None
-    return f"stock PyTorch was measured faster: {key[0]}, {x.dtype}, fewer than {least:,} elements"
+    least, reason = _SMALL_ROWS[residual_before is True]
+    return reason if _common.is_less(x.numel(), least) else None
 
 
 def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
@@ -183,12 +185,12 @@ class _BatchNormAct(torch.autograd.Function):
     """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, mean, rstd, count, act, residual_after, group, impl):
+    def forward(ctx, x, weight, bias, residual, mean, rstd, options):
+        ctx.count, act, residual_after, ctx.group, ctx.impl = options
         keeps_residual = residual is not None and not residual_after and act != 0
         ctx.save_for_backward(x, weight, bias, residual if keeps_residual else None, mean, rstd)
-        ctx.count, ctx.codes, ctx.group, ctx.impl = count, (act, residual_after), group, impl
-        ctx.passes_dy = residual_after or act == 0
-        return impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after)
+        ctx.codes = act, residual_after
+        return ctx.impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after)
 
     @staticmethod
     @_common.once_differentiable
@@ -196,8 +198,9 @@ class _BatchNormAct(torch.autograd.Function):
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
         need_dx, need_dw, need_db, need_dr = ctx.needs_input_grad[:4]
         dy = _common.dense_like(dy, x)
-        inputs = (dy, x, mean, rstd, weight, bias, residual)
-        trained, writes_dr = ctx.count is not None, need_dr and not ctx.passes_dy
+        inputs, (act, residual_after) = (dy, x, mean, rstd, weight, bias, residual), ctx.codes
+        passes_dy = residual_after or act == 0
+        trained, writes_dr = ctx.count is not None, need_dr and not passes_dy
         dw = db = dx = dr = None
         sums = (None, None)
         if need_dw or need_db or (need_dx and trained):
@@ -209,10 +212,10 @@ class _BatchNormAct(torch.autograd.Function):
             dx, dr = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *ctx.codes, need_dx, writes_dr)
         return (
             dx if need_dx else None,
-            dw.to(weight.dtype) if need_dw else None,
-            db.to(bias.dtype) if need_db else None,
-            (dy if ctx.passes_dy else dr) if need_dr else None,
-            *(None,) * 7,
+            _common.cast(dw, weight.dtype) if need_dw else None,
+            _common.cast(db, bias.dtype) if need_db else None,
+            (dy if passes_dy else dr) if need_dr else None,
+            *(None,) * 3,
         )
 
 
@@ -235,43 +238,50 @@ def _gathered(mean: Tensor, m2: Tensor, count: float, group) -> tuple[Tensor, Te
     return together.to(mean.dtype), m2.to(mean.dtype), float(total)
 
 
-def _check(x: Tensor, residual: Tensor | None, **vectors: Tensor | None) -> None:
-    c = x.shape[1]
+def _check(x: Tensor, channels: int, **vectors: Tensor | None) -> None:
+    """Checks what belongs to so many channels of images that have the dtype and device of ``x``."""
+    of_x, device, kind = x.dtype, x.device, None
     for name, vector in vectors.items():
-        if vector is not None and vector.shape != (c,):
-            raise ValueError(f"batch_norm_act: {name} must have shape [{c}] or be None, got {list(vector.shape)}")
-        if vector is not None and vector.dtype not in (x.dtype, _common.acc_dtype(x)):
-            raise TypeError(
-                f"batch_norm_act: {name} must have the dtype of x ({x.dtype}) or {_common.acc_dtype(x)},"
-                f" got {vector.dtype}"
+        if vector is None:
+            continue
+        dtype = vector.dtype
+        if vector.shape != (channels,):
+            raise ValueError(
+                f"batch_norm_act: {name} must have shape [{channels}] or be None, got {list(vector.shape)}"
             )
-    kinds = {vector.dtype for vector in vectors.values() if vector is not None}
-    if len(kinds) > 1:
-        raise TypeError(
-            "batch_norm_act: weight, bias, running_mean and running_var must share one dtype,"
-            f" got {', '.join(sorted(str(kind) for kind in kinds))}"
-        )
-    if residual is not None and residual.shape != x.shape:
+        if dtype != of_x and dtype != _common.acc_dtype(x):
+            raise TypeError(
+                f"batch_norm_act: {name} must have the dtype of x ({of_x}) or {_common.acc_dtype(x)}, got {dtype}"
+            )
+        if vector.device != device:
+            raise _common.elsewhere("batch_norm_act", x, name, vector)
+        kind = dtype if kind is None else kind
+        if dtype != kind:
+            raise TypeError(
+                "batch_norm_act: weight, bias, running_mean and running_var must share one dtype,"
+                f" got {', '.join(sorted((str(kind), str(dtype))))}"
+            )
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape:
         raise ValueError(
             f"batch_norm_act: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
         )
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(f"batch_norm_act: residual must have the dtype of x ({x.dtype}), got {residual.dtype}")
-    _common.check_same_device("batch_norm_act", x, residual=residual, **vectors)
+    _common.check_same_kind("batch_norm_act", x, residual=residual)
 
 
-def _check_statistics(x: Tensor, running_mean, running_var, training: bool, synchronised: bool) -> None:
+def _check_statistics(shape: Sequence[int], running_mean, running_var, training: bool, synchronised: bool) -> None:
+    """``shape``: of the images."""
     if (running_mean is None) != (running_var is None):
         raise ValueError("batch_norm_act: running_mean and running_var must both be given or both be None")
     if not training and running_mean is None:
         raise ValueError("batch_norm_act: running_mean and running_var are needed when training is False")
-    if training and not synchronised and x.shape[0] * x.shape[2] * x.shape[3] == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    if training and not synchronised and shape[0] * shape[2] * shape[3] == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}")
 
 
-def _check_moments(x: Tensor, moments: tuple[Tensor, Tensor] | None, training: bool) -> None:
-    if moments is None:
-        return
+def _check_moments(x: Tensor, moments: tuple[Tensor, Tensor], training: bool) -> None:
     if not training:
         raise ValueError("batch_norm_act: moments are those of a training batch, got training=False")
     if len(moments) != 2:
@@ -344,9 +354,12 @@ def batch_norm_act(
     Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``
     """
     _common.check_images("batch_norm_act", x)
-    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    _check_statistics(x, running_mean, running_var, training, process_group is not None)
-    _check_moments(x, moments, training)
+    _check(x, x.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    _check_statistics(x.shape, running_mean, running_var, training, process_group is not None)
+    if residual is not None:
+        _check_residual(x, residual)
+    if moments is not None:
+        _check_moments(x, moments, training)
     code = _codes.code("act", act, _codes.ACTIVATIONS)
     group = process_group if training else None
     impl = select("batch_norm_act", IMPLS, x, group is not None, residual is not None and not residual_after)
@@ -357,23 +370,25 @@ def batch_norm_act(
         impl = _REFERENCE_PARTS
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
-    mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
+    with torch.set_grad_enabled(False):  # half the time of no_grad
+        mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if _common.needs_autograd(x, weight, bias, residual):
-        return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, count, code, residual_after, group, impl)
+        options = count, code, residual_after, group, impl
+        return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, options)
     return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)
 
 
-@torch.no_grad()
 def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):
     """Returns mean, rstd and how many values per channel they come from, None for fixed statistics.
 
     ``moments`` are mean and m2 of x where they are known.
     """
-    dtype = _common.acc_dtype(x)
     if not training:
-        return running_mean.to(dtype), torch.rsqrt(running_var.to(dtype) + eps), None
+        dtype = _common.acc_dtype(x)
+        return _common.cast(running_mean, dtype), torch.rsqrt(_common.cast(running_var, dtype) + eps), None
     mean, m2 = moments or impl.stats(x)
-    count = float(x.shape[0] * x.shape[2] * x.shape[3])
+    n, _, h, w = x.shape
+    count = float(n * h * w)
     if group is not None:
         mean, m2, count = _gathered(mean, m2, count, group)
         if count == 1:

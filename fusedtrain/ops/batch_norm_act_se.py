@@ -9,19 +9,26 @@ from torch import Tensor
 
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common
-from fusedtrain.ops.batch_norm_act import _check, _check_moments, _check_statistics, _statistics, batch_norm_act
+from fusedtrain.ops.batch_norm_act import (
+    _check,
+    _check_moments,
+    _check_residual,
+    _check_statistics,
+    _statistics,
+    batch_norm_act,
+)
 from fusedtrain.ops.depthwise_bn_act_se import IMPLS, _reduced
-from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
+from fusedtrain.ops.squeeze_excite import _check_weights, _dense_weights, _weight_dtype, squeeze_excite
 
 
 class _BatchNormActSe(torch.autograd.Function):
     """mean and rstd have been computed from z; ``count`` is as in batch_norm_act."""
 
     @staticmethod
-    def forward(ctx, z, weight, bias, w1, b1, w2, b2, residual, mean, rstd, count, codes, relu, group, impl):
-        y, *small = impl.forward(z, mean, rstd, weight, bias, w1, b1, w2, b2, *codes, residual, relu)
+    def forward(ctx, z, weight, bias, w1, b1, w2, b2, residual, mean, rstd, options):
+        relu, ctx.codes, ctx.count, ctx.group, ctx.impl = options
+        y, *small = ctx.impl.forward(z, mean, rstd, weight, bias, w1, b1, w2, b2, *ctx.codes, residual, relu)
         ctx.save_for_backward(y if relu else None, z, mean, rstd, weight, bias, w1, w2, *small)
-        ctx.count, ctx.codes, ctx.group, ctx.impl = count, codes, group, impl
         return y
 
     @staticmethod
@@ -33,7 +40,7 @@ class _BatchNormActSe(torch.autograd.Function):
         dresidual = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
         inputs, others = _reduced(ctx, dresidual, saved, need_dz, need_others)
         dz = ctx.impl.backward(*inputs, ctx.count or 1.0, ctx.codes[0]) if need_dz else None
-        return dz, *others, dresidual if need_dresidual else None, *(None,) * 7
+        return dz, *others, dresidual if need_dresidual else None, *(None,) * 3
 
 
 def batch_norm_act_se(
@@ -61,7 +68,9 @@ def batch_norm_act_se(
     _common.check_images("batch_norm_act", x)
     if relu and residual is None:
         raise ValueError("batch_norm_act_se: relu follows the sum with residual, which is None")
-    _check(x, residual, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    _check(x, x.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    if residual is not None:
+        _check_residual(x, residual)
     impl = select("depthwise_bn_act_se", IMPLS, x)
     running, affine = (running_mean, running_var), (weight, bias)
     if impl.backward is None or x.numel() == 0:
@@ -71,20 +80,20 @@ def batch_norm_act_se(
         y = y if residual is None else y + residual
         return y.relu() if relu else y
     group = process_group if training else None
-    _check_statistics(x, *running, training, group is not None)
-    _check_moments(x, moments, training)
-    _check_weights(x, *se)
-    _common.check_same_device("squeeze_excite", x, **dict(zip(("w1", "b1", "w2", "b2"), se)))
+    _check_statistics(x.shape, *running, training, group is not None)
+    if moments is not None:
+        _check_moments(x, moments, training)
+    _check_weights(x, x.shape[1], *se)
     codes = [
         _codes.code("act", act, _codes.INPUT_ACTIVATIONS),
         _codes.code("se_act", se_act, _codes.ACTIVATIONS),
         _codes.code("gate", gate, _codes.ACTIVATIONS),
     ]
-    dtype = _weight_dtype(x, *se)
-    se = tuple(w if w is None else w.to(dtype).contiguous() for w in se)
+    se = _dense_weights(_weight_dtype(x, *se), se)
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
-    mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
+    with torch.set_grad_enabled(False):  # half the time of no_grad
+        mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
     if _common.needs_autograd(x, *affine, *se, residual):
-        return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, count, codes, relu, group, impl)
+        return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, (relu, codes, count, group, impl))
     return impl.forward(x, mean, rstd, *affine, *se, *codes, residual, relu)[0]

@@ -31,9 +31,10 @@ from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
 from fusedtrain.ops.depthwise_conv2d import _geometry, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
 from fusedtrain.ops.pointwise_conv2d import IMPLS as PROJECTION_IMPLS
-from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
+from fusedtrain.ops.pointwise_conv2d import _product
 from fusedtrain.ops.pointwise_conv2d import reference_backward as projection_backward
-from fusedtrain.ops.squeeze_excite import _check_weights, _weight_dtype, squeeze_excite
+from fusedtrain.ops.squeeze_excite import _check_weights as _check_gate
+from fusedtrain.ops.squeeze_excite import _dense_weights, _weight_dtype, squeeze_excite
 from fusedtrain.ops.squeeze_excite import reference as gate_reference
 
 
@@ -130,9 +131,9 @@ def _reduced(ctx, dy, saved, need_dz: bool, needed) -> tuple[tuple, tuple]:
         sums = _all_reduced(*sums, ctx.group)
     dse = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
     return (*inputs, gate, dpooled, *sums), (
-        dgamma.to(norm_weight.dtype) if need_dgamma else None,
-        dbeta.to(norm_bias.dtype) if need_dbeta else None,
-        *(grad if needed else None for grad, needed in zip(dse, need_se)),
+        _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
+        _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
+        *_common.wanted(dse, need_se),
     )
 
 
@@ -146,10 +147,9 @@ def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
 
 def _convolve(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, stride, *args) -> Callable:
     """The convolution; inside the block the kernels straight from channels_last images gain where alone stock does."""
-    square = (
-        weight.shape[2] == weight.shape[3] in (3, 5, 7) and stride[0] == stride[1] and weight.shape[0] == x.shape[1]
-    )
-    if impl is IMPLS["cpu"] and square and _common.is_channels_last(x) and x.shape[1] * x.element_size() >= 64:
+    (d, _, kh, kw), c = weight.shape, x.shape[1]
+    square = kh == kw in (3, 5, 7) and stride[0] == stride[1] and d == c
+    if impl is IMPLS["cpu"] and square and c * x.element_size() >= 64 and _common.is_channels_last(x):
         return CONV_IMPLS["cpu"].forward
     return select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, stride, *args).forward
 
@@ -166,13 +166,10 @@ class _DepthwiseBnActSe(torch.autograd.Function):
     """z, mean and rstd have been computed from x; ``count`` is as in batch_norm_act."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, norm_weight, norm_bias, w1, b1, w2, b2, z, mean, rstd, count, codes, geometry, group, ops
-    ):
-        ctx.impl, ctx.conv_backward = ops
-        y, *small = ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2, *codes)
+    def forward(ctx, x, weight, bias, norm_weight, norm_bias, w1, b1, w2, b2, z, mean, rstd, options):
+        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group = options
+        y, *small = ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2, *ctx.codes)
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small)
-        ctx.count, ctx.codes, ctx.geometry, ctx.group = count, codes, geometry, group
         return y
 
     @staticmethod
@@ -184,18 +181,17 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         grads = (None, None, None)
         if any(need_conv):
             grads = _conv_gradients(ctx, inputs, x, weight, ctx.codes[0], need_conv)
-        return *(grad if needed else None for grad, needed in zip(grads, need_conv)), *others, *(None,) * 8
+        return *_common.wanted(grads, need_conv), *others, *(None,) * 4
 
 
 class _DepthwiseBnAct(torch.autograd.Function):
     """The same without a gate: y and the sums by the operators of batch_norm_act."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, count, act, geometry, group, ops):
+    def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, options):
+        ctx.impl, ctx.conv_backward, (ctx.act, *_), ctx.count, ctx.geometry, ctx.group = options
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
-        ctx.count, ctx.act, ctx.geometry, ctx.group = count, act, geometry, group
-        ctx.impl, ctx.norm, ctx.conv_backward = ops
-        return ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
+        return ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.act, False)
 
     @staticmethod
     @_common.once_differentiable
@@ -205,7 +201,7 @@ class _DepthwiseBnAct(torch.autograd.Function):
         inputs = (_common.dense_like(dy, norm[0]), *norm)
         sums, grads = (None, None), (None, None, None)
         if ctx.count is not None or need_dgamma or need_dbeta:
-            sums = ctx.norm.reduce(*inputs, None, ctx.act, False)
+            sums = ctx.impl.norm.reduce(*inputs, None, ctx.act, False)
         dbeta, dgamma = sums
         if any(need_conv):
             if ctx.count is None:
@@ -214,10 +210,10 @@ class _DepthwiseBnAct(torch.autograd.Function):
                 sums = _all_reduced(*sums, ctx.group)
             grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, ctx.act, need_conv)
         return (
-            *(grad if needed else None for grad, needed in zip(grads, need_conv)),
-            dgamma.to(norm[3].dtype) if need_dgamma else None,
-            dbeta.to(norm[4].dtype) if need_dbeta else None,
-            *(None,) * 8,
+            *_common.wanted(grads, need_conv),
+            _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
+            _common.cast(dbeta, norm[4].dtype) if need_dbeta else None,
+            *(None,) * 4,
         )
 
 
@@ -247,7 +243,7 @@ class _Projection(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
         grads = ctx.run_backward(_common.dense_like(dout, y), y, weight, *ctx.options, needed)
-        return *(grad if need else None for grad, need in zip(grads, needed)), None, *(None,) * len(kept)
+        return *_common.wanted(grads, needed), None, *(None,) * len(kept)
 
 
 # Elements of y: from here on computing it again costs about a hundredth of the step, see benchmarks/LOG.md.
@@ -265,22 +261,17 @@ def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | N
             f"depthwise_bn_act_se: the bias of projection must have shape [{weight.shape[0]}] or be None,"
             f" got {list(bias.shape)}"
         )
-    for tensor in (weight, bias):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"depthwise_bn_act_se: projection must have the dtype of x ({x.dtype}), got {tensor.dtype}")
-    _common.check_same_device("depthwise_bn_act_se", x, **{"projection's weight": weight, "projection's bias": bias})
+    _common.check_same_kind("depthwise_bn_act_se", x, **{"projection": weight, "the bias of projection": bias})
 
 
 def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
     _check_conv(x, weight, bias)
-    # What the convolution will return, but for its values.
-    z = x.new_empty(1).expand(x.shape[0], weight.shape[0], *output)
-    vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    _check_norm(z, None, running_mean=running_mean, running_var=running_var, **vectors)
-    _check_statistics(z, running_mean, running_var, training, group is not None)
+    channels, vectors = weight.shape[0], {"norm_weight": norm_weight, "norm_bias": norm_bias}
+    _check_norm(x, channels, running_mean=running_mean, running_var=running_var, **vectors)
+    shape = (x.shape[0], channels, *output)
+    _check_statistics(shape, running_mean, running_var, training, group is not None)
     if se is not None:
-        _check_weights(z, *se)
-        _common.check_same_device("squeeze_excite", x, **dict(zip(("w1", "b1", "w2", "b2"), se)))
+        _check_gate(x, channels, *se)
 
 
 def depthwise_bn_act_se(
@@ -357,7 +348,7 @@ def depthwise_bn_act_se(
     _common.check_images("depthwise_bn_act_se", x)
     if se is not None and len(se) != 4:
         raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
-    names = [
+    codes = [
         _codes.code("act", act, _codes.INPUT_ACTIVATIONS),
         _codes.code("se_act", se_act, _codes.ACTIVATIONS),
         _codes.code("gate", gate, _codes.ACTIVATIONS),
@@ -374,14 +365,13 @@ def depthwise_bn_act_se(
     if impl.backward is None or 0 in x.shape:
         norm = (*running, *affine, training, momentum, eps)
         y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
-        return pointwise_conv2d(y, *after) if after else y
+        return _product(y, *after, [1, 1])[0] if after else y
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
     if se is not None:
-        dtype = _weight_dtype(x, *se)
-        se = [w if w is None else w.to(dtype).contiguous() for w in se]
+        se = _dense_weights(_weight_dtype(x, *se), se)
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
     norm, moments = impl.norm, ()
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # half the time of no_grad
         convolve = _convolve(impl, x, weight, bias, *geometry)
         if training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward):
             z, *moments = impl.convolve(x, weight, bias, *geometry)
@@ -390,19 +380,18 @@ def depthwise_bn_act_se(
     # Not within no_grad, which it is under by itself: in an exported graph that leaves a part of nothing, and no file.
     mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     if se is None:
-        again, kept = functools.partial(_without_gate, norm, names[0]), (z, mean, rstd, *affine)
+        again, kept = functools.partial(_without_gate, norm, codes[0]), (z, mean, rstd, *affine)
     else:
-        again, kept = functools.partial(_with_gate, impl, names), (z, mean, rstd, *affine, *se)
+        again, kept = functools.partial(_with_gate, impl, codes), (z, mean, rstd, *affine, *se)
     if not recording:
         y = _common.in_format_of(again(*kept), x)
-        return pointwise_conv2d(y, *after) if after else y
-    conv_backward = _conv_backward(impl, x, weight, bias, *geometry)
-    batch, tail = (z, mean, rstd, count), (geometry, group)
+        return _product(y, *after, [1, 1])[0] if after else y
+    options = impl, _conv_backward(impl, x, weight, bias, *geometry), codes, count, geometry, group
     if se is None:
-        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, *batch, names[0], *tail, (impl, norm, conv_backward))
+        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, z, mean, rstd, options)
     else:
-        y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, *batch, names, *tail, (impl, conv_backward))
+        y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, z, mean, rstd, options)
     y = _common.in_format_of(y, x)
     if not after:
         return y
-    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else pointwise_conv2d(y, *after)
+    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else _product(y, *after, [1, 1])[0]

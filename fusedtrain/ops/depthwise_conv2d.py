@@ -125,12 +125,12 @@ def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
 
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
-        layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        rows = _stock_faster(direction, (layout, x.dtype, max(stride)))
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None
         if _common.is_less(x.numel(), _SMALL + 1):
             return None
+        layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
+        rows = _stock_faster(direction, (layout, x.dtype, max(stride)))
         kh, kw = weight.shape[2:]
         if max(kh, kw) > max(rows, default=0):
             return None
@@ -180,22 +180,19 @@ class _DepthwiseConv2d(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         grads = ctx.backward_op(_common.dense_like(dy, x), x, weight, *ctx.geometry, *need)
-        return *(grad if needed else None for grad, needed in zip(grads, need)), None, None, None
+        return *_common.wanted(grads, need), None, None, None
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    c = x.shape[1]
-    if weight.dim() != 4 or weight.shape[1] != 1 or c == 0 or weight.shape[0] % c or 0 in weight.shape:
+    c, shape = x.shape[1], weight.shape
+    if len(shape) != 4 or shape[1] != 1 or c == 0 or shape[0] % c or 0 in shape:
         raise ValueError(
             f"depthwise_conv2d: weight must have shape [{c} * m, 1, kh, kw] for x of shape {list(x.shape)},"
-            f" got {list(weight.shape)}"
+            f" got {list(shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"depthwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
-        )
-    _common.check_same_dtype("depthwise_conv2d", x, weight=weight, bias=bias)
-    _common.check_same_device("depthwise_conv2d", x, weight=weight, bias=bias)
+    if bias is not None and bias.shape != shape[:1]:
+        raise ValueError(f"depthwise_conv2d: bias must have shape [{shape[0]}] or be None, got {list(bias.shape)}")
+    _common.check_same_kind("depthwise_conv2d", x, weight=weight, bias=bias)
 
 
 def _geometry(x: Tensor, weight: Tensor, stride, padding, dilation) -> tuple[tuple[list[int], ...], tuple[int, int]]:

@@ -188,8 +188,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"grouped_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}")
-    _common.check_same_dtype("grouped_conv2d", x, weight=weight, bias=bias)
-    _common.check_same_device("grouped_conv2d", x, weight=weight, bias=bias)
+    _common.check_same_kind("grouped_conv2d", x, weight=weight, bias=bias)
 
 
 def grouped_conv2d(

@@ -118,8 +118,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"linear: weight must have shape [D, C] = [D, {x.shape[-1]}], got {got}")
     if bias is not None and (bias.dim() != 1 or bias.size(0) != weight.size(0)):
         raise ValueError(f"linear: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}")
-    _common.check_same_dtype("linear", x, weight=weight, bias=bias)
-    _common.check_same_device("linear", x, weight=weight, bias=bias)
+    _common.check_same_kind("linear", x, weight=weight, bias=bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

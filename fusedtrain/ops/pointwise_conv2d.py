@@ -117,13 +117,17 @@ _LEAST_OF_ZEN5, _FEW_OF_MANY = 40, 64  # channels
 def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
     """Whether the product of x with a weight of so many output channels runs in the kernel; ``whole``: wherever that
     can."""
+    return (_takes(x.dtype) if whole else _kernel_gains(x, channels)) and _common.is_channels_last(x)
+
+
+def _kernel_gains(x: Tensor, channels: int) -> bool:
+    """Whether the kernel is faster than PyTorch's libraries over channels_last images like x."""
     cpu = _extension.BUILD_INFO
-    if whole:
-        return _takes(x.dtype) and _common.is_channels_last(x)
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    wide = x.shape[1] >= _LEAST_OF_ZEN5 if _common.zen() == 5 else channels <= _FEW_OF_MANY <= x.shape[1]
-    return (x.dtype == torch.float32 or wide) and _common.is_channels_last(x)
+    if x.dtype == torch.bfloat16:
+        return x.shape[1] >= _LEAST_OF_ZEN5 if _common.zen() == 5 else channels <= _FEW_OF_MANY <= x.shape[1]
+    return True
 
 
 # The same for contiguous images (benchmarks/LOG.md, 2026-11-24).
@@ -172,20 +176,20 @@ def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
 
 
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
+_TOO_SMALL = f"fewer than {_SMALL} elements: stock calls cost less"
 
 
 def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[int] | None = None) -> str | None:
     if not _common.cpu_multiplies(x.dtype):
         return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
+    (n, c, h, w), d = x.shape, weight.shape[0]
+    if _common.is_less(n * h * w * (c + d), _SMALL):
+        return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     if planes and not _by_planes(x, stride or [1, 1]):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
-    small = _common.is_less(x.numel(), _SMALL)
-    if small and (planes or _by_kernel(x, weight.shape[0])):  # which gains in y, too
-        both = x.shape[0] * x.shape[2] * x.shape[3] * (x.shape[1] + weight.shape[0])
-        small = _common.is_less(both, _SMALL)
-    if small:
-        return f"fewer than {_SMALL} elements: stock calls cost less"
+    if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
+        return _TOO_SMALL
     limits = _limits(_common.is_less(x.shape[0], _FEW)) if x.dtype == torch.float32 else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
@@ -284,15 +288,14 @@ class _PointwiseConv2dStats(_PointwiseConv2d):
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 1, 1):
+    if not isinstance(weight, Tensor) or weight.shape[1:] != (x.shape[1], 1, 1):
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"pointwise_conv2d: weight must have shape [D, C, 1, 1] = [D, {x.shape[1]}, 1, 1], got {got}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"pointwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
         )
-    _common.check_same_dtype("pointwise_conv2d", x, weight=weight, bias=bias)
-    _common.check_same_device("pointwise_conv2d", x, weight=weight, bias=bias)
+    _common.check_same_kind("pointwise_conv2d", x, weight=weight, bias=bias)
 
 
 def pointwise_conv2d(
@@ -329,7 +332,7 @@ def pointwise_conv2d(
     """
     if isinstance(x, Tensor) and x.dim() == 3:
         return pointwise_conv2d(x[None], weight, bias, stride)[0]
-    return _convolve(x, weight, bias, stride, with_moments=False)[0]
+    return _product(*_arguments(x, weight, bias, stride))[0]
 
 
 def with_moments(
@@ -341,16 +344,22 @@ def with_moments(
         y, and what ``batch_norm_act`` takes as ``moments`` of y where the kernel computes it, which gathers them on the
         way. None elsewhere.
     """
-    return _convolve(x, weight, bias, stride, with_moments=True)
+    return _product(*_arguments(x, weight, bias, stride), with_moments=True)
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride, with_moments: bool
-) -> tuple[Tensor, tuple | None]:
+def _arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride
+) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
+    """The arguments, checked, and cast as autocast does."""
     _common.check_images("pointwise_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
-    stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
+    return x, weight, bias, _common.pair("pointwise_conv2d", "stride", stride, 1)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool = False
+) -> tuple[Tensor, tuple | None]:
     impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
     if impl.backward is None or x.numel() == 0:
         return reference(x, weight, bias, stride), None

@@ -11,7 +11,7 @@ from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import _all_reduced, _check, _check_statistics, _statistics, batch_norm_act
-from fusedtrain.ops.pointwise_conv2d import IMPLS, _by_kernel, pointwise_conv2d, with_moments
+from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _by_kernel, _product
 
 
 @_schema.register_fake("pointwise_conv2d_norm_backward")
@@ -28,10 +28,10 @@ class _PointwiseNorm(torch.autograd.Function):
     """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
 
     @staticmethod
-    def forward(ctx, x, weight, norm_weight, norm_bias, z, mean, rstd, count, act, group, norm):
+    def forward(ctx, x, weight, norm_weight, norm_bias, z, mean, rstd, options):
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
-        ctx.count, ctx.act, ctx.group, ctx.norm = count, act, group, norm
-        return norm.forward(z, mean, rstd, norm_weight, norm_bias, None, act, False)
+        ctx.count, ctx.act, ctx.group, ctx.norm = options
+        return ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.act, False)
 
     @staticmethod
     @_common.once_differentiable
@@ -50,9 +50,9 @@ class _PointwiseNorm(torch.autograd.Function):
         return (
             dx if need_dx else None,
             _common.strided_like(dw, weight) if need_dw else None,
-            dgamma.to(norm[3].dtype) if need_dgamma else None,
-            dbeta.to(norm[4].dtype) if need_dbeta else None,
-            *(None,) * 7,
+            _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
+            _common.cast(dbeta, norm[4].dtype) if need_dbeta else None,
+            *(None,) * 4,
         )
 
 
@@ -64,12 +64,14 @@ _LARGE, _EXPANDS, _PIXELS, _AS_ONE = 1 << 19, 2, 8 << 10, (torch.float32,)
 
 def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: Tensor, *select_) -> bool:
     """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
-    if bias is not None or stride != [1, 1] or z.dtype not in _AS_ONE or not _by_kernel(z, x.shape[1]):
+    if bias is not None or stride != [1, 1] or z.dtype not in _AS_ONE or _common.is_less(z.numel(), _LARGE):
         return False
-    if not _common.needs_autograd(weight):  # before the sizes, which an exported graph leaves open
+    if not _common.needs_autograd(weight):  # before other sizes, which an exported graph leaves open
+        return False
+    if not _by_kernel(z, x.shape[1]):
         return False
     n, channels, h, w = z.shape
-    if z.numel() < _LARGE or n * h * w < _PIXELS or channels < _EXPANDS * x.shape[1]:
+    if n * h * w < _PIXELS or channels < _EXPANDS * x.shape[1]:
         return False
     ops = ("pointwise_conv2d", IMPLS, x, weight, bias, stride), ("batch_norm_act", NORM_IMPLS, z, *select_)
     return all(select(*op) is op[1]["cpu"] for op in ops)
@@ -92,20 +94,17 @@ def pointwise_conv2d_norm(
     process_group=None,
 ) -> Tensor:
     """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
-    _common.check_images("pointwise_conv2d", x)
-    stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
-    x, weight, bias = _common.autocast(x, weight, bias)
-    if training:
-        z, moments = with_moments(x, weight, bias, stride)
-    else:
-        z, moments = pointwise_conv2d(x, weight, bias, stride), None
+    x, weight, bias, stride = _arguments(x, weight, bias, stride)
+    z, moments = _product(x, weight, bias, stride, with_moments=training)
     running, affine, group = (running_mean, running_var), (norm_weight, norm_bias), process_group if training else None
     if not _meet(x, weight, bias, stride, z, group is not None):
         norm = (*running, *affine, training, momentum, eps)
         return batch_norm_act(z, *norm, act=act, process_group=process_group, moments=moments)
-    _check(z, None, weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
-    _check_statistics(z, *running, training, group is not None)
+    vectors = {"weight": norm_weight, "bias": norm_bias, "running_mean": running_mean, "running_var": running_var}
+    _check(z, z.shape[1], **vectors)
+    _check_statistics(z.shape, *running, training, group is not None)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()
-    mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
-    return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, count, code, group, norm)
+    with torch.set_grad_enabled(False):  # half the time of no_grad
+        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+    return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, (count, code, group, norm))

@@ -4,6 +4,8 @@ r"""squeeze_excite: channel attention from the channels' own means.
     p = \mathrm{pool}(a(x)), \quad g = \sigma(W_2\, \phi(W_1 p + b_1) + b_2), \quad y_{nchw} = a(x_{nchw})\, g_{nc}
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,19 +68,21 @@ class _SqueezeExcite(torch.autograd.Function):
         dy = _common.dense_like(dy, x)
         dx, dw1, db1, dw2, db2 = ctx.impl.backward(dy, x, w1, w2, *saved, *ctx.codes, need_dx, any(need))
         dw = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
-        return dx if need_dx else None, *(d if wanted else None for d, wanted in zip(dw, need)), None, None
+        return dx if need_dx else None, *_common.wanted(dw, need), None, None
 
 
-def _check_weights(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
-    c, shape1, shape2 = x.shape[1], w1.shape, w2.shape
-    if shape1[1:] not in ((c,), (c, 1, 1)):
+def _check_weights(x: Tensor, c: int, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
+    """Checks shapes for images of c channels, and devices for that of ``x``."""
+    shape1, shape2 = w1.shape, w2.shape
+    if shape1[1:] not in ((c, 1, 1), (c,)):
         raise ValueError(f"squeeze_excite: w1 must have shape [R, {c}] or [R, {c}, 1, 1], got {list(shape1)}")
     r = shape1[0]
-    if shape2 not in ((c, r), (c, r, 1, 1)):
+    if shape2 not in ((c, r, 1, 1), (c, r)):
         raise ValueError(f"squeeze_excite: w2 must have shape [{c}, {r}] or [{c}, {r}, 1, 1], got {list(shape2)}")
     for name, bias, size in (("b1", b1, r), ("b2", b2, c)):
         if bias is not None and bias.shape != (size,):
             raise ValueError(f"squeeze_excite: {name} must have shape [{size}] or be None, got {list(bias.shape)}")
+    _common.check_same_device("squeeze_excite", x, w1=w1, b1=b1, w2=w2, b2=b2)
 
 
 def _weight_dtype(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> torch.dtype:
@@ -92,6 +96,10 @@ def _weight_dtype(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tens
             f" got {', '.join(sorted(str(d) for d in dtypes))}"
         )
     return torch.float32
+
+
+def _dense_weights(dtype: torch.dtype, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [w if w is None or (w.dtype == dtype and w.is_contiguous()) else w.to(dtype).contiguous() for w in weights]
 
 
 def squeeze_excite(
@@ -140,9 +148,8 @@ def squeeze_excite(
     Source: Hu et al., Squeeze-and-Excitation Networks, https://arxiv.org/abs/1709.01507
     """
     _common.check_images("squeeze_excite", x)
-    _check_weights(x, w1, b1, w2, b2)
+    _check_weights(x, x.shape[1], w1, b1, w2, b2)
     _common.check_pixels("squeeze_excite", x, pool)
-    _common.check_same_device("squeeze_excite", x, w1=w1, b1=b1, w2=w2, b2=b2)
     codes = (
         _codes.code("act", act, _codes.ACTIVATIONS),
         _codes.code("gate", gate, _codes.ACTIVATIONS),
@@ -155,9 +162,7 @@ def squeeze_excite(
     if impl.backward is None:
         return impl.forward(x, *weights, act, gate, pool, in_act)
     x = _common.dense(x)
-    weights = tuple(
-        w if w is None or (w.dtype == dtype and w.is_contiguous()) else w.to(dtype).contiguous() for w in weights
-    )
+    weights = _dense_weights(dtype, weights)
     if _common.needs_autograd(x, *weights):
         return _SqueezeExcite.apply(x, *weights, codes, impl)
     return impl.forward(x, *weights, *codes)[0]
