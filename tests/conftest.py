@@ -11,6 +11,7 @@ be taken back: a test that compiles kernels ahead of time does so in a subproces
 """
 
 import contextlib
+import gc
 import importlib.util
 import os
 from importlib import metadata
@@ -63,6 +64,12 @@ def pytest_report_header():
         f"torch {torch.__version__}, devices {', '.join(harness.DEVICES)}, {torch.get_num_threads()} threads",
         f"fusedtrain {fusedtrain.__version__} in {os.path.dirname(fusedtrain.__file__)}; compiled kernels {state}",
     )
+
+
+def pytest_collection_finish():
+    """What stands here stays: passes of the garbage collector, of which a diagnosis makes many, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

@@ -15,6 +15,7 @@ forces.
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -60,10 +61,23 @@ def interpreted(backend: str, device: str) -> bool:
 
 def interpret_as_compiled() -> None:
     """Has Triton's interpreter compute with integers as compiled kernels do: without a check for overflow after each
-    operation, which takes more than half of its time. Only where ``TRITON_INTERPRET=1``."""
-    from triton.runtime.interpreter import interpreter_builder
+    operation, which takes more than half of its time. And has it look once per launch for what to replace in
+    triton.language, not again at each call of a function in a kernel. Only where ``TRITON_INTERPRET=1``."""
+    from triton import language
+    from triton.runtime import interpreter
 
-    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    builder, replace = interpreter.interpreter_builder, interpreter._patch_lang
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    @functools.cache
+    def languages(function):
+        modules = (language, language.core)
+        return [value for value in function.__globals__.values() if any(value is module for module in modules)]
+
+    def replace_once(function):
+        return replace(function) if any(language.core.is_builtin(m.load) for m in languages(function)) else None
+
+    interpreter._patch_lang = replace_once
 
 
 def skip_copied_layouts(backend: str, device: str, layout: str) -> None:
