@@ -329,6 +329,21 @@ def test_one_image_without_batch(device, backend):
     assert torch.equal(depthwise_conv2d(x[0], w, b, padding=1), depthwise_conv2d(x, w, b, padding=1)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_contiguous_images_are_written_as_small_ones(dtype):
+    shape = (5, 80, 112, 112)  # 8 MiB and more, past the caches; the last group of channels is not full
+    x, w, dy = torch.randn(shape).to(dtype), torch.randn(80, 1, 3, 3).to(dtype), torch.randn(shape).to(dtype)
+
+    def results(x, dy):
+        x = x.detach().requires_grad_()
+        with backends.use_backend("cpu"):
+            y = depthwise_conv2d(x, w, None, padding=1)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    for whole, *parts in zip(results(x, dy), *(results(x[i : i + 1], dy[i : i + 1]) for i in range(5))):
+        assert torch.equal(whole, torch.cat(parts))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -167,17 +167,6 @@ void run_tile(const Tile<T>& tile) {
   }
 }
 
-// Whether results are written past the caches: they are large, and every store is a whole line. Halves of lines wait
-// for each other in the few buffers of a core, and those that must leave early cost several times as much.
-constexpr int64_t kStreamBytes = 8 << 20;
-template <class T>
-bool streams(const DepthwiseSizes& s, const T* out, int64_t pixels) {
-  constexpr int64_t kLine = 64;
-  if constexpr (Group<T>::kChannels * sizeof(T) % kLine != 0) return false;
-  const int64_t pixel = s.c * int64_t(sizeof(T));
-  return s.n * pixels * pixel >= kStreamBytes && pixel % kLine == 0 && reinterpret_cast<uintptr_t>(out) % kLine == 0;
-}
-
 // A range of groups of channels, of one row of outputs.
 template <class T>
 struct Row {
@@ -282,7 +271,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.pitch = s.c;
       tile.bias = static_cast<const T*>(a.bias);
       tile.act = a.act;
-      tile.streams = streams(s, y, s.ho * s.wo);
+      tile.streams = streams(s, y, s.ho * s.wo, s.c);
       Moments moments;
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
@@ -322,7 +311,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       tile.width = s.wo;
       tile.pitch = s.c;
       tile.act = Activation::kIdentity;
-      tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w);
+      tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w, s.c);
       if constexpr (kStride == 1) {
         auto* mirrored = static_cast<Acc<T>*>(scratch) - part.begin * kTaps * kTapRow;
         for (int64_t group = part.begin; group < part.end; ++group) {

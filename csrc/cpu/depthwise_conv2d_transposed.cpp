@@ -15,27 +15,26 @@ struct Words {
   RawVec<uint32_t, 4 * kLanes> v;
 };
 
-// out(j)[i] = in(i)[j], i and j < kChannels.
-template <class T, class In, class Out>
-[[gnu::always_inline]] inline void transpose_square(const In& in, const Out& out) {
+// put(j, out) for every out[i] = in(i)[j], i and j < kChannels.
+template <class T, class In, class Put>
+[[gnu::always_inline]] inline void transpose_square(const In& in, const Put& put) {
   using W = Words<T>;
   const auto transposed = [&](W * words, auto row) __attribute__((always_inline)) {
     unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) { std::memcpy(&words[i].v, in(row(i)), sizeof(W)); });
     transpose(words);
   };
-  const auto put = [&](int row, W words) __attribute__((always_inline)) { std::memcpy(out(row), &words.v, sizeof(W)); };
   W words[W::kLanes];
   if constexpr (sizeof(T) == 4) {
     transposed(words, [](int i) { return i; });
-    unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) { put(i, words[i]); });
+    unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) { put(i, words[i].v); });
   } else {
     // Words hold an even column and the odd one behind it, of the even rows first, then of the odd ones.
     W even[W::kLanes];
     transposed(even, [](int i) { return 2 * i; });
     transposed(words, [](int i) { return 2 * i + 1; });
     unroll<W::kLanes>([&](auto i) __attribute__((always_inline)) {
-      put(2 * i, W{(even[i].v & 0xffff) | (words[i].v << 16)});
-      put(2 * i + 1, W{(even[i].v >> 16) | (words[i].v & 0xffff0000)});
+      put(2 * i, (even[i].v & 0xffff) | (words[i].v << 16));
+      put(2 * i + 1, (even[i].v >> 16) | (words[i].v & 0xffff0000));
     });
   }
 }
@@ -54,33 +53,50 @@ class Planes {
     for (int64_t i = 0; i < kChannels; ++i) {
       planes_[i] = image + (std::min(block * kChannels + i, s.c - 1) * h + rows.begin) * w;
     }
+    // Not where a plane is written several times.
+    streams_ = (block + 1) * kChannels <= s.c && pixels_ % kChannels == 0 &&
+               streams<std::remove_const_t<T>>(s, planes_[0], h * w, h * w);
   }
 
   // tile[pixel][channel] = the planes.
   void read(std::remove_const_t<T>* tile) const {
     each_square(
         [&](int64_t at) {
-          for (const T* plane : planes_) __builtin_prefetch(plane + at + ahead_, 0, 2);
+          for (const T* plane : planes_) __builtin_prefetch(plane + at + ahead_);
           transpose_square<std::remove_const_t<T>>(
               [&](int i) __attribute__((always_inline)) { return planes_[i] + at; },
-              [&](int j) __attribute__((always_inline)) { return tile + (at + j) * kChannels; });
+              [&](int j, auto pixel)
+                  __attribute__((always_inline)) { std::memcpy(tile + (at + j) * kChannels, &pixel, sizeof pixel); });
         },
         [&](int64_t channel, int64_t pixel) { tile[pixel * kChannels + channel] = planes_[channel][pixel]; });
   }
 
   // The planes = tile[pixel][channel].
   void write(const T* tile) const {
+    visit_bool(streams_, [&]<bool kStream>() { write_by<kStream>(tile); });
+  }
+
+ private:
+  template <bool kStream>
+  void write_by(const T* tile) const {
     each_square(
         [&](int64_t at) {
-          for (const T* plane : planes_) prefetch_for_store(plane + at + ahead_);
+          for (const T* plane : planes_) {
+            if (!kStream) prefetch_for_store(plane + at + ahead_);
+          }
           transpose_square<T>(
               [&](int j) __attribute__((always_inline)) { return tile + (at + j) * kChannels; },
-              [&](int i) __attribute__((always_inline)) { return planes_[i] + at; });
+              [&](int i, auto run) __attribute__((always_inline)) {
+                if constexpr (kStream && sizeof run == 64) {
+                  stream_raw(planes_[i] + at, run);
+                } else {
+                  std::memcpy(planes_[i] + at, &run, sizeof run);
+                }
+              });
         },
         [&](int64_t channel, int64_t pixel) { planes_[channel][pixel] = tile[pixel * kChannels + channel]; });
   }
 
- private:
   // square(pixel) for as many pixels as channels at a time, the last of which may overlap; each(channel, pixel) where
   // there are too few.
   template <class Square, class Each>
@@ -97,6 +113,7 @@ class Planes {
   T* planes_[kChannels];
   int64_t pixels_;
   int64_t ahead_;  // to what is read or written next: the next group, if planes are short
+  bool streams_;   // whether they are written past the caches
 };
 
 // The rows of x that rows of y read, and the rows of dy that rows of dx read; with a group as a whole image.
@@ -157,6 +174,7 @@ void depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a,
       T* out = static_cast<T*>(a.y) + part.image * s.c * s.ho * s.wo;
       Planes<T>(s, out, block, s.ho, s.wo, y_rows).write(y);
     }
+    stream_fence();
   });
 }
 
@@ -200,6 +218,7 @@ void depthwise_transposed_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBac
       }
       depthwise_direct_dw<I>(group, one, static_cast<Acc<T>*>(partial) + block * (k + 1) * kChannels, begins);
     }
+    stream_fence();
   });
 }
 
