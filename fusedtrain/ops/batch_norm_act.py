@@ -370,7 +370,7 @@ def batch_norm_act(
         impl = _REFERENCE_PARTS
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
-    with torch.set_grad_enabled(False):  # half the time of no_grad
+    with torch.no_grad():
         mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if _common.needs_autograd(x, weight, bias, residual):
         options = count, code, residual_after, group, impl

@@ -371,14 +371,13 @@ def depthwise_bn_act_se(
         se = _dense_weights(_weight_dtype(x, *se), se)
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
     norm, moments = impl.norm, ()
-    with torch.set_grad_enabled(False):  # half the time of no_grad
+    with torch.no_grad():
         convolve = _convolve(impl, x, weight, bias, *geometry)
         if training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward):
             z, *moments = impl.convolve(x, weight, bias, *geometry)
         else:  # stock convolutions may be faster on CPUs
             z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
-    # Not within no_grad, which it is under by itself: in an exported graph that leaves a part of nothing, and no file.
-    mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     if se is None:
         again, kept = functools.partial(_without_gate, norm, codes[0]), (z, mean, rstd, *affine)
     else:

@@ -105,6 +105,6 @@ def pointwise_conv2d_norm(
     _check_statistics(z.shape, *running, training, group is not None)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()
-    with torch.set_grad_enabled(False):  # half the time of no_grad
+    with torch.no_grad():
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, (count, code, group, norm))
