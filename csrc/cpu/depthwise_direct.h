@@ -26,6 +26,7 @@ struct Group {
   static V get(const T* p) {
     return load<V>(p);
   }
+  static void get_all(const T* p, V* x) { x[0] = load<V>(p); }
   static void put(T* p, const V* x) { store(p, x[0]); }
   static void stream(T* p, const V* x) { cpu::stream(p, x[0]); }
 };
@@ -41,6 +42,13 @@ struct Group<BFloat16> {
   template <int v>
   static V get(const BFloat16* p) {
     return V(reinterpret_cast<V::Raw>(interleave<v>(_mm512_setzero_si512(), _mm512_loadu_si512(p))));
+  }
+  // All vectors by one load.
+  static void get_all(const BFloat16* p, V* x) {
+    __m512i channels = _mm512_loadu_si512(p);
+    asm("" : "+v"(channels));  // or it would be loaded for each of them
+    x[0] = V(reinterpret_cast<V::Raw>(interleave<0>(_mm512_setzero_si512(), channels)));
+    x[1] = V(reinterpret_cast<V::Raw>(interleave<1>(_mm512_setzero_si512(), channels)));
   }
   template <int v>
   static Pairs pair(const BFloat16* p, const BFloat16* q) {
