@@ -54,6 +54,12 @@ struct Group<BFloat16> {
   static Pairs pair(const BFloat16* p, const BFloat16* q) {
     return {reinterpret_cast<RawVec<uint32_t>>(interleave<v>(_mm512_loadu_si512(p), _mm512_loadu_si512(q)))};
   }
+  static void get_all(const BFloat16* p, const BFloat16* q, Pairs* x) {
+    __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(q);
+    asm("" : "+v"(a), "+v"(b));
+    x[0] = {reinterpret_cast<RawVec<uint32_t>>(interleave<0>(a, b))};
+    x[1] = {reinterpret_cast<RawVec<uint32_t>>(interleave<1>(a, b))};
+  }
   // In halves: where pixels hold an odd number of them, whole stores would cross lines and hold up loads whose
   // addresses share the last 12 bits with theirs, on Zen 5 to twice the time of a layer.
   static void put(BFloat16* p, const V* x) {
@@ -96,6 +102,14 @@ class Column {
       return Group<T>::template get<v>(p_[0]);
     } else {
       return Group<T>::template pair<v>(p_[0], p_[1]);
+    }
+  }
+  template <class X>
+  [[gnu::always_inline]] void get_all(X* x) const {
+    if constexpr (kDeep == 1) {
+      Group<T>::get_all(p_[0], x);
+    } else {
+      Group<T>::get_all(p_[0], p_[1], x);
     }
   }
   [[gnu::always_inline]] void next() {
