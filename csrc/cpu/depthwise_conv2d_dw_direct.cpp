@@ -21,9 +21,8 @@ void dot_rows(const DotRows<T>& task) {
   using G = Group<T>;
   using V = typename G::V;
   using In = std::conditional_t<kDeep == 1, V, Pairs>;
-  constexpr int kPixels = kVecs > 1                    ? 2 + (kRows * kTaps * kVecs <= kSums - 10) * 2
-                          : kRows * kTaps <= kSums - 2 ? 4
-                                                       : 2;
+  constexpr int kNow = kRows * kTaps * kVecs;
+  constexpr int kPixels = kVecs == 1 ? (kNow <= kSums - 2 ? 4 : 2) : kNow <= 18 ? 4 : 3;
   V sums[kRows][kTaps][kVecs];
   const auto each_sum = [&](auto f) __attribute__((always_inline)) {
     unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
