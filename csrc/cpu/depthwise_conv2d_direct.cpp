@@ -18,6 +18,9 @@ struct Gathered {
   static constexpr int kAhead = kTaps - kStride;  // columns that the tile before has read too
   static constexpr int columns(int wide) { return (wide - 1) * kStride + kTaps; }
   static constexpr int tap(int t, int j) { return j - t * kStride; }
+  // Whether all vectors of a group are taken by one load: their weights and sums fit the registers, and few columns are
+  // read for each output.
+  static constexpr bool kAtOnce = kTaps * kStride <= 6;
 };
 // Stride 2, backward: out[2 * j + tap], where column 0 is the first that reaches the tile.
 template <int kTaps>
@@ -26,6 +29,7 @@ struct Spread {
   static constexpr int kAhead = (kTaps - 1) / 2;
   static constexpr int columns(int wide) { return (wide - 1) / 2 + (kTaps - 1) / 2 + 1; }
   static constexpr int tap(int t, int j) { return t - 2 * (j - (kTaps - 1) / 2); }
+  static constexpr bool kAtOnce = kTaps <= 3;
 };
 
 // The input rows of one row of output.
@@ -132,6 +136,29 @@ void run_tile(const Tile<T>& tile) {
   for (int64_t i = 0; i < tile.rows.count; ++i) {
     const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
     const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
+    if constexpr (Form::kAtOnce) {
+      V tap[Form::kSize][G::kVecs];
+#pragma GCC unroll 32
+      for (int k = 0; k < Form::kSize; ++k) {
+#pragma GCC unroll 32
+        for (int v = 0; v < G::kVecs; ++v) tap[k][v] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
+      }
+      const T* p = first;
+#pragma GCC unroll 32
+      for (int j = 0; j < kColumns; ++j, p += tile.pitch) {
+        if (!kInside && uint64_t(tile.column + j) >= uint64_t(tile.width)) continue;
+        V x[G::kVecs];
+        G::get_all(p, x);
+#pragma GCC unroll 32
+        for (int t = 0; t < kWide; ++t) {
+          const int k = Form::tap(t, j);
+          if (k < 0 || k >= Form::kSize) continue;
+#pragma GCC unroll 32
+          for (int v = 0; v < G::kVecs; ++v) acc[t][v] += tap[k][v] * x[v];
+        }
+      }
+      continue;
+    }
     unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
       V tap[Form::kSize];
 #pragma GCC unroll 32

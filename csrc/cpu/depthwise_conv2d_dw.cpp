@@ -8,6 +8,19 @@
 namespace fusedtrain::cpu {
 namespace {
 
+// One axis: output o meets x[o * stride + tap * dil - pad], of `size`.
+struct Axis {
+  int64_t size, stride, dil, pad;
+
+  // Those of `outputs` that meet x inside the image with any of the taps [from, to).
+  Span meet(Span outputs, int64_t from, int64_t to) const {
+    const int64_t first = ceil_div(std::max<int64_t>(0, pad - (to - 1) * dil), stride);
+    const int64_t last = size - 1 + pad - from * dil;
+    const int64_t begin = std::max(outputs.begin, first);
+    return {begin, std::max(begin, std::min(outputs.end, last < 0 ? 0 : last / stride + 1))};
+  }
+};
+
 // Rows of dy against rows of x, for some of the taps.
 template <class Lane>
 struct DotTask {
@@ -17,7 +30,8 @@ struct DotTask {
   int64_t sw, dil_w;
   const Lane* dy;  // [rows][cols][lane]
   int64_t rows, cols;
-  Lane* sums;  // [kh][kw][lane] at distance sums_row
+  int64_t count;  // columns to be taken
+  Lane* sums;     // [kh][kw][lane] at distance sums_row
   int64_t sums_row;
 };
 
@@ -65,8 +79,8 @@ void dot_rows(const DotTask<typename V::Lane>& task) {
         }
       }
     };
-    for (; col + kPixels <= task.cols; col += kPixels) step.template operator()<kPixels>();
-    for (; col < task.cols; ++col) step.template operator()<1>();
+    for (; col + kPixels <= task.count; col += kPixels) step.template operator()<kPixels>();
+    for (; col < task.count; ++col) step.template operator()<1>();
   }
 #pragma GCC unroll 32
   for (int ky = 0; ky < kRows; ++ky) {
@@ -90,22 +104,30 @@ void dot_part(const DotTask<typename V::Lane>& task) {
   dot_rows<V, kRows, kTaps, 0>(task);
 }
 
-// All kh x kw sums, in parts that fit the registers.
+// All kh x kw sums of `rows` and `cols` of dy, in parts that fit the registers. What meets nothing but padding is left
+// out: large kernels reach far beyond their maps.
 template <class V>
-void dot(const DotTask<typename V::Lane>& whole, int64_t kh, int64_t kw) {
+void dot(const DotTask<typename V::Lane>& whole, const Axis& y, Span rows, const Axis& x, Span cols, int64_t kh,
+         int64_t kw) {
   const int64_t parts = ceil_div(kw, kMostTaps);
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t from = kw * part / parts, to = kw * (part + 1) / parts;
+    const Span met_cols = x.meet(cols, from, to);
     visit<1, 2, 3, 4, 5, 6, 7, 8>(to - from, [&]<int kTaps>() {
       constexpr int kRows = tap_rows(kTaps);
-      DotTask<typename V::Lane> task = whole;
-      task.col += from * task.dil_w;
-      task.sums += from * V::kLanes;
-      for (int64_t ky = 0, rows = 0; ky < kh; ky += rows) {
-        rows = kh - ky >= kRows ? kRows : 1;
-        rows == kRows ? dot_part<V, kRows, kTaps>(task) : dot_part<V, 1, kTaps>(task);
-        task.x += rows * task.dil_h;
-        task.sums += rows * task.sums_row;
+      for (int64_t ky = 0, now = 0; ky < kh; ky += now) {
+        now = kh - ky >= kRows ? kRows : 1;
+        const Span met_rows = y.meet(rows, ky, ky + now);
+        if (met_rows.size() * met_cols.size() == 0) continue;
+        const int64_t row = met_rows.begin - rows.begin, col = met_cols.begin - cols.begin;
+        DotTask<typename V::Lane> task = whole;
+        task.x += row * task.sh + ky * task.dil_h;
+        task.col += col * task.sw + from * task.dil_w;
+        task.dy += (row * task.cols + col) * V::kLanes;
+        task.rows = met_rows.size();
+        task.count = met_cols.size();
+        task.sums += ky * task.sums_row + from * V::kLanes;
+        now == kRows ? dot_part<V, kRows, kTaps>(task) : dot_part<V, 1, kTaps>(task);
       }
     });
   }
@@ -155,9 +177,11 @@ void unit_sums(const DepthwiseSizes& s, Block<const T> x, Block<const T> dy, boo
                   .dy = gradient + i * cols * V::kLanes,
                   .rows = at_once,
                   .cols = cols,
+                  .count = cols,
                   .sums = out,
                   .sums_row = s.kw * V::kLanes},
-                 s.kh, s.kw);
+                 {s.h, s.sh, s.dil_h, s.top}, {row + i, row + i + at_once}, {s.w, s.sw, s.dil_w, s.left},
+                 {left, left + cols}, s.kh, s.kw);
         }
         for (int64_t i = 0; i < now; ++i) add_row<V>(gradient + i * cols * V::kLanes, cols, out + k * V::kLanes);
       }

@@ -15,18 +15,30 @@ struct DotRows {
   Acc<T>* sums;  // [kh][kw][vector][lane]
 };
 
-template <class T, int kTaps, int kStride, int kDeep, int kRows, int v>
+// Vector v of the group, or all of them.
+template <class T, int kTaps, int kStride, int kDeep, int kRows, int v, int kVecs>
 void dot_rows(const DotRows<T>& task) {
   using G = Group<T>;
   using V = typename G::V;
-  constexpr int kPixels = kRows * kTaps <= kSums - 2 ? 4 : 2;
-  V sums[kRows][kTaps];
+  using In = std::conditional_t<kDeep == 1, V, Pairs>;
+  constexpr int kNow = kRows * kTaps * kVecs;
+  constexpr int kPixels = kVecs == 1 ? (kNow <= kSums - 2 ? 4 : 2) : kNow <= 18 ? 4 : 3;
+  V sums[kRows][kTaps][kVecs];
   const auto each_sum = [&](auto f) __attribute__((always_inline)) {
     unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
-      unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { f(ky, kx); });
+      unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
+        unroll<kVecs>([&](auto u) __attribute__((always_inline)) { f(ky, kx, u); });
+      });
     });
   };
-  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { sums[ky][kx] = V(0); });
+  const auto get = [](const auto& column, In* x) __attribute__((always_inline)) {
+    if constexpr (kVecs > 1) {
+      column.get_all(x);
+    } else {
+      x[0] = column.template get<v>();
+    }
+  };
+  each_sum([&](auto ky, auto kx, auto u) __attribute__((always_inline)) { sums[ky][kx][u] = V(0); });
   const int64_t x_pitch = task.w * task.pitch, left = task.left;
   for (int64_t row = 0; row < task.rows; row += kDeep) {
     const auto is_row = [&](int i) __attribute__((always_inline)) { return i == 0 || row + i < task.rows; };
@@ -35,9 +47,9 @@ void dot_rows(const DotRows<T>& task) {
     const T* dy = task.dy + row * task.wo * task.pitch;
     const auto step = [&](auto pixels, auto inside, int64_t col) __attribute__((always_inline)) {
       Column<T, kDeep> gradient(dy + col * task.pitch, task.wo * task.pitch, task.pitch, is_row);
-      decltype(gradient.template get<v>()) g[pixels];
+      In g[pixels][kVecs];
       unroll<pixels>([&](auto i) __attribute__((always_inline)) {
-        g[i] = gradient.template get<v>();
+        get(gradient, g[i]);
         gradient.next();
         // As in run_tile.
         const T* x_ahead = x + ((kDeep - 1) * kStride + kRows) * x_pitch + (col + i) * kStride * task.pitch;
@@ -59,10 +71,15 @@ void dot_rows(const DotRows<T>& task) {
         Column<T, kDeep> column(x + ky * x_pitch + first * task.pitch, kStride * x_pitch, task.pitch, in_image);
         unroll<(pixels - 1) * kStride + kTaps>([&](auto j) __attribute__((always_inline)) {
           if (inside || uint64_t(first + j) < uint64_t(task.w)) {
-            const auto value = column.template get<v>();
+            In value[kVecs];
+            get(column, value);
             unroll<pixels>([&](auto i) __attribute__((always_inline)) {
               constexpr int kx = j - i * kStride;
-              if constexpr (kx >= 0 && kx < kTaps) sums[ky][kx] = multiply_add(sums[ky][kx], g[i], value);
+              if constexpr (kx >= 0 && kx < kTaps) {
+                unroll<kVecs>([&](auto u) __attribute__((always_inline)) {
+                  sums[ky][kx][u] = multiply_add(sums[ky][kx][u], g[i][u], value[u]);
+                });
+              }
             });
           }
           column.next();
@@ -82,26 +99,26 @@ void dot_rows(const DotRows<T>& task) {
     }
     for (; col < task.wo; ++col) step(kOne, std::false_type{}, col);
   }
-  each_sum([&](auto ky, auto kx) __attribute__((always_inline)) {
-    auto* total = task.sums + ((ky * kTaps + kx) * G::kVecs + v) * V::kLanes;
-    store(total, load<V>(total) + sums[ky][kx]);
+  each_sum([&](auto ky, auto kx, auto u) __attribute__((always_inline)) {
+    auto* total = task.sums + ((ky * kTaps + kx) * G::kVecs + v + u) * V::kLanes;
+    store(total, load<V>(total) + sums[ky][kx][u]);
   });
 }
 
-// All sums of one vector of a group, in parts that fit the registers.
-template <class T, int kTaps, int kStride, int kDeep, int v>
+// All sums of kVecs vectors of a group, in parts that fit the registers.
+template <class T, int kTaps, int kStride, int kDeep, int v, int kVecs>
 void dot(DotRows<T> task) {
-  constexpr int kRows = tap_rows(kTaps), kRest = kTaps % kRows;
+  constexpr int kRows = kVecs > 1 ? kSums / (kTaps * kVecs) : tap_rows(kTaps), kRest = kTaps % kRows;
   const auto advance = [&](int rows) {
     task.x += rows * task.w * task.pitch;
     task.x_row += rows;
     task.sums += rows * kTaps * Group<T>::kVecs * Vec<Acc<T>>::kLanes;
   };
   for (int ky = 0; ky + kRows <= kTaps; ky += kRows) {
-    dot_rows<T, kTaps, kStride, kDeep, kRows, v>(task);
+    dot_rows<T, kTaps, kStride, kDeep, kRows, v, kVecs>(task);
     advance(kRows);
   }
-  if constexpr (kRest > 0) dot_rows<T, kTaps, kStride, kDeep, kRest, v>(task);
+  if constexpr (kRest > 0) dot_rows<T, kTaps, kStride, kDeep, kRest, v, kVecs>(task);
 }
 
 // sum[vector][lane] += the sum over pixels.
@@ -150,7 +167,11 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
         if (a.dw) {
           visit_kernel(s, [&]<int kTaps, int kStride>() {
             const auto dot_all = [&]<int kDeep>() {
-              unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, kDeep, v>(task); });
+              if constexpr (kTaps <= 5 && G::kVecs > 1) {
+                dot<T, kTaps, kStride, kDeep, 0, G::kVecs>(task);
+              } else {
+                unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, kDeep, v, 1>(task); });
+              }
             };
             if constexpr (G::kPairs && kTaps >= 5) {  // fewer taps are bound by memory
               if (rounds_to_bf16_by_instruction) return dot_all.template operator()<2>();

@@ -26,6 +26,7 @@ struct Group {
   static V get(const T* p) {
     return load<V>(p);
   }
+  static void get_all(const T* p, V* x) { x[0] = load<V>(p); }
   static void put(T* p, const V* x) { store(p, x[0]); }
   static void stream(T* p, const V* x) { cpu::stream(p, x[0]); }
 };
@@ -42,9 +43,22 @@ struct Group<BFloat16> {
   static V get(const BFloat16* p) {
     return V(reinterpret_cast<V::Raw>(interleave<v>(_mm512_setzero_si512(), _mm512_loadu_si512(p))));
   }
+  // All vectors by one load.
+  static void get_all(const BFloat16* p, V* x) {
+    __m512i channels = _mm512_loadu_si512(p);
+    asm("" : "+v"(channels));  // or it would be loaded for each of them
+    x[0] = V(reinterpret_cast<V::Raw>(interleave<0>(_mm512_setzero_si512(), channels)));
+    x[1] = V(reinterpret_cast<V::Raw>(interleave<1>(_mm512_setzero_si512(), channels)));
+  }
   template <int v>
   static Pairs pair(const BFloat16* p, const BFloat16* q) {
     return {reinterpret_cast<RawVec<uint32_t>>(interleave<v>(_mm512_loadu_si512(p), _mm512_loadu_si512(q)))};
+  }
+  static void get_all(const BFloat16* p, const BFloat16* q, Pairs* x) {
+    __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(q);
+    asm("" : "+v"(a), "+v"(b));
+    x[0] = {reinterpret_cast<RawVec<uint32_t>>(interleave<0>(a, b))};
+    x[1] = {reinterpret_cast<RawVec<uint32_t>>(interleave<1>(a, b))};
   }
   // In halves: where pixels hold an odd number of them, whole stores would cross lines and hold up loads whose
   // addresses share the last 12 bits with theirs, on Zen 5 to twice the time of a layer.
@@ -88,6 +102,14 @@ class Column {
       return Group<T>::template get<v>(p_[0]);
     } else {
       return Group<T>::template pair<v>(p_[0], p_[1]);
+    }
+  }
+  template <class X>
+  [[gnu::always_inline]] void get_all(X* x) const {
+    if constexpr (kDeep == 1) {
+      Group<T>::get_all(p_[0], x);
+    } else {
+      Group<T>::get_all(p_[0], p_[1], x);
     }
   }
   [[gnu::always_inline]] void next() {
