@@ -17,7 +17,7 @@ import fusedtrain
 from fusedtrain import _extension
 from fusedtrain import backend as backends
 from fusedtrain.nn import GroupedConv2d
-from fusedtrain.ops import grouped_conv2d
+from fusedtrain.ops import depthwise_conv2d, grouped_conv2d
 from fusedtrain.ops._windows import output_size
 from fusedtrain.ops.grouped_conv2d import IMPLS, reference
 
@@ -150,6 +150,36 @@ def test_layers_of_regnet(device, backend, size, channels, stride, dtype):
     for draw in draws:
         draw["w"] = draw["w"].to(memory_format=torch.channels_last)
     harness.assert_op_as_good_as_torch(function(*args), reference_of(*args), draws, "grouped_conv2d")
+
+
+@pytest.mark.parametrize("op", [grouped_conv2d, depthwise_conv2d], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("weight_layout", harness.DENSE_LAYOUTS)
+def test_gradients_of_dilated_kernels_hold_nothing_that_stood_in_memory(device, backend, op, weight_layout):
+    # oneDNN's do, of channels_last bfloat16 images of 29 columns and more.
+    groups = 4 if op is grouped_conv2d else 12
+    shape, kernel = (2, 12, 9, 33), (12, 12 // groups, 3, 3)
+    inputs = {
+        "x": harness.images(shape, "channels_last", torch.bfloat16, device),
+        "weight": harness.images(kernel, weight_layout, torch.bfloat16, device, seed=1),
+    }
+    options = {"groups": groups} if op is grouped_conv2d else {}
+
+    def ours(x, weight):
+        dirt = [torch.full((1 << i,), float("nan"), device=device) for i in range(6, 17) for _ in range(8)]
+        del dirt
+        with fusedtrain.use_backend(backend):
+            return op(x, weight, None, 1, 2, 2, **options)
+
+    def stock(x, weight):
+        return torch.nn.functional.conv2d(x, weight, None, 1, 2, 2, groups)
+
+    contiguous = {name: t.contiguous() for name, t in inputs.items()}
+    dy = harness.images((2, 12, 9, 33), "channels_last", torch.bfloat16, device, seed=2)
+    expected = harness.evaluate(stock, contiguous, dy=dy.contiguous())
+    truth = harness.evaluate(stock, {name: t.double() for name, t in contiguous.items()}, dy=dy.double().contiguous())
+    for _ in range(8):
+        for name, value in harness.evaluate(ours, inputs, dy=dy).items():
+            harness.assert_as_good_as_torch(value, expected[name], truth[name], f"{op.__name__} {name}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

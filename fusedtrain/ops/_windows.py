@@ -23,18 +23,41 @@ def _stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, in
     return F.pad(x, padding), (0, 0)
 
 
+_VECTOR = 16  # channels
+
+
+def _garbles(x: Tensor, weight: Tensor, stride, dilation, groups: int) -> bool:
+    """Whether oneDNN's gradient of the weight would hold what happened to stand in memory: of channels_last bfloat16
+    images, where the rows of the kernel lie apart and the channels of a group fill no whole vectors."""
+    apart = groups > 1 and dilation[0] > 1 and max(stride) == 1 and weight.shape[1] % _VECTOR != 0
+    if not apart or x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return False
+    return _common.is_channels_last(x) or not weight.is_contiguous()
+
+
 def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
     padded, rest = _stock_padding(x, padding)
-    return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
+    if not _garbles(x, weight, stride, dilation, groups):
+        return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
+    y = F.conv2d(padded.contiguous(), weight.contiguous(), bias, stride, rest, dilation, groups)
+    return y.contiguous(memory_format=_common.format_of(x))
 
 
 def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db, those of them that ``need`` asks for."""
     padded, rest = _stock_padding(x, padding)
+    inputs = dy, padded, weight
+    garbles = _garbles(x, weight, stride, dilation, groups)
+    if garbles:
+        inputs = [t.contiguous() for t in inputs]
     dx, dw, db = torch.ops.aten.convolution_backward(
-        dy, padded, weight, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
+        *inputs, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
     )
-    return F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx, dw, db
+    dx = F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx
+    if garbles:
+        dx = _common.dense_like(dx, x) if need[0] else dx
+        dw = dw.contiguous(memory_format=_common.format_of(weight)) if need[1] else dw
+    return dx, dw, db
 
 
 def _sides(op: str, padding, kernel: tuple[int, int], stride: list[int], dilation: list[int]) -> list[int]:
