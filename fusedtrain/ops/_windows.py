@@ -32,15 +32,23 @@ def _garbles(x: Tensor, weight: Tensor, stride, dilation, groups: int) -> bool:
     apart = groups > 1 and dilation[0] > 1 and max(stride) == 1 and weight.shape[1] % _VECTOR != 0
     if not apart or x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return False
-    return _common.is_channels_last(x) or not weight.is_contiguous()
+    return _looks_channels_last(x) or _looks_channels_last(weight)
+
+
+def _looks_channels_last(t: Tensor) -> bool:
+    return t.stride(1) <= t.stride(3)  # to ATen, which counts images of one channel and parts of images in
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)  # contiguous() keeps odd strides of sizes of 1
 
 
 def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
     padded, rest = _stock_padding(x, padding)
     if not _garbles(x, weight, stride, dilation, groups):
         return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
-    y = F.conv2d(padded.contiguous(), weight.contiguous(), bias, stride, rest, dilation, groups)
-    return y.contiguous(memory_format=_common.format_of(x))
+    y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, stride, rest, dilation, groups)
+    return y.contiguous(memory_format=torch.channels_last) if _looks_channels_last(x) else y
 
 
 def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +57,7 @@ def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) 
     inputs = dy, padded, weight
     garbles = _garbles(x, weight, stride, dilation, groups)
     if garbles:
-        inputs = [t.contiguous() for t in inputs]
+        inputs = [_contiguous(t) for t in inputs]
     dx, dw, db = torch.ops.aten.convolution_backward(
         *inputs, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
     )
