@@ -155,7 +155,7 @@ def test_layers_of_regnet(device, backend, size, channels, stride, dtype):
 @pytest.mark.parametrize("op", [grouped_conv2d, depthwise_conv2d], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("weight_layout", harness.DENSE_LAYOUTS)
 def test_gradients_of_dilated_kernels_hold_nothing_that_stood_in_memory(device, backend, op, weight_layout):
-    # oneDNN's do, of channels_last bfloat16 images of 29 columns and more.
+    # oneDNN does, of channels_last bfloat16 images, where y has 29 columns or more.
     groups = 4 if op is grouped_conv2d else 12
     shape, kernel = (2, 12, 9, 33), (12, 12 // groups, 3, 3)
     inputs = {

@@ -29,7 +29,7 @@ _VECTOR = 16  # channels
 def _garbles(x: Tensor, weight: Tensor, stride, dilation, groups: int) -> bool:
     """Whether oneDNN's gradient of the weight would hold what happened to stand in memory: of channels_last bfloat16
     images, where the rows of the kernel lie apart and the channels of a group fill no whole vectors."""
-    apart = groups > 1 and dilation[0] > 1 and max(stride) == 1 and weight.shape[1] % _VECTOR != 0
+    apart = groups > 1 and dilation[0] > 1 and stride[0] == 1 and weight.shape[1] % _VECTOR != 0
     if not apart or x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return False
     return _looks_channels_last(x) or _looks_channels_last(weight)
