@@ -39,17 +39,20 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
 
 
 class _Where(NamedTuple):
-    """Where stock PyTorch is the faster one: rows of y below so many columns; x up to so many MiB; with channels that
-    fill no whole vectors, x up to so many."""
+    """Where stock PyTorch is the faster one: rows of y below so many columns; in rows of at least so many, x up to so
+    many MiB, and with channels that fill no whole vectors, x up to so many."""
 
     columns: int = 0
     mib: float = 0
     ragged_mib: float = 0
+    least: int = 0
 
     def reason(self, x: Tensor, stride: int) -> str | None:
-        ragged = x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
-        if _common.is_less(-(-x.shape[3] // stride), self.columns):
+        columns, ragged = -(-x.shape[3] // stride), x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
+        if _common.is_less(columns, self.columns):
             return f"rows of y below {self.columns} columns"
+        if self.least and _common.is_less(columns, self.least):
+            return None
         if self._holds(x, self.mib):
             return f"x up to {self.mib} MiB"
         if ragged and self._holds(x, self.ragged_mib):
@@ -92,12 +95,27 @@ _STOCK_FASTER = {
         ("channels_last", torch.bfloat16, 1): {3: _NEVER},
     },
 }
-# What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), and on Zen 4
-# (benchmarks/results/amd-epyc-family-25-avx512). Without instructions for bfloat16 oneDNN takes several times as long
+# What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), on Zen 4
+# (benchmarks/results/amd-epyc-family-25-avx512) and on Zen 5 since it loads both vectors of a group at once
+# (benchmarks/LOG.md, 2026-11-25). Without instructions for bfloat16 oneDNN takes several times as long
 # over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
         "forward": {("channels_last", dtype, 2): {3: _NEVER, 5: _NEVER} for dtype in (torch.float32, torch.bfloat16)},
+    },
+    5: {
+        "forward": {
+            ("channels_last", torch.float32, 1): {3: _Where(ragged_mib=14, least=15), 5: _NEVER},
+            ("channels_last", torch.float32, 2): {3: _Where(mib=50, least=14), 5: _Where(columns=28)},
+            ("channels_last", torch.bfloat16, 1): {
+                3: _RAGGED._replace(least=15),
+                **dict.fromkeys((5, 7), _RAGGED._replace(least=29)),
+            },
+            ("channels_last", torch.bfloat16, 2): {
+                3: _RAGGED._replace(least=15),
+                5: _RAGGED._replace(least=14),
+            },
+        },
     },
     "avx512": {
         "forward": {
@@ -115,8 +133,8 @@ _STOCK_FASTER_ON = {
 
 
 def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
-    """The row of Zen 4 or 5, else of the instruction set, else of all. No cache: torch.compile warns of those."""
-    for cpu in (_common.zen(), _extension.BUILD_INFO.get("isa_active")):
+    """The row of the instruction set, else of Zen 4 or 5, else of all. No cache: torch.compile warns of those."""
+    for cpu in (_extension.BUILD_INFO.get("isa_active"), _common.zen()):
         row = _STOCK_FASTER_ON.get(cpu, {}).get(direction, {}).get(key)
         if row is not None:
             return row
