@@ -15,10 +15,14 @@ def output_size(image, kernel, stride, padding, dilation) -> tuple[int, int]:
     return ho, wo
 
 
-def _stock_padding(x: Tensor, padding: list[int]) -> tuple[Tensor, tuple[int, int]]:
-    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest."""
+def _stock_padding(x: Tensor, padding: list[int], stride: list[int]) -> tuple[Tensor, tuple[int, int]]:
+    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest.
+
+    Padded first are images narrower than the stride as well: oneDNN's gradient of bfloat16 weights takes for padding
+    what happens to stand in memory."""
     left, right, top, bottom = padding
-    if left == right and top == bottom:
+    narrow = x.dtype == torch.bfloat16 and _common.is_less(x.shape[3], stride[1])
+    if left == right and top == bottom and not narrow:
         return x, (top, left)
     return F.pad(x, padding), (0, 0)
 
@@ -44,7 +48,7 @@ def _contiguous(t: Tensor) -> Tensor:
 
 
 def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
-    padded, rest = _stock_padding(x, padding)
+    padded, rest = _stock_padding(x, padding, stride)
     if not _garbles(x, weight, stride, dilation, groups):
         return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
     y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, stride, rest, dilation, groups)
@@ -53,7 +57,7 @@ def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Te
 
 def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db, those of them that ``need`` asks for."""
-    padded, rest = _stock_padding(x, padding)
+    padded, rest = _stock_padding(x, padding, stride)
     inputs = dy, padded, weight
     garbles = _garbles(x, weight, stride, dilation, groups)
     if garbles:
