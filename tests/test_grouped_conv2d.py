@@ -416,7 +416,7 @@ def test_what_was_not_measured_is_left_to_stock(chosen):
     for args, reason in {
         (x.contiguous(), (3, 3)): "layout",
         (x, (5, 5)): "kernels other than 3x3",
-        (x[:1], (3, 3)): "fewer than 200000 elements",
+        (x[:1], (3, 3)): "fewer than 200,000 elements",
     }.items():
         images, kernel = args
         assert reason in MODULE._slower(images, harness.normal(64, 16, *kernel))

@@ -508,6 +508,31 @@ def test_small_images_of_which_the_kernel_makes_many_channels_are_not_left_to_st
     assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS[name]
 
 
+@pytest.mark.parametrize(
+    ("zen", "dtype", "c", "columns", "layout", "training", "name"),
+    [
+        (5, torch.float32, 116, 10, "channels_last", True, "cpu"),
+        (4, torch.float32, 116, 10, "channels_last", True, "reference"),
+        (5, torch.float32, 116, 10, "contiguous", False, "cpu"),
+        (5, torch.float32, 116, 10, "sliced_channels_last", True, "cpu"),
+        (5, torch.float32, 24, 10, "channels_last", True, "reference"),  # few products
+        (5, torch.bfloat16, 16, 7, "channels_last", True, "cpu"),
+        (4, torch.bfloat16, 16, 7, "channels_last", True, "reference"),
+        (5, torch.bfloat16, 16, 7, "channels_last", False, "reference"),  # the kernel takes 40 channels and more
+        (5, torch.bfloat16, 64, 7, "channels_last", False, "cpu"),
+    ],
+)
+def test_small_images_on_zen5_are_not_left_to_stock(zen, dtype, c, columns, layout, training, name, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    cpu = {"cpu_vendor": "amd", "isa_active": "avx512_bf16", "cpu_family": {4: 25, 5: 26}[zen]}
+    for key, value in cpu.items():
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    inputs = make("cpu", (4, c, columns, columns), layout, dtype, out=c)
+    inputs["weight"].requires_grad_(training)
+    assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS[name]
+
+
 @pytest.fixture
 def no_instructions(monkeypatch):
     """The CPU as one that multiplies neither bfloat16 nor float16."""

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import pointwise_conv2d
+from fusedtrain.ops.pointwise_conv2d import gains_in_small
 
 torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
 
@@ -65,7 +66,8 @@ class PointwiseConv2d(nn.Conv2d):
             )
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if stays_stock(self, input, times=1 + self.out_channels / self.in_channels):
+        small = stays_stock(self, input, times=1 + self.out_channels / self.in_channels)
+        if small and not gains_in_small(input, weight, self.stride):
             return super()._conv_forward(input, weight, bias)
         return pointwise_conv2d(input, weight, bias, self.stride)
 

@@ -96,6 +96,7 @@ _RAGGED = 16
 # stock (benchmarks/LOG.md, 2026-11-24), but not on Zen 5.
 _SHARED = 2048
 _SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
+_SMALL_ON_ZEN5 = {torch.bfloat16: 20_000}  # where calls of oneDNN cost more, too (benchmarks/LOG.md, 2026-11-25)
 
 
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
@@ -113,8 +114,9 @@ def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ..
 
 
 def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, dilation=(1, 1), groups=None):
-    if _common.is_less(x.numel(), _SMALL):
-        return f"fewer than {_SMALL} elements: stock calls cost less"
+    small = _SMALL_ON_ZEN5.get(x.dtype, _SMALL) if _common.zen() == 5 else _SMALL
+    if _common.is_less(x.numel(), small):
+        return f"fewer than {small:,} elements: stock calls cost less"
     if tuple(weight.shape[2:]) != (3, 3) or max(dilation) > 1:
         return "stock PyTorch runs what was not measured: kernels other than 3x3"
     if not _faster_parts(x, weight, stride):

@@ -3,6 +3,7 @@ r"""pointwise_conv2d: a 1x1 convolution, a product of matrices over all pixels.
 .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -175,22 +176,46 @@ def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
     return few or part == "dw"
 
 
-_SMALL = 200_000  # elements: up to here the calls cost more than what the kernels may gain
-_TOO_SMALL = f"fewer than {_SMALL} elements: stock calls cost less"
+# Up to here the calls cost more than what the kernels may gain: elements, on Zen 5 products.
+_SMALL, _FEW_PRODUCTS = 200_000, 1_200_000
+_TOO_SMALL = f"fewer than {_SMALL:,} elements, or {_FEW_PRODUCTS:,} products on Zen 5: stock calls cost less"
+
+
+def gains_in_small(x: Tensor, weight: Tensor, stride: Sequence[int] = (1, 1)) -> bool | None:
+    """Whether the kernel is faster than stock PyTorch over small images; None where that was not measured.
+
+    On Zen 5: float32 by the products; bfloat16 in training at any size, as a call of oneDNN costs twice the kernel's
+    (benchmarks/LOG.md, 2026-11-25).
+    """
+    # Some of the channels of such images, too: they are copied first.
+    channels_last = x.stride(1) <= x.stride(3)
+    planes = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1) and max(stride) == 1
+    if _common.zen() != 5 or not _takes(x.dtype) or not (channels_last or planes):
+        return None
+    if x.dtype == torch.float32:
+        return not _common.is_less(x.numel() * weight.shape[0], _FEW_PRODUCTS * stride[0] * stride[1])
+    return _common.needs_autograd(x, weight) or (channels_last and _kernel_gains(x, weight.shape[0]))
 
 
 def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[int] | None = None) -> str | None:
-    if not _common.cpu_multiplies(x.dtype):
+    float32 = x.dtype == torch.float32
+    if not float32 and not _common.cpu_multiplies(x.dtype):
         return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
     (n, c, h, w), d = x.shape, weight.shape[0]
-    if _common.is_less(n * h * w * (c + d), _SMALL):
+    small = _common.is_less(n * h * w * (c + d), _SMALL)
+    if small and float32 and _common.is_less(n * h * w * c * d, _FEW_PRODUCTS):
+        return _TOO_SMALL
+    gains = gains_in_small(x, weight, stride or (1, 1))
+    if gains:
+        return None
+    if small or (gains is False and float32):
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     if planes and not _by_planes(x, stride or [1, 1]):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
     if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
         return _TOO_SMALL
-    limits = _limits(_common.is_less(x.shape[0], _FEW)) if x.dtype == torch.float32 else None
+    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
     return None
