@@ -279,15 +279,15 @@ class Trainer:
             valid: the same for evaluation.
 
         Raises:
-            InputError: before the first step, when the data are empty or do not fit the model, its last batch too where
-                the length of the data tells its size; later, when only loading a sample shows that its label, or that
-                the size of its batch, does not (:meth:`loss_of`, :meth:`forward`).
+            InputError: before the first step, when another run saves in the folder of the checkpoints, or the data are
+                empty or do not fit the model, also the last batch where their length tells its size; later, when only
+                loading shows that a label or the size of a batch does not (:meth:`loss_of`, :meth:`forward`).
             NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU,
                 with an optimizer of ``fusedtrain.optim``, the update is left out at once, but the error comes some
                 steps later, when the loss is read.
             Preempted: a signal came; the state was saved.
         """
-        with self._stop:
+        with self._stop, contextlib.ExitStack() as self.held:
             with self._stop.interruptible():  # so far there is nothing to save
                 self._prepare(train, valid)
             self._stop.together()
