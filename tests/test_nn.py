@@ -459,6 +459,32 @@ def test_torchscript_traces_the_layer(label, device, backend):
         assert torch.equal(torch.jit.trace(layer, x)(other), layer(other))
 
 
+TRACES = """
+import warnings
+warnings.resetwarnings()  # as they are without -W
+import torch, fusedtrain
+
+class Asks(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+layers = [torch.nn.Conv2d(3, 32, 1), torch.nn.Conv2d(32, 32, 3, groups=32), torch.nn.BatchNorm2d(32), torch.nn.ReLU()]
+model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32, 9)).eval()
+assert fusedtrain.fuse(model).swapped
+model.append(Asks())
+images = [torch.ones(count, 3, 3, 3).to(memory_format=torch.channels_last) for count in (1, 4)]
+with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+    traced = torch.jit.trace(model, images[0])
+    assert torch.equal(traced(images[1]), model(images[1]))
+print([warning.filename for warning in seen if warning.category is torch.jit.TracerWarning])
+"""
+
+
+def test_torchscript_is_not_told_of_questions_that_change_no_number():
+    done = harness.run_python("-c", TRACES)
+    assert done.stdout == "['<string>']\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("label", [label for label in ONE_EACH if label not in ("SEBlock", "SqueezeExcitation")])
 def test_device_and_dtype_reach_every_parameter(label):
     name, arguments, _ = CASES[label]
