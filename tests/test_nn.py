@@ -436,6 +436,46 @@ def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
                 derive()
 
 
+VMAPPED = {
+    **{label: lambda device, label=label: make(label, device=device) for label in ONE_EACH},
+    "Linear": lambda device: fusedtrain.nn.Linear(5, 7, device=device),
+    "PointwiseConv2d": lambda device: fusedtrain.nn.PointwiseConv2d(C, 7, 1, device=device),
+    "DepthwiseConv2d": lambda device: fusedtrain.nn.DepthwiseConv2d(C, C, 3, groups=C, device=device),
+    "BatchNorm2d": lambda device: fusedtrain.nn.BatchNorm2d(C, device=device),
+}
+
+
+@pytest.mark.parametrize("label", VMAPPED)
+def test_gradients_under_vmap_are_refused_and_results_without_them_are_those_of_the_layer(label, device, backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("some layers are stock PyTorch there")
+    layers = [VMAPPED[label](device).eval() for _ in range(2)]
+    x = torch.stack([harness.images((2, C, 3, 5), device=device, seed=seed) for seed in range(2)])
+    weights, buffers = torch.func.stack_module_state(layers)
+
+    def ensemble():  # gradients of weights that require them outside of vmap
+        return torch.vmap(lambda w, b, x: functional_call(layers[0], (w, b), (x,)))(weights, buffers, x)
+
+    for run in (ensemble, lambda: torch.vmap(layers[0])(x)):
+        if backend == "reference":
+            assert run().requires_grad
+        else:
+            with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap; .*use_backend\('reference'\)"):
+                run()
+    if backend != "reference" and label not in ("EcaModule", "CecaModule", "SEModule norm"):  # parts of them are stock
+        with torch.no_grad():
+            assert all(map(torch.equal, torch.vmap(layers[0])(x), map(layers[0], x)))
+
+
+def test_a_norm_under_vmap_is_refused_before_its_statistics_move(device, backend):
+    if backend != "cpu":
+        pytest.skip("some layers are stock PyTorch there")
+    layer = VMAPPED["BatchNorm2d"](device)
+    with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap"):
+        torch.vmap(layer)(torch.stack([harness.images((2, C, 3, 5), device=device)] * 2))
+    assert not layer.running_mean.any()
+
+
 @one_each
 def test_gradients_through_checkpoints_may_be_recorded(label, device, backend):
     """Checkpointing hands out what was saved once."""
