@@ -131,8 +131,8 @@ class Collate:
 
 
 _HINTS = {
-    signal.SIGKILL: "; the system kills so when memory runs out: try fewer workers or a smaller prefetch_factor",
-    signal.SIGBUS: "; shared memory ran out (df /dev/shm): try fewer workers or a smaller prefetch_factor",
+    "SIGKILL": "; the system kills so when memory runs out: try fewer workers or a smaller prefetch_factor",
+    "SIGBUS": "; shared memory ran out (df /dev/shm): try fewer workers or a smaller prefetch_factor",
 }
 _PIDS = re.compile(r"\(pids?(?:\(s\))? ([\d, ]+)\)")
 
@@ -172,8 +172,9 @@ def _death(processes: list, message: str) -> tuple[str, str]:
         process.join(5)
     codes = {process.exitcode for process in processes} - {None, 0}
     if not codes:  # of another loader, of whose workers torch's handler tells here too
-        return message.rstrip(". "), next((h for s, h in _HINTS.items() if signal.strsignal(s) in message), "")
+        return message.rstrip(". "), _HINTS["SIGKILL"] if "signal: Killed" in message else ""
     code = min(codes)  # a signal, if there was one
     if code > 0:
         return f"a worker process ended with exit code {code}", ""
-    return f"a worker process was killed by {signal.Signals(-code).name}", _HINTS.get(-code, "")
+    name = signal.Signals(-code).name
+    return f"a worker process was killed by {name}", _HINTS.get(name, "")
