@@ -135,7 +135,7 @@ def _train(arguments: list[str], direct: bool = False) -> int:
         import sklearn  # noqa: F401
         import tyro  # noqa: F401
 
-        from fusedtrain.data import SampleError
+        from fusedtrain.data import SampleError, WorkerError, faults
         from fusedtrain.train import CheckpointError, InputError, NonFiniteError, digits, options
     except ModuleNotFoundError as error:
         return _missing(error, "train")
@@ -152,8 +152,13 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
     except InputError as error:
         return _fail(str(error), 2)
-    except (CheckpointError, NonFiniteError, SampleError, OSError) as error:
+    except (CheckpointError, NonFiniteError, SampleError, WorkerError, OSError) as error:
         return _fail(str(error), 1)
+    except RuntimeError as error:
+        found = faults.worker_error(error)  # torch's handler of SIGCHLD raises wherever the run is
+        if found is error:
+            raise
+        return _fail(str(found), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -209,6 +210,35 @@ def test_a_killed_command_takes_its_training_process_along(tmp_path):
     except subprocess.TimeoutExpired:
         os.kill(int(trainer), signal.SIGKILL)
         raise AssertionError("the training process goes on without the command") from None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("trainer", "the process that trained with fused layers crashed or was killed; "),
+        ("training worker", ".*worker .* killed by .*; the system kills"),
+        ("validation worker", ".*worker .* killed by .*; the system kills"),  # of which torch tells wherever the run is
+    ],
+)
+def test_a_process_of_a_run_that_the_system_kills_is_one_line(tmp_path, which, message):
+    arguments = [] if which == "trainer" else ["--model", "smallnet", "--size", "8", "--workers", "1"]
+    words = [sys.executable, "-m", "fusedtrain", "train", *arguments, "--epochs", "1000", "--device", "cpu"]
+    env = harness.environment(**PATIENT, GLIBC_TUNABLES="")  # no second start
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=env, **pipes) as process:
+        try:
+            while "1/1000" not in (line := process.stdout.readline()):
+                assert line, process.stderr.read()
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if which == "trainer":
+                children = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(int(children[-1 if which == "validation worker" else 0]), signal.SIGKILL)
+            err = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    # A thread that hands tensors over to the worker may tell of its own broken connection before.
+    assert process.returncode == 1 and re.search(f"^fusedtrain train: {message}.*\\n\\Z", err, re.MULTILINE), err
 
 
 @pytest.mark.parametrize("package", ["tyro", "rich", "sklearn"])

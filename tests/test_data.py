@@ -109,6 +109,22 @@ def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatc
         list(data.loader(Squares(hang=2), 4, num_workers=1, timeout=2))
 
 
+def test_a_worker_that_stayed_and_died_between_two_passes_tells_so(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    batches = data.loader(Squares(8), 4, num_workers=1, persistent_workers=True)
+    assert len(list(batches)) == 2
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here
+    try:
+        os.kill(batches._iterator._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(
+            data.WorkerError, match=r"^a worker process was killed by SIGKILL: worker 0 was at sample 7"
+        ):
+            list(batches)
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+    assert len(list(batches)) == 2  # with a new one
+
+
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named():
     process = torch.multiprocessing.get_context("fork").Process(target=os._exit, args=(9,))
     process.start()

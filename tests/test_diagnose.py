@@ -1713,6 +1713,21 @@ def test_what_is_no_faster_in_fresh_processes_is_taken_back(monkeypatch, after, 
     assert kept or "no faster in fresh processes" in verdict["reason"]
 
 
+def test_what_is_counted_may_be_one(monkeypatch):
+    assert [rules.count_text(n, "step") for n in (0, 1, 2, 0.6, 1234.5)] == [
+        *("0 steps", "1 step", "2 steps", "1 step", "1,234 steps")
+    ]
+    assert rules.duration_text(1.2) == "1 second"
+    monkeypatch.setattr(rules, "cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert rules._threads(None, None) == "1 thread on 1 core"
+    rate, timeline = {"workers": 1, "batches_per_second": 2.0}, [[["forward", 0.0, 1.0], ["step", 0.0, 2.0]]]
+    assert "1 worker (now)" in html._rates({"loader_rates": [rate], "current_workers": 1})
+    assert "1 step, one per line" in html._timeline(timeline)
+    report = {"examined": False, "steps": 1, "bare_steps": 0, "parts_ms": {"rest": 1.0}}
+    assert report_text.headline(report).startswith("The script ended after 1 measured step; ")
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -1723,7 +1738,7 @@ def test_what_is_no_faster_in_fresh_processes_is_taken_back(monkeypatch, after, 
         ),
         (
             "import torch as t; w = t.ones(2, requires_grad=True); o = t.optim.SGD([w]); w.sum().backward(); o.step()",
-            "ended before enough steps were measured: it took [01] steps",
+            "ended before enough steps were measured: it took (0 steps|1 step), and",
         ),
     ],
 )

@@ -196,6 +196,16 @@ def test_weights_of_another_class_are_left_to_torch(monkeypatch):
         linear(x, special, bias)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("shape", [(64, 256), (8, 9, 256)], ids=str)
+def test_export_takes_the_backend_that_runs(device, backend, shape, strict):
+    layer, x = fusedtrain.nn.Linear(256, 512, device=device), harness.normal(*shape, device=device)
+    dynamic = {"input": {0: torch.export.Dim("batch", min=2)}}
+    exported = torch.export.export(layer, (x,), dynamic_shapes=dynamic, strict=strict)
+    assert ("fusedtrain.pointwise_conv2d" in str(exported.graph)) == (backend == "cpu")
+    assert torch.equal(exported.module()(x[:5]), layer(x[:5]))
+
+
 def test_the_layer_is_torchs(device, backend):
     torch.manual_seed(0)
     stock = nn.Linear(13, 20, device=device)

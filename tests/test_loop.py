@@ -783,6 +783,8 @@ def test_a_trace_and_a_table_show_the_spans(tmp_path):
 def test_a_model_that_is_wrapped_is_refused_with_the_reason():
     with pytest.raises(InputError, match="one process per device instead"):
         make(nn.DataParallel(net()))
+    with pytest.raises(InputError, match=r'the Trainer compiles it itself with TrainConfig\(compile="default"\)'):
+        make(torch.compile(net()))
 
 
 def test_compiling_keeps_the_names(tmp_path):

@@ -436,6 +436,46 @@ def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
                 derive()
 
 
+VMAPPED = {
+    **{label: lambda device, label=label: make(label, device=device) for label in ONE_EACH},
+    "Linear": lambda device: fusedtrain.nn.Linear(5, 7, device=device),
+    "PointwiseConv2d": lambda device: fusedtrain.nn.PointwiseConv2d(C, 7, 1, device=device),
+    "DepthwiseConv2d": lambda device: fusedtrain.nn.DepthwiseConv2d(C, C, 3, groups=C, device=device),
+    "BatchNorm2d": lambda device: fusedtrain.nn.BatchNorm2d(C, device=device),
+}
+
+
+@pytest.mark.parametrize("label", VMAPPED)
+def test_gradients_under_vmap_are_refused_and_results_without_them_are_those_of_the_layer(label, device, backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("some layers are stock PyTorch there")
+    layers = [VMAPPED[label](device).eval() for _ in range(2)]
+    x = torch.stack([harness.images((2, C, 3, 5), device=device, seed=seed) for seed in range(2)])
+    weights, buffers = torch.func.stack_module_state(layers)
+
+    def ensemble():  # gradients of weights that require them outside of vmap
+        return torch.vmap(lambda w, b, x: functional_call(layers[0], (w, b), (x,)))(weights, buffers, x)
+
+    for run in (ensemble, lambda: torch.vmap(layers[0])(x)):
+        if backend == "reference":
+            assert run().requires_grad
+        else:
+            with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap; .*use_backend\('reference'\)"):
+                run()
+    if backend != "reference" and label not in ("EcaModule", "CecaModule", "SEModule norm"):  # parts of them are stock
+        with torch.no_grad():
+            assert all(map(torch.equal, torch.vmap(layers[0])(x), map(layers[0], x)))
+
+
+def test_a_norm_under_vmap_is_refused_before_its_statistics_move(device, backend):
+    if backend != "cpu":
+        pytest.skip("some layers are stock PyTorch there")
+    layer = VMAPPED["BatchNorm2d"](device)
+    with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap"):
+        torch.vmap(layer)(torch.stack([harness.images((2, C, 3, 5), device=device)] * 2))
+    assert not layer.running_mean.any()
+
+
 @one_each
 def test_gradients_through_checkpoints_may_be_recorded(label, device, backend):
     """Checkpointing hands out what was saved once."""
@@ -457,6 +497,32 @@ def test_torchscript_traces_the_layer(label, device, backend):
     x, other = (harness.images((2, C, 3, 5), device=device, seed=seed) for seed in (0, 1))
     with torch.no_grad():
         assert torch.equal(torch.jit.trace(layer, x)(other), layer(other))
+
+
+TRACES = """
+import warnings
+warnings.resetwarnings()  # as they are without -W
+import torch, fusedtrain
+
+class Asks(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+layers = [torch.nn.Conv2d(3, 32, 1), torch.nn.Conv2d(32, 32, 3, groups=32), torch.nn.BatchNorm2d(32), torch.nn.ReLU()]
+model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32, 9)).eval()
+assert fusedtrain.fuse(model).swapped
+model.append(Asks())
+images = [torch.ones(count, 3, 3, 3).to(memory_format=torch.channels_last) for count in (1, 4)]
+with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+    traced = torch.jit.trace(model, images[0])
+    assert torch.equal(traced(images[1]), model(images[1]))
+print([warning.filename for warning in seen if warning.category is torch.jit.TracerWarning])
+"""
+
+
+def test_torchscript_is_not_told_of_questions_that_change_no_number():
+    done = harness.run_python("-c", TRACES)
+    assert done.stdout == "['<string>']\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("label", [label for label in ONE_EACH if label not in ("SEBlock", "SqueezeExcitation")])

@@ -558,7 +558,21 @@ def test_timms_factory_makes_every_optimizer(zoo):
     assert optimizer.defaults["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    ["Zoo(); import fusedtrain.optim", "import fusedtrain.optim; Zoo(); fusedtrain.optim.register_with_timm()"],
+    ids=["after timm", "before timm"],
+)
+def test_timms_factory_knows_them_in_either_order_of_imports(zoo, lines):
+    code = (
+        f"from zoo import Zoo; {lines}; from timm.optim import list_optimizers; print(list_optimizers('fusedtrain*'))"
+    )
+    done = harness.run_python("-c", code)
+    assert done.stdout.count("fusedtrain") == len(OPTIMIZERS), done.stdout + done.stderr
+
+
 def test_registration_at_import_warns_and_never_fails(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", types.ModuleType("timm"))
     monkeypatch.setitem(sys.modules, "timm.optim._optim_factory", types.ModuleType("of another timm"))
     with pytest.warns(UserWarning, match="fusedtrain's optimizers are not in timm's factory: cannot import"):
         runpy.run_path(_timm.__file__)

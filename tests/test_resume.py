@@ -5,12 +5,15 @@ import errno
 import gc
 import json
 import platform
+import subprocess
+import time
 from pathlib import Path
 
 import harness
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fusedtrain.optim
 from fusedtrain.train import (
@@ -19,6 +22,7 @@ from fusedtrain.train import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
+    InputError,
     Schedule,
     TrainConfig,
     Trainer,
@@ -46,6 +50,41 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(tmp_path):
 @forks
 def test_a_run_that_is_stopped_by_a_signal_saves_and_goes_on_bit_by_bit(tmp_path):
     assert run(tmp_path, "--kinds", "--kills", "0", "--stops").count("stopped at step") == 8
+
+
+class Rest(Callback):
+    """Tells that a run has saved, and lets it live on."""
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step_count == 3:
+            print("saved", flush=True)
+            time.sleep(600)
+
+
+def run_until_killed(folder: str) -> None:
+    """A run whose loader has a worker: a fork, which outlives it for a while."""
+    data = DataLoader(TensorDataset(*images(32, 2)), 4, num_workers=1)
+    trainer(net(), callbacks=[Rest()], epochs=1, checkpoint=Checkpoint(Path(folder), every_steps=2)).fit(data)
+
+
+@forks
+def test_a_folder_of_checkpoints_is_that_of_one_run_until_it_ends_or_is_killed(tmp_path):
+    code = "import sys, test_resume; test_resume.run_until_killed(sys.argv[1])"
+    data, checkpoint = DataLoader(TensorDataset(*images(32, 2)), 4), Checkpoint(tmp_path, every_steps=2)
+    second = trainer(net(), epochs=1, checkpoint=checkpoint)
+    with harness.start_python("-c", code, tmp_path, pipes={"stdout": subprocess.PIPE}) as first:
+        try:
+            assert first.stdout.readline() == "saved\n"
+            before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+            with pytest.raises(InputError, match=f"^another run is saving its checkpoints in {tmp_path}: ") as error:
+                second.fit(data)
+            assert "\n" not in str(error.value) and second.step_count == 0
+            assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        finally:
+            first.kill()
+    second.fit(data)
+    assert second.step_count == 8 and CheckpointStore(tmp_path).steps()[-1] == 8
+    trainer(net(), epochs=1, checkpoint=checkpoint).fit(data)  # while the other one is still held
 
 
 def images(count: int, size: int, channels: int = 1, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

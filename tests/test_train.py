@@ -1,7 +1,9 @@
 """The training loop and its parts; the whole run from the command line stands in test_cli.py."""
 
+import functools
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fusedtrain import optim
 from fusedtrain._files import write_atomic
+from fusedtrain.data import loader
 from fusedtrain.train import (
     Batches,
     EpochSampler,
@@ -198,6 +201,13 @@ def test_an_optimizer_of_another_model_is_refused():
         Trainer(small_net(), nn.CrossEntropyLoss(), optimizer, TrainConfig())
 
 
+@pytest.mark.parametrize("given", ["adamw", torch.optim.AdamW, None, nn.CrossEntropyLoss()], ids=repr)
+def test_what_is_no_optimizer_is_named(given):
+    message = f"optimizer must be a torch.optim.Optimizer over the model's parameters, .* got {re.escape(repr(given))}"
+    with pytest.raises(TypeError, match=message):
+        Trainer(small_net(), nn.CrossEntropyLoss(), given, TrainConfig())
+
+
 IMAGES, TARGETS = torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.int64)
 
 
@@ -238,6 +248,52 @@ def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line(
     message = r"the model cannot take training inputs of shape \[4, 1, 16, 16\]: Input height \(16\) doesn't match"
     with pytest.raises(InputError, match=message):
         trainer(OfOneSize()).fit([(IMAGES, TARGETS)])
+
+
+def of_nine(kind: str, size: int, **options):
+    """Nine images in batches of four; a network of three strides sees 1x1 maps of those of 8x8."""
+    images, targets = torch.randn(9, 1, size, size, generator=torch.Generator().manual_seed(0)), torch.arange(9)
+    if kind == "batches":
+        return Batches(images, targets, 4, shuffle=True)
+    if kind == "list":
+        return list(zip(images.split(4), targets.split(4)))
+    if kind == "sampler":
+        batch_sampler = EpochSampler(9, 4, **options)
+        return DataLoader(TensorDataset(images, targets), batch_sampler=batch_sampler)
+    make = DataLoader if kind == "torch" else functools.partial(loader, num_workers=0)
+    return make(TensorDataset(images, targets), 4, shuffle=True, **options)
+
+
+SINGLE = r"the model cannot train on a batch of a single sample, as the last of an epoch may be{}: Expected more than 1"
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("kind", ["batches", "torch", "sampler", "fusedtrain"])
+def test_a_last_batch_of_one_sample_is_refused_before_the_run_where_a_norm_has_nothing_to_average(kind, layers):
+    model = small_net(layers)
+    before, numbers = {name: t.clone() for name, t in model.state_dict().items()}, torch.get_rng_state()
+    message = (
+        "^" + SINGLE.format(r" \(the data are 9 samples in batches of 4\)") + ".*drop_last=True.*another batch size"
+    )
+    with pytest.raises(InputError, match=message) as error:
+        trainer(model).fit(of_nine(kind, 8))
+    assert "\n" not in str(error.value)
+    assert_same(before, model.state_dict())
+    if kind == "batches":  # those of torch draw the seed of their workers
+        assert torch.equal(numbers, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["torch", "sampler", "fusedtrain"])
+def test_one_sample_is_taken_where_a_norm_has_pixels_and_left_out_where_that_is_asked_for(kind):
+    assert len(trainer(small_net()).fit(of_nine(kind, 16)).step_losses) == 3
+    assert len(trainer(small_net()).fit(of_nine(kind, 8, drop_last=True)).step_losses) == 2
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_batch_of_one_sample_that_no_length_foretells_is_named_when_it_comes(layers):
+    message = "^step 3 of epoch 1 was not made: " + SINGLE.format("")
+    with pytest.raises(InputError, match=message):
+        trainer(small_net(layers)).fit(of_nine("list", 8))
 
 
 def test_a_label_outside_the_classes_is_found_wherever_it_lies():
@@ -446,6 +502,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
 import os, signal, sys
 from pathlib import Path
 from fusedtrain._files import write_atomic
+from fusedtrain.data import loader
 
 def write(file):
     file.write(b"half")

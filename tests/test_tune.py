@@ -4,11 +4,13 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import harness
 import pytest
@@ -102,6 +104,14 @@ def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(mo
         tune.tune_batch_size(target(models, "broken"), steps=1)
     with pytest.raises(tune.TuneError, match=r"a batch of 6 does not fit: the process was killed by SIGKILL"):
         tune.tune_batch_size(target(models, "killed"), smallest=6, steps=1)
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_memory_is_in_the_unit_of_the_system(models, monkeypatch, platform, unit):
+    monkeypatch.setattr(sizes, "sys", types.SimpleNamespace(platform=platform))
+    least = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = sizes._run(target(models, "fused"), 2, 1)["peak_bytes"]
+    assert unit * least <= peak <= unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @pytest.mark.parametrize(
@@ -393,8 +403,15 @@ def test_the_loader_is_tuned_from_the_command_line_and_goes_on_after_a_kill(tmp_
     )
     monkeypatch.setattr(workers, "_rate", lambda *args: pytest.fail("measured again"))
     assert main(command) == 0 and json.loads(capsys.readouterr().out) == found
-    assert main(["tune", "loader", "--data", str(tmp_path / "none")]) == 2
-    assert "no Parquet or Arrow file is found at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none", "--data: there is no {}"), ("*.parquet", "no Parquet or Arrow file is found at {}")],
+)
+def test_data_that_are_not_there_are_said_to_be_missing(tmp_path, capsys, name, message):
+    assert main(["tune", "loader", "--data", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err == f"fusedtrain tune: {message.format(tmp_path / name)}\n"
 
 
 # --- backend ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A torch DataLoader whose workers are chosen by measurement and whose errors name the sample."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -43,7 +44,11 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator:
         if hasattr(self.dataset, "begin_pass"):
             self.dataset.begin_pass(self.batch_size, self.drop_last)
-        return self._checked(super().__iter__())  # workers start now, not at the first batch
+        try:
+            batches = super().__iter__()  # workers start now, not at the first batch
+        except (RuntimeError, OSError, EOFError) as error:  # one that stayed has died since the last pass
+            self._raise(error, self._iterator)
+        return self._checked(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass, where the sampler or the dataset has one per epoch."""
@@ -99,12 +104,7 @@ class Loader(DataLoader):
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                processes = getattr(batches, "_workers", [])
-                found = faults.worker_error(error, processes, self._guarded, self.timeout)
-                self._end(batches)
-                if found is error:
-                    raise
-                raise found from error
+                self._raise(error, batches)
             try:
                 for failure in batch.failures:
                     self._count(failure)
@@ -116,7 +116,15 @@ class Loader(DataLoader):
             else:  # the loop never sees this batch, but it is used up
                 self.advance()
 
-    def _end(self, batches: _BaseDataLoaderIter) -> None:
+    def _raise(self, error: Exception, batches: _BaseDataLoaderIter | None) -> NoReturn:
+        """Ends the pass with what is known of an error of torch's."""
+        found = faults.worker_error(error, getattr(batches, "_workers", []), self._guarded, self.timeout)
+        self._end(batches)
+        if found is error:
+            raise error
+        raise found from error
+
+    def _end(self, batches: _BaseDataLoaderIter | None) -> None:
         """Ends the workers, persistent ones too: the next pass starts new ones.
 
         Else they live as long as the error, and what another loader forks meanwhile prints that it cannot end them.

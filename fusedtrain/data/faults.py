@@ -4,6 +4,7 @@ import multiprocessing
 import re
 import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 
@@ -129,10 +130,16 @@ class Collate:
         return Checked(self.collate_fn(good) if len(good) else None, failures)
 
 
+_HINTS = {
+    "SIGKILL": "; the system kills so when memory runs out: try fewer workers or a smaller prefetch_factor",
+    "SIGBUS": "; shared memory ran out (df /dev/shm): try fewer workers or a smaller prefetch_factor",
+}
 _PIDS = re.compile(r"\(pids?(?:\(s\))? ([\d, ]+)\)")
 
 
-def worker_error(error: Exception, processes: list, guarded: Guarded | None, timeout: float) -> Exception:
+def worker_error(
+    error: Exception, processes: Sequence = (), guarded: Guarded | None = None, timeout: float = 0.0
+) -> Exception:
     """Returns a :class:`WorkerError` for what a DataLoader raised when a worker died or timed out; else ``error``."""
     message = str(error).partition("\n")[0]
     found = _PIDS.search(message)
@@ -164,14 +171,10 @@ def _death(processes: list, message: str) -> tuple[str, str]:
     for process in processes:
         process.join(5)
     codes = {process.exitcode for process in processes} - {None, 0}
-    if not codes:
-        return message.rstrip("."), ""
+    if not codes:  # of another loader, of whose workers torch's handler tells here too
+        return message.rstrip(". "), _HINTS["SIGKILL"] if "signal: Killed" in message else ""
     code = min(codes)  # a signal, if there was one
     if code > 0:
         return f"a worker process ended with exit code {code}", ""
     name = signal.Signals(-code).name
-    hint = {
-        "SIGKILL": "; the system kills so when memory runs out: try fewer workers or a smaller prefetch_factor",
-        "SIGBUS": "; shared memory ran out (df /dev/shm): try fewer workers or a smaller prefetch_factor",
-    }.get(name, "")
-    return f"a worker process was killed by {name}", hint
+    return f"a worker process was killed by {name}", _HINTS.get(name, "")

@@ -3,6 +3,7 @@
 from html import escape
 
 from fusedtrain.diagnose.report import headline, losses_text, overhead_text, waited_text
+from fusedtrain.diagnose.rules import count_text
 
 COLOURS = {
     "loader": "#e4572e",
@@ -43,8 +44,8 @@ def page(report: dict) -> str:
         f"<h1>fusedtrain diagnose <code>{escape(report['script'])}</code></h1>",
         f'<p class="lead{"" if report["bottleneck"] else " well"}"><b>{escape(headline(report))}</b></p>',
         f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g})"
-        f" on {escape(machine['device'])}, {machine['threads']} threads, {machine['cores']} cores, torch"
-        f" {escape(machine['torch'])}. {overhead_text(report)}.</p>",
+        f" on {escape(machine['device'])}, {count_text(machine['threads'], 'thread')},"
+        f" {count_text(machine['cores'], 'core')}, torch {escape(machine['torch'])}. {overhead_text(report)}.</p>",
         f'<p class="soft">{waited_text(report)}</p>' if report["waited"] >= 0.01 else "",
         _noise(report),
         "<h2>Where a step goes</h2>",
@@ -149,7 +150,8 @@ def _timeline(steps: list) -> str:
             title = f"{part}: {end - start:.3g} ms"
             inner += _rect(900 * start / longest, y, 900 * (end - start) / longest, 14, COLOURS[part], title)
     caption = (
-        f'<p class="soft">{len(steps)} steps, one per line; the longest took {longest:.3g} ms. Colours as above.</p>'
+        f'<p class="soft">{count_text(len(steps), "step")}, one per line; the longest took {longest:.3g} ms.'
+        " Colours as above.</p>"
     )
     return _svg(18 * len(steps), inner, "timeline") + caption
 
@@ -161,7 +163,9 @@ def _rates(report: dict) -> str:
     for rate in report["loader_rates"]:
         now = " (now)" if rate["workers"] == report["current_workers"] else ""
         speed = rate["batches_per_second"]
-        rows.append((f"{rate['workers']} workers{now}", speed, f"{speed:.3g} batches/s", COLOURS["loader"]))
+        rows.append(
+            (f"{count_text(rate['workers'], 'worker')}{now}", speed, f"{speed:.3g} batches/s", COLOURS["loader"])
+        )
     return "<h2>What the loader delivers alone</h2>" + _bars(rows, "batches per second by number of workers")
 
 

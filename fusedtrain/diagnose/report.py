@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 from fusedtrain.diagnose.lines import source_line
 from fusedtrain.diagnose.remedies import specification
-
-BEST_EFFORT = "measured by probes; --verify tries the remedies"
+from fusedtrain.diagnose.rules import count_text
 
 
 def to_json(diagnosis, script: str) -> dict:
@@ -129,8 +128,8 @@ def headline(report: dict) -> str:
         parts, taken = report["parts_ms"], report["steps"] + report["bare_steps"]
         name = max(parts, key=parts.get)
         return (
-            f"The script ended after {taken} measured steps; some hundred are needed to tell causes apart: let it train"
-            f" longer. {parts[name] / sum(parts.values()):.0%} of a step goes to: {name}."
+            f"The script ended after {count_text(taken, 'measured step')}; some hundred are needed to tell causes"
+            f" apart: let it train longer. {parts[name] / sum(parts.values()):.0%} of a step goes to: {name}."
         )
     named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
     if named is None:

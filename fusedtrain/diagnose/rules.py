@@ -280,7 +280,8 @@ def _restarts(facts: Facts, driver: Driver) -> Finding | str:
         return "no epoch ended while it was measured"
     if lost < LEAST:
         return f"restarting them takes {max(lost, 0):.1%} of the time"
-    evidence = f"{len(waits)} epochs in {len(facts.steps)} steps began with {fmean(waits):.3g} s of waiting"
+    epochs, steps = count_text(len(waits), "epoch"), count_text(len(facts.steps), "step")
+    evidence = f"{epochs} in {steps} began with {fmean(waits):.3g} s of waiting"
     reason = why_not_clone(loader)
     remedies = () if reason else (facts.keep(Loader(driver, persistent_workers=True)),)
     cause, advice = "the loader starts its workers anew in every epoch", "make the loader once, before the first epoch"
@@ -374,7 +375,7 @@ def _allocator(facts: Facts, driver: Driver) -> Finding | str:
     reason = Allocator.why_not()
     if reason or torch.cuda.is_initialized():
         return reason or "n/a: the tensors are on a GPU"
-    faults = f"{facts.faults:,.0f} page faults per step"
+    faults = f"{count_text(facts.faults, 'page fault')} per step"
     if facts.faults * FAULT < 0.01 * facts.step.value:
         return f"{faults}: not worth a change"
     facts.fault_cost = facts.fault_cost or fault_cost()
@@ -390,7 +391,11 @@ def _allocator(facts: Facts, driver: Driver) -> Finding | str:
 
 def _threads(facts: Facts, driver: Driver) -> list[Remedy] | str:
     now, best = torch.get_num_threads(), cores()
-    return f"{now} threads on {best} cores" if now == best else [facts.keep(Threads(best))]
+    return _threads_text("on") if now == best else [facts.keep(Threads(best))]
+
+
+def _threads_text(between: str) -> str:
+    return f"{count_text(torch.get_num_threads(), 'thread')} {between} {count_text(cores(), 'core')}"
 
 
 def _layout(facts: Facts, driver: Driver) -> list[Remedy] | str:
@@ -423,7 +428,8 @@ def _lost_layout(facts: Facts, driver: Driver) -> Finding | str:
     return Finding(
         "layout",
         "channels_last is lost within the model, and tensors are copied to and fro",
-        f"{len(facts.contiguous)} convolutions get other tensors: {names}; copies take {copied:.0%} of computing",
+        f"other tensors get to {count_text(len(facts.contiguous), 'convolution')}: {names}; copies take {copied:.0%} of"
+        " computing",
         gain,
         advice="leave out what makes tensors contiguous in front of them: contiguous(), view, reshape; or"
         " .contiguous(memory_format=torch.channels_last) once, behind it",
@@ -643,7 +649,9 @@ def _memory(facts: Facts, driver: Driver) -> Finding | str:
     lasts = growth.free / max(growth.size, 1.0) * step
     if lasts > LASTS:
         return f"{evidence}: enough for {duration_text(lasts)}"
-    cause = f"memory grows from step to step and is full after {duration_text(lasts)}, {lasts / step:,.0f} steps"
+    cause = (
+        f"memory grows from step to step and is full after {duration_text(lasts)}, {count_text(lasts / step, 'step')}"
+    )
     advice = (
         "keep numbers instead of tensors: loss.item(), or detach() where a graph hangs on them; running sums instead of"
         " lists; and empty what has to be kept"
@@ -666,7 +674,13 @@ def duration_text(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds > 2 * size:
             return f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return count_text(seconds, "second")
+
+
+def count_text(count: float, thing: str) -> str:
+    """Returns a number of things."""
+    number = f"{count:,.0f}"
+    return f"{number} {thing}{'s' * (number != '1')}"
 
 
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
@@ -707,7 +721,7 @@ RULES = (
         "threads",
         "the number of threads does not fit the cores",
         _threads,
-        evidence=lambda facts, driver: f"{torch.get_num_threads()} threads, {cores()} cores",
+        evidence=lambda facts, driver: _threads_text("for"),
     ),
     _layout_rule(),
     probed(
@@ -715,7 +729,7 @@ RULES = (
         "layers run unfused",
         _fuse,
         evidence=lambda facts, driver: (
-            "fusedtrain.fuse takes " + ", ".join(f"{count} {name}" for name, count in facts.fusible.items())
+            "fusedtrain.fuse makes of them: " + ", ".join(f"{name} x {n}" for name, n in facts.fusible.items())
         ),
     ),
     _optimizer_rule(),

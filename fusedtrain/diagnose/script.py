@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import UNSEEN
+from fusedtrain.diagnose.rules import count_text
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
@@ -63,7 +64,7 @@ def diagnose_script(
             raise ScriptError(f"the script exited{what}" + (f"; the end of its output:\n{said}" if said else ""))
         seen = next((m for m in messages if m.get("seen")), None)
         if seen is not None:
-            took = f"it took {seen['steps']} steps, and some hundred are needed"
+            took = f"it took {count_text(seen['steps'], 'step')}, and some hundred are needed"
             raise ScriptError(f"the script ended before enough steps were measured: {took}; let it train longer")
         if ended is not None:
             raise ScriptError(_unseen(ended["processes"]))

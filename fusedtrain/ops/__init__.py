@@ -1,5 +1,9 @@
 """The fused operations as functions. Each module: formula, reference, fakes, backends, autograd, public function."""
 
+import warnings
+
+import torch
+
 from fusedtrain.ops.batch_norm_act import batch_norm_act
 from fusedtrain.ops.channel_pool import channel_pool
 from fusedtrain.ops.channel_scale import channel_scale
@@ -25,3 +29,7 @@ __all__ = [
     "pointwise_conv2d",
     "squeeze_excite",
 ]
+
+# torch.jit.trace warns of every question about a size; torch silences it for its own modules. Here the answers choose
+# between ways to the same numbers, and each of these goes on with other sizes.
+warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"fusedtrain\.")

@@ -224,6 +224,15 @@ def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     functional = any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
     if functional or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(f"fused ops have no forward-mode and torch.func derivatives; PyTorch's {_ELSEWHERE}")
+    if levels and torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        raise RuntimeError(f"fused ops have no gradient under torch.func.vmap; PyTorch's {_ELSEWHERE}")
+
+
+def _requires_grad(t: Tensor | None) -> bool:
+    """Whether a tensor requires a gradient, or what vmap has wrapped: the wrapper does not tell."""
+    while t is not None and not t.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t is not None and t.requires_grad
 
 
 class _Once(torch.autograd.Function):

@@ -368,11 +368,12 @@ def batch_norm_act(
         return reference(x, *statistics, act, residual, residual_after)
     if impl.backward is None:
         impl = _REFERENCE_PARTS
+    recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
     with torch.no_grad():
         mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
-    if _common.needs_autograd(x, weight, bias, residual):
+    if recording:
         options = count, code, residual_after, group, impl
         return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, options)
     return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)

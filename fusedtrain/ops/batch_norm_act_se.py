@@ -90,10 +90,11 @@ def batch_norm_act_se(
         _codes.code("gate", gate, _codes.ACTIVATIONS),
     ]
     se = _dense_weights(_weight_dtype(x, *se), se)
+    recording = _common.needs_autograd(x, *affine, *se, residual)  # before running statistics move
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
     with torch.no_grad():
         mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
-    if _common.needs_autograd(x, *affine, *se, residual):
+    if recording:
         return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, (relu, codes, count, group, impl))
     return impl.forward(x, mean, rstd, *affine, *se, *codes, residual, relu)[0]

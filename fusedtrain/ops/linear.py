@@ -22,8 +22,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _why_not_cpu(x: Tensor, *others) -> str | None:
     """Tools that quantise or shard a network look for Linear layers, and give them weights of other classes."""
-    special = next((type(t).__name__ for t in (x, *others) if t is not None and type(t) not in _PLAIN), None)
-    return _common.why_not_cpu(x) or (special and f"a {special} stands in the place of a tensor")
+    special = {type(t).__name__ for t in (x, *others) if t is not None and type(t) not in _PLAIN}
+    special -= {"FakeTensor"}  # a tensor without data, of torch.export
+    return _common.why_not_cpu(x) or (f"a {special.pop()} stands in the place of a tensor" if special else None)
 
 
 _FEW = 32  # rows: the weight is packed for each call

@@ -18,7 +18,7 @@ _OPTIMIZERS = {
 
 
 def register_with_timm() -> list[str]:
-    """Makes the optimizers known to timm's factory; importing this package behind timm does the same.
+    """Makes the optimizers known to timm's factory; importing this package after timm does the same.
 
     Returns:
         Their names there: "fusedtrainadam", "fusedtrainadamw", ... An underscore would separate a prefix, and "fused"
@@ -36,8 +36,10 @@ def register_with_timm() -> list[str]:
     return [f"fusedtrain{name}" for name in _OPTIMIZERS]
 
 
-if "timm.optim._optim_factory" in sys.modules:  # else the user may import timm later, or never
+if "timm" in sys.modules:  # else the user may import timm later, or never
     try:
         register_with_timm()
+    except ModuleNotFoundError:  # a timm without a registry
+        pass
     except Exception as error:  # a timm with another registry: what stands here is no reason to fail at import
         warnings.warn(f"fusedtrain's optimizers are not in timm's factory: {error}", stacklevel=2)

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
 
 from fusedtrain.train.errors import InputError
-from fusedtrain.train.feed import set_epoch
+from fusedtrain.train.feed import Feed, set_epoch
+from fusedtrain.train.nonfinite import untouched
 from fusedtrain.train.rng import SeededDataset
 
 
@@ -16,7 +17,8 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
     """Runs the first batch through ``trainer.validation_step`` and returns the metrics it gives.
 
     Raises:
-        InputError: the data hold no batch, or not pairs; model, loss or classes do not fit them.
+        InputError: the data hold no batch, or not pairs; model, loss or classes do not fit them; or the last training
+            batch of an epoch is a single sample, and the model cannot normalise over one.
     """
     set_epoch(batches, 0)
     batch = next(iter(batches), None)
@@ -36,10 +38,13 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
             _check_classes(trainer, name, batches, *batch)
         try:
             with trainer.no_gradients():
-                return trainer.validation_step(batch)
+                metrics = trainer.validation_step(batch)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
+        if name == "training":
+            _check_last(trainer, batches, batch)
+    return metrics
 
 
 def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, targets: Tensor) -> None:
@@ -60,6 +65,41 @@ def _check_classes(trainer, name: str, batches: Iterable, inputs: Tensor, target
             f"the model has {outputs.shape[1]} classes, but the {name} labels go from {int(labels.min())} to"
             f" {int(labels.max())}"
         )
+
+
+_SINGLE = "more than 1 value per channel"  # that a BatchNorm expects in training, torch's or a fused one
+
+
+def _check_last(trainer, batches: Iterable, batch) -> None:
+    """Refuses a last batch of one sample where a BatchNorm behind 1x1 maps would have nothing to normalise over."""
+    sizes = Feed(batches, trainer.world).sizes()
+    # All processes look together: a BatchNorm that is synchronised waits for the others.
+    (single,) = trainer.world.max(sizes is not None and sizes[-1] == 1)
+    if not single or not isinstance(batch, (tuple, list)) or not isinstance(batch[0], Tensor):
+        return
+    try:
+        with untouched(trainer.model), trainer._autocast, torch.no_grad():
+            trainer.model.train()
+            trainer.model(batch[0][:1])
+    except Exception as error:  # others come of a model that takes something else, which its own step knows
+        if _SINGLE in str(error):
+            raise _refusal(sizes, error) from error
+    finally:
+        trainer.model.eval()
+
+
+def refuse_single(trainer, error: Exception) -> None:
+    """Raises InputError where the model failed with ``error`` because a batch is a single sample."""
+    if _SINGLE in str(error):
+        raise _refusal(trainer.feed and trainer.feed.sizes(), error, _place(trainer)) from error
+
+
+def _refusal(sizes: tuple[int, int, int] | None, error: Exception, place: str = "") -> InputError:
+    where = "" if sizes is None else f" (the data are {sizes[0]} samples in batches of {sizes[1]})"
+    return InputError(
+        f"{place}the model cannot train on a batch of a single sample, as the last of an epoch may be{where}:"
+        f" {str(error).partition(chr(10))[0]}; let the loader leave it out (drop_last=True), or take another batch size"
+    )
 
 
 def counted(loss, labels: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -60,6 +61,7 @@ def run(options: Options) -> dict[str, report.Result]:
 
     Raises:
         InputError: the options cannot work; nothing is trained or written then.
+        ChildProcessError: a process that trained was killed, or crashed.
     """
     _check(options)
     device = resolve_device(options.device)
@@ -72,7 +74,13 @@ def run(options: Options) -> dict[str, report.Result]:
     for layers in LAYERS if options.layers == "both" else [options.layers]:
         # A process of its own: peak memory is that of one variant, and neither warms up the other's allocator.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
-            results[layers] = pool.submit(train_variant, options, layers, output / f"{layers}.pt").result()
+            try:
+                results[layers] = pool.submit(train_variant, options, layers, output / f"{layers}.pt").result()
+            except BrokenProcessPool:
+                raise ChildProcessError(
+                    f"the process that trained with {layers} layers crashed or was killed; the system kills so when"
+                    " memory runs out: try a smaller --batch-size"
+                ) from None
     report.write(output, options, device, results)
     report.show(output, results)
     return results

@@ -54,7 +54,7 @@ class Distributed:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises InputError for a model that somebody has wrapped already."""
+    """Raises InputError for a model that somebody has wrapped or compiled already."""
     if isinstance(model, DataParallel):
         raise InputError(
             "DataParallel copies the model to every device in every step and gathers all outputs on one; start one"
@@ -62,6 +62,11 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
     if isinstance(model, DistributedDataParallel):
         raise InputError("pass the bare model: the Trainer wraps it in DistributedDataParallel itself")
+    if hasattr(model, "_orig_mod"):  # an OptimizedModule, known by its mark: to import its class takes seconds
+        raise InputError(
+            'pass the bare model: the Trainer compiles it itself with TrainConfig(compile="default"), and the names in'
+            " its checkpoints stay those of the model"
+        )
 
 
 def in_torchrun() -> bool:

@@ -12,6 +12,7 @@ from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.rng import SeededDataset, cpu_state, rng_state, set_rng_state
+from fusedtrain.train.sampler import EpochSampler
 
 
 class Feed:
@@ -94,6 +95,19 @@ class Feed:
         if not hasattr(self.batches, "__len__"):
             return None
         return int(self.world.max(len(self.batches))[0])
+
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Returns how many samples an epoch, a batch, and this process's last batch hold; None where nobody knows."""
+        order = self._sampler
+        if isinstance(order, EpochSampler):
+            step = order.batch_size * order.world_size
+            last = order._counts((len(order) - 1) * step)[order.rank]
+            return order.size, order.batch_size, max(1, last)  # without samples of its own it gets one to hand
+        order = getattr(self._loader, "batch_sampler", None)
+        if type(order) is not BatchSampler or not hasattr(order.sampler, "__len__"):
+            return None
+        samples, size = len(order.sampler), order.batch_size
+        return samples, size, size if order.drop_last else samples % size or size
 
     def state_dict(self) -> dict:
         state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating}

@@ -1,6 +1,7 @@
 """What a run writes and reads: checkpoints of its whole state, and weights."""
 
 import base64
+import contextlib
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusedtrain._files import remove_unfinished, write_atomic
+from fusedtrain._files import locked, remove_unfinished, write_atomic
 from fusedtrain.train import schedule
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
+from fusedtrain.train.distributed import World
 from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
@@ -20,6 +22,7 @@ from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names, save_weights
 
 VERSION = 1
+LOCK = ".lock"  # in the folder of the checkpoints
 TEXTS = ("ranks", "history", "group", "others")  # their tensors change from save to save
 
 
@@ -28,7 +31,7 @@ class Checkpoint:
     """When and where the whole state of a run is saved, so that it continues after any end as if there had been none.
 
     Args:
-        directory: of the checkpoints, made where it is missing; None saves none.
+        directory: of the checkpoints, made where it is missing, of one run at a time; None saves none.
         every_steps: save after so many updates; None: after every epoch only.
         keep: how many stay.
         asynchronous: a thread writes while training goes on.
@@ -47,6 +50,27 @@ class Checkpoint:
         require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
 
 
+@contextlib.contextmanager
+def alone(directory: Path, world: World):
+    """Within the ``with`` block no other run saves in ``directory``: rank 0 holds a lock, of which the system lets go
+    when the process ends, killed or not.
+
+    Raises:
+        InputError: on all processes, when another run holds it.
+    """
+    with contextlib.ExitStack() as held:
+        free = True
+        if world.rank == 0:
+            with contextlib.suppress(OSError, ImportError):  # without locks: some network file systems, and Windows
+                free = held.enter_context(locked(directory / LOCK, wait=False))
+        if not world.decide(free):
+            raise InputError(
+                f"another run is saving its checkpoints in {directory}: the two would remove each other's; end that one"
+                " or take another folder"
+            )
+        yield
+
+
 class Saving:
     """The state of a :class:`~fusedtrain.train.Trainer` in its checkpoints.
 
@@ -58,12 +82,14 @@ class Saving:
     def __init__(self, trainer):
         self.trainer, self.config = trainer, trainer.config.checkpoint
         self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
+        if self.config.directory is not None:
+            make_folder(self.config.directory, "the folder of the checkpoints")
+            trainer.held.enter_context(alone(Path(self.config.directory), trainer.world))
         for path in (trainer.config.weights, trainer.config.best_weights):
             if path is not None and trainer.world.rank == 0:
                 remove_unfinished(Path(path))
         if self.config.directory is None:
             return
-        make_folder(self.config.directory, "the folder of the checkpoints")
         # Losses and the gradients of half a group are what they are; what is wrong with them is found elsewhere.
         names = ["history", "group", *(f"model/{name}" for name in nonfinite_names(trainer.model))]
         if self.fsdp:

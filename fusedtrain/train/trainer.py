@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +44,8 @@ class Trainer:
     :meth:`validation_step` and :meth:`weight`.
 
     Args:
-        model: bare: not wrapped or compiled. Moved to the device in place.
+        model: bare: not wrapped, and not what ``torch.compile`` returns; ``config.compile`` compiles it. Moved to the
+            device in place.
         loss: takes outputs (in float32 at least) and targets, returns the mean over the batch, e.g.
             ``torch.nn.CrossEntropyLoss()``.
         optimizer: over the model's parameters; its learning rates are the peaks of the schedule.
@@ -56,7 +58,8 @@ class Trainer:
 
     Raises:
         InputError: the optimizer holds none of the model's parameters, the device does not exist, or the model is
-            wrapped already.
+            wrapped or compiled already.
+        TypeError: ``optimizer`` is no optimizer.
     """
 
     def __init__(
@@ -73,6 +76,11 @@ class Trainer:
     ):
         self.config = config = config or TrainConfig()
         refuse_wrapped(model)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer over the model's parameters, such as"
+                f" torch.optim.AdamW(model.parameters(), lr=1e-3), got {textwrap.shorten(repr(optimizer), 80)}"
+            )
         own = {id(p) for p in model.parameters() if p.requires_grad}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in own for p in held):
@@ -154,9 +162,17 @@ class Trainer:
         return len(first)
 
     def forward(self, *inputs):
-        """Runs the model, under autocast where that is wanted; results are float32 at least."""
-        with self._autocast:
-            outputs = (self._wrapped if self.model.training else self.model)(*inputs)
+        """Runs the model, under autocast where that is wanted; results are float32 at least.
+
+        Raises:
+            InputError: the batch is a single sample, over which a BatchNorm in training has nothing to normalise.
+        """
+        try:
+            with self._autocast:
+                outputs = (self._wrapped if self.model.training else self.model)(*inputs)
+        except (ValueError, RuntimeError) as error:
+            check.refuse_single(self, error)
+            raise
         return full(outputs)
 
     def loss_of(self, outputs, targets) -> Tensor:
@@ -263,14 +279,15 @@ class Trainer:
             valid: the same for evaluation.
 
         Raises:
-            InputError: before the first step, when the data are empty or do not fit the model; later, when only loading
-                a sample shows that its label does not (:meth:`loss_of`).
+            InputError: before the first step, when another run saves in the folder of the checkpoints, or the data are
+                empty or do not fit the model, also the last batch where their length tells its size; later, when only
+                loading shows that a label or the size of a batch does not (:meth:`loss_of`, :meth:`forward`).
             NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU,
                 with an optimizer of ``fusedtrain.optim``, the update is left out at once, but the error comes some
                 steps later, when the loss is read.
             Preempted: a signal came; the state was saved.
         """
-        with self._stop:
+        with self._stop, contextlib.ExitStack() as self.held:
             with self._stop.interruptible():  # so far there is nothing to save
                 self._prepare(train, valid)
             self._stop.together()

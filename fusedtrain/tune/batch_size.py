@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -161,5 +162,5 @@ def _run(target: Target, size: int, steps: int) -> dict:
     else:
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"fits": True, "seconds_per_sample": median(seconds[WARM_UP:]) / size, "peak_bytes": peak}

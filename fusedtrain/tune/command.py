@@ -172,6 +172,8 @@ def _dataset(name: str, size: int):
 
     if ".py:" in name:
         return load(name)()
+    if not Path(name).exists() and "://" not in name and not any(mark in name for mark in "*?["):
+        raise TuneError(f"--data: there is no {name}")
     if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
         return data.ImageFolder(name, size=size)
     return data.TableDataset(name)
