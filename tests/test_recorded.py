@@ -505,9 +505,23 @@ class Recomputes(ConvNormAct):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class GradientsAlone(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
+class AutocastAlone(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if torch.is_autocast_enabled("cpu") else x
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
+    **dict.fromkeys(
+        (GradientsAlone, AutocastAlone),
+        "torch.fx cannot record its forward: it asks whether gradients or autocast are on",
+    ),
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",
@@ -645,6 +659,84 @@ def test_attributes_of_every_kind_count(change):
     truth = copy.deepcopy(stock).double()
     truth.dtype = torch.float64
     harness.assert_as_good_as_torch(y, stock(x), truth(x.double()), change)
+
+
+class OfLayers(ConvNormAct):
+    """Its forward reads attributes of layers, without calling these."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.pool, self.last = nn.Conv2d(c, c, 2, groups=c), nn.BatchNorm2d(c)
+
+    def forward(self, x):
+        x = F.conv2d(super().forward(x), self.pool.weight, self.pool.bias, self.pool.stride, 1, groups=self.pool.groups)
+        x = x if self.pool.bias is None else 2 * x
+        last = self.last
+        running = last.running_mean, last.running_var
+        return F.batch_norm(x, *running, last.weight, last.bias, last.training, last.momentum, last.eps)
+
+
+SCALE = 2.0
+
+
+class OfElsewhere(ConvNormAct):
+    """It reads its class and a global number, and asks what a layer is."""
+
+    scale = 2.0
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.after = nn.Tanh()
+
+    def forward(self, x):
+        x = super().forward(x) * SCALE * self.scale
+        return x if isinstance(self.after, nn.Identity) else self.after(x) + 1
+
+
+READS = {
+    "stride": (OfLayers, lambda block, _: setattr(block.pool, "stride", (2, 2))),
+    "no bias": (OfLayers, lambda block, _: setattr(block.pool, "bias", None)),
+    "held still": (OfLayers, lambda block, _: block.last.eval()),
+    "eps": (OfLayers, lambda block, _: setattr(block.last, "eps", 0.5)),
+    "class": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere, "scale", 3.0)),
+    "global": (OfElsewhere, lambda _, patch: patch.setitem(globals(), "SCALE", 3.0)),
+    "another layer": (OfElsewhere, lambda block, _: setattr(block, "after", nn.Identity())),
+}
+
+
+@pytest.mark.parametrize("change", READS)
+def test_what_a_forward_reads_elsewhere_counts(change, calls, monkeypatch):
+    kind, make = READS[change]
+    block, stock, _ = fused(kind)
+    x = harness.images((2, 16, 9, 9))
+    block(x)
+    assert calls == ["depthwise_bn_act_se"]
+    block, stock, _ = fused(kind)
+    for model in (block, stock):
+        make(model, monkeypatch)
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(block(x), stock(x), truth, change)
+
+
+def test_a_block_of_a_zoo_that_a_forward_reads_of_is_fused_too(zoo, calls):
+    class Around(Functional):
+        def __init__(self, c):
+            super().__init__(c)
+            self.block = zoo.torchvision.models.resnet.BasicBlock(c, c)
+
+        def forward(self, x):
+            return super().forward(self.block(x)) * self.block.stride
+
+    block, stock, report = fused(Around)
+    assert by_hand(report) == ["block", ""]
+    x = harness.images((2, 16, 9, 9))
+    for model in (block, copy.deepcopy(block)):
+        for stride, made in ((1, ["norm", "sum", "depthwise_bn_act_se"]), (3, [])):
+            model.block.stride = stock.block.stride = stride
+            del calls[:]
+            truth = copy.deepcopy(stock).double()(x.double())
+            harness.assert_as_good_as_torch(model(x), stock(x), truth, f"{stride} times")
+            assert calls == made
 
 
 def test_blocks_with_large_containers_stay():

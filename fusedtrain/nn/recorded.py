@@ -5,8 +5,9 @@ package. Where a depthwise convolution, its normalisation, activation and gate f
 what passes between them, they become one call; so do a normalisation, its activation and a residual (ResNet) or a gate
 (RegNet), with a 1x1 convolution before them, and a gate by itself. All other code stays as it was recorded. Blocks of
 your own classes are looked into down to the last of them, those of timm and torchvision, of which a model may be built,
-one by one. What a recording cannot know is looked at in each call: where a plain attribute, a container or a hook has
-changed, or the block is called with more than its images, its own forward runs.
+one by one. What a recording cannot know is looked at in each call: where a plain attribute, also one of the class or of
+a layer that the forward reads, a container or a hook has changed, or the block is called with more than its images, its
+own forward runs.
 """
 
 import collections
@@ -18,7 +19,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,8 @@ def _content(value, depth: int = 3):
 
 
 class _Seen(NamedTuple):
-    """A module that was inlined: where its parent holds it, its class, and what of it decides what its forward does."""
+    """A module that was inlined, or read from: where its parent holds it, its class, and what of it decides what its
+    forward does."""
 
     parent: str  # its path
     name: str
@@ -122,7 +124,7 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, path: str, module: nn.Module) -> "_Seen":
         parent, _, name = path.rpartition(".")
-        kind, look = type(module), _sequence if _is_sequence(module) else _state
+        kind, look = _own_class(module), _sequence if _is_sequence(module) else _state
         return cls(parent, name, kind, look, look(module, kind))
 
 
@@ -131,12 +133,35 @@ def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
     return kind.forward, [k for k, v in module._modules.items() if v is not None]
 
 
-def _state(module: nn.Module, kind: type) -> tuple[Callable, list[str], list[str], dict]:
+def _state(module: nn.Module, kind: type) -> tuple:
     """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
     tensors, which recorded forwards do not use."""
     missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
     attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
-    return *_sequence(module, kind), missing, attributes
+    others, asks = _constants(kind)
+    constants = [_content(held.get(name)) for held, name in others] if others else ()
+    classes = list(map(_own_class, module.children())) if asks else ()
+    return *_sequence(module, kind), missing, attributes, constants, classes
+
+
+@functools.cache
+def _constants(kind: type) -> tuple[list[tuple[Mapping, str]], bool]:
+    """Where else methods find values by their names, which are attributes of the class and global numbers and switches;
+    and whether they ask for the classes of layers."""
+    classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
+    members = [value for held in classes for name, value in held.items() if name != "__init__"]
+    codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
+    read = {name for code in codes if code is not None for name in code.co_names}
+    found = [(held, name) for held in classes for name in read & held.keys()]
+    found = [(held, name) for held, name in found if not hasattr(type(held[name]), "__get__")]  # no methods
+    names = getattr(kind.forward, "__globals__", {})
+    found += [(names, name) for name in read if isinstance(names.get(name), (bool, int, float, str))]
+    return found, not read.isdisjoint(("isinstance", "type"))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether the code of a Python module is torch's or this package's."""
+    return module.partition(".")[0] in ("torch", "fusedtrain")
 
 
 class Recording(NamedTuple):
@@ -144,7 +169,7 @@ class Recording(NamedTuple):
 
     Args:
         forwards: in evaluation and in training.
-        seen: what it holds for, by the paths of the modules that were inlined, parents first.
+        seen: what it holds for, by the paths of the modules that were inlined or read from, parents first.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
     """
@@ -162,7 +187,8 @@ class Recording(NamedTuple):
         for path, (parent, name, kind, look, state) in self.seen.items():
             if path:
                 module = modules[path] = modules[parent]._modules[name]
-                if type(module) is not kind or module.training != block.training or observed(module):
+                same = type(module) is kind or _own_class(module) is kind
+                if not same or module.training != block.training or observed(module):
                     return False
             if look(modules[path], kind) != state:
                 return False
@@ -232,6 +258,11 @@ def stock_class(block: Recorded) -> type[nn.Module]:
     return classes[classes.index(Recorded) + 1]
 
 
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before it was recorded, if it was."""
+    return stock_class(module) if isinstance(module, Recorded) else type(module)
+
+
 def is_unknown(module: nn.Module) -> bool:
     """True for classes that are neither torch's, timm's, torchvision's nor ours."""
     return not isinstance(module, Recorded) and type(module).__module__.partition(".")[0] not in _KNOWN
@@ -286,8 +317,10 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         elif result.saved > inner:
             saved[module] = result.saved
             if not leave(path):
-                for inlined in result.seen:
-                    found.pop(f"{path}.{inlined}".strip("."), None)
+                for inner in result.seen:
+                    inlined = module.get_submodule(inner)
+                    if _is_inlined(inlined) and not observed(inlined):
+                        found.pop(f"{path}.{inner}".strip("."), None)
                 found[path] = result
     return found
 
@@ -389,8 +422,7 @@ class _Tracer(fx.Tracer):
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
         frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
         names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package in ("torch", "fusedtrain") or not names & {"isinstance", "is_tensor"}:
+        if _is_ours(frame.f_globals.get("__name__", "")) or not names & {"isinstance", "is_tensor"}:
             return
         of_tensors, of_others = (
             names & {"Tensor", "is_tensor"},
@@ -507,37 +539,62 @@ def _untouched(modules: list[nn.Module]):
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
+_ASKS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled")
+_ASKS += ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype")
+_CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
+_CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
 
 
 @contextlib.contextmanager
 def _closed() -> Iterator[None]:
-    """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever."""
+    """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
+    So does one that asks for modes."""
 
-    def closed(look: Callable) -> Callable:
+    def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
-                raise RuntimeError("it looks through its parameters or buffers")
+            if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+                raise RuntimeError(reason)
             return look(*args, **kwargs)
 
         return asked
 
-    before = {name: getattr(nn.Module, name) for name in _LOOKS}
+    before = [getattr(owner, name) for owner, name, _ in _CLOSED]
     try:
-        for name, look in before.items():
-            setattr(nn.Module, name, closed(look))
+        for (owner, name, reason), look in zip(_CLOSED, before):
+            setattr(owner, name, closed(look, reason))
         yield
     finally:
-        for name, look in before.items():
-            setattr(nn.Module, name, look)
+        for (owner, name, _), look in zip(_CLOSED, before):
+            setattr(owner, name, look)
+
+
+@contextlib.contextmanager
+def _observed_reads() -> Iterator[set[nn.Module]]:
+    """Yields a set of the modules of which a forward reads attributes, such as ``self.norm.training``."""
+    found: set[nn.Module] = set()
+
+    def read(module: nn.Module, name: str):
+        if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+            found.add(module)
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = read
+    try:
+        yield found
+    finally:
+        del nn.Module.__getattribute__
 
 
 def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
     try:
-        with _untouched(list(block.modules())) as changes, _closed():
+        with _untouched(list(block.modules())) as changes, _closed(), _observed_reads() as read:
             graph = tracer.trace(block)
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    for path, module in block.named_modules(remove_duplicate=False):
+        if module in read:
+            tracer.inlined += itertools.accumulate(path.split("."), "{}.{}".format)
     return changes[0] if changes else graph
 
 
