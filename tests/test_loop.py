@@ -615,6 +615,21 @@ def test_a_second_fit_trains_though_the_first_has_stopped_early():
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+def test_layers_that_are_held_still_stay_so_in_an_epoch_and_through_an_evaluation():
+    class HoldStill(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model[2].eval()
+
+        def on_step_end(self, trainer):
+            trainer.evaluate(data())
+
+    model = hasty_net()
+    before, others = copy.deepcopy(model[2].state_dict()), weights(model)
+    make(model, epochs=2, callbacks=[HoldStill()]).fit(data(), data())
+    assert torch.equal(model[2].running_mean, before["running_mean"]) and not model[2].num_batches_tracked
+    assert model.training and not torch.equal(weights(model), others)
+
+
 class Weighted(Trainer):
     """Batches count by the weights of their samples; one of the metrics is one value per sample, one a plain number."""
 

@@ -348,8 +348,8 @@ class Trainer:
 
     def _epoch(self, valid: Iterable | None) -> None:
         feed = self.feed
-        self.callbacks.call("on_epoch_start", self, feed.epoch)
         self.model.train()
+        self.callbacks.call("on_epoch_start", self, feed.epoch)
         feed.start(self._stop.wait)
         self.numbers.begin()
         self.spans.enter("data")
