@@ -503,6 +503,38 @@ def test_timms_tools_do_to_fused_models_what_they_do_to_others(zoo, name):
             harness.assert_as_good_as_torch(fused(x), stock(x), truth, f"{name} after {tool.__name__}")
 
 
+def padded(conv):
+    conv.padding = (1, 1)
+
+
+def grown(conv):
+    conv.kernel_size, conv.padding, conv.weight = (3, 3), (1, 1), nn.Parameter(harness.normal(8, 8, 3, 3))
+
+
+def grouped(conv):
+    conv.groups, conv.weight = 2, nn.Parameter(harness.normal(8, 4, 1, 1))
+
+
+def mixing(conv):
+    conv.groups, conv.weight = 1, nn.Parameter(harness.normal(8, 8, 3, 3))
+
+
+@pytest.mark.parametrize("change", [padded, grown, grouped, mixing], ids=lambda change: change.__name__)
+def test_convolutions_may_become_others_after_fuse(change, zoo):
+    stock = nn.Sequential(
+        *(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1)),
+        *(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU()),
+        zoo.timm.layers.Conv2dSame(8, 8, 3, groups=8),
+    )
+    fused = copy.deepcopy(stock)
+    fusedtrain.fuse(fused)
+    for model in (fused, stock):
+        for i in (4, 7) if change is mixing else (0, 3):
+            change(model[i])
+    x = harness.images((2, 8, 9, 9))
+    harness.assert_as_good_as_torch(fused(x), stock(x), copy.deepcopy(stock).double()(x.double()), change.__name__)
+
+
 def test_fused_models_run_on_the_meta_device(zoo):
     with torch.device("meta"):
         model, x = timm_model(zoo, "lcnet_050", num_classes=10), torch.empty(2, 3, 64, 64)
