@@ -558,6 +558,24 @@ def test_unfuse_names_the_fused_layers_that_it_cannot_change():
     assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0"] and type(model[0]) is nn.Conv2d
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_torchs_quantisation_is_refused_before_it_leaves_layers_out(zoo):
+    model, one = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    fusedtrain.fuse(model)
+    for module in (model, one):
+        module.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    with pytest.raises(RuntimeError, match=r"torch.ao.quantization does not know .* DepthwiseConv2d .*unfuse\(model\)"):
+        torch.ao.quantization.prepare_qat(model)
+    assert not hasattr(model[0], "qconfig")
+    model.qconfig = model[0].qconfig = model[1].qconfig = None
+    one.append(model)  # which is left out, as the user has said
+    prepared = torch.ao.quantization.prepare_qat(one)
+    assert type(prepared[0]) is not nn.Linear and type(prepared[1][0]) is type(model[0])
+    fusedtrain.unfuse(model)
+    model[0].qconfig = one.qconfig
+    assert [c.reason for c in fusedtrain.fuse(model).kept] == ["it is prepared for quantisation (qconfig)"]
+
+
 def test_torch_fx_traces_fused_models(zoo):
     model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10).eval()
     fusedtrain.fuse(model)
