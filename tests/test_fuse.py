@@ -428,6 +428,17 @@ def test_copies_pickles_and_checkpoints_of_a_fused_model(zoo):
         assert len(fusedtrain.unfuse(other)) == 2
 
 
+def test_parametrized_fused_layers_are_copied_and_not_pickled_as_in_torch(zoo):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), zoo.timm.layers.BatchNormAct2d(8)).eval()
+    fusedtrain.fuse(model)
+    x = harness.images((2, 8, 5, 6))
+    for layer, name in ((model[0], "weight"), (model[1], "bias")):
+        parametrize.register_parametrization(layer, name, nn.Identity())
+        with pytest.raises(RuntimeError, match="only supported through state_dict"):
+            pickle.dumps(layer)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
 def test_unfused_models_script_and_export_with_the_trained_weights(zoo):
     model = small_model(zoo).eval()
     classes = classes_of(model)

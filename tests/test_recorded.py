@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import random
+import threading
 
 import harness
 import pytest
@@ -213,6 +214,51 @@ def test_copies_pickles_and_the_way_back(kind):
     assert len(fusedtrain.unfuse(block).swapped) == len(report.swapped)
     assert [type(m) for m in block.modules()] == [type(m) for m in stock.modules()]
     assert all(vars(a).keys() == vars(b).keys() for a, b in zip(block.modules(), stock.modules()))
+
+
+def test_threads_may_copy_a_model_that_others_run():
+    model = fused(Flat)[0].eval()
+    x, failures = harness.images((2, 16, 9, 9)), []
+    y = model(x)
+
+    def run():
+        try:
+            for _ in range(10):
+                assert torch.equal(copy.deepcopy(model)(x), y) and torch.equal(model(x), y)
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class Locked(ConvNormAct):
+    """It says itself what is copied of it."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_what_a_class_says_of_its_copies_counts(calls):
+    block = Locked(16).eval()
+    fusedtrain.fuse(block)
+    x = harness.images((2, 16, 9, 9))
+    for made in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        del calls[:]
+        assert torch.equal(made(x), block(x)) and calls == 2 * ["depthwise_bn_act_se"]
+        assert made.lock is not block.lock and isinstance(made, Recorded)
 
 
 def test_a_compiled_block_is_one_graph_without_a_warning(monkeypatch, recwarn):

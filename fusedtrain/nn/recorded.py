@@ -12,6 +12,7 @@ own forward runs.
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -214,7 +215,9 @@ class Recorded(nn.Module):
         return super().forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        state = {k: v for k, v in vars(self).items() if k != "_recording"}
+        state = super().__reduce_ex__(protocol)[2]
+        if isinstance(state, dict):  # else a class of its own has made it
+            state = {k: v for k, v in state.items() if k != "_recording"}
         return _new, (stock_class(self),), state
 
     def __setstate__(self, state: dict) -> None:
@@ -225,6 +228,17 @@ class Recorded(nn.Module):
             take(self, recording)
 
 
+def _deepcopy(block: Recorded, memo: dict) -> Recorded:
+    """Copies the recording, too: to record anew would disturb modules that other threads call meanwhile."""
+    kind = type(block)
+    made = memo[id(block)] = kind.__new__(kind)
+    vars(made).update(copy.deepcopy(vars(block), memo))
+    return made
+
+
+_COPIES = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+
+
 @functools.cache
 def _derived(stock: type[nn.Module]) -> type[Recorded]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -232,7 +246,10 @@ def _derived(stock: type[nn.Module]) -> type[Recorded]:
     forward = types.FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
     with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
         forward.__signature__ = inspect.signature(stock.forward)  # exporters go by the names of its arguments
-    return type(stock.__name__, (Recorded, stock), names | {"forward": forward})
+    members = {"forward": forward}
+    if all(getattr(stock, name, None) is getattr(nn.Module, name, None) for name in _COPIES):
+        members["__deepcopy__"] = _deepcopy
+    return type(stock.__name__, (Recorded, stock), names | members)
 
 
 def _new(stock: type[nn.Module]) -> Recorded:
