@@ -918,6 +918,14 @@ def test_layers_whose_result_nobody_uses_are_called():
     assert isinstance(block, Recorded) and seen
 
 
+def test_torch_fx_traces_models_that_are_recorded_blocks():
+    block, stock, _ = fused(Flat)
+    traced, x = fx.symbolic_trace(block.eval(), {"drop": None}), harness.images((2, 16, 9, 9))
+    assert isinstance(block, Recorded)
+    truth = copy.deepcopy(stock).eval().double()(x.double())
+    harness.assert_as_good_as_torch(traced(x), stock.eval()(x), truth, "traced")
+
+
 def test_recorded_blocks_have_the_signature_of_their_own_forward():
     block, stock, _ = fused(Flat)
     assert isinstance(block, Recorded)

@@ -244,8 +244,7 @@ def _derived(stock: type[nn.Module]) -> type[Recorded]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     own = Recorded.forward
     forward = types.FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
-    with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
-        forward.__signature__ = inspect.signature(stock.forward)  # exporters go by the names of its arguments
+    forward.__wrapped__ = stock.forward  # exporters and torch.fx go by the names of its arguments
     members = {"forward": forward}
     if all(getattr(stock, name, None) is getattr(nn.Module, name, None) for name in _COPIES):
         members["__deepcopy__"] = _deepcopy
