@@ -41,6 +41,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
         trainer.reading = None
         set_rng_state(state)
         feed.restore(position)
+        model.train(modes[model])
         for module, training in modes.items():  # layers that are held still stay so
             module.training = training
     found = world.sum(*map(float, sums.values()), *counts.values())
