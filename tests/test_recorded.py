@@ -6,6 +6,7 @@ import io
 import pickle
 import random
 import threading
+import types
 
 import harness
 import pytest
@@ -561,12 +562,40 @@ class AutocastAlone(ConvNormAct):
         return super().forward(x) if torch.is_autocast_enabled("cpu") else x
 
 
+class DecidesByDtype(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if x.dtype is torch.float32 else x
+
+
+class DecidesByDevice(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if str(x.device) == "cpu" else x
+
+
+class DecidesByType(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if type(x) is torch.Tensor else x
+
+
+class DecidesByClass(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if x.__class__.__name__ == "Tensor" else x
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
     **dict.fromkeys(
         (GradientsAlone, AutocastAlone),
         "torch.fx cannot record its forward: it asks whether gradients or autocast are on",
+    ),
+    **{
+        kind: f"torch.fx cannot record its forward: it decides by the {name} of what it takes or makes"
+        for kind, name in ((DecidesByDtype, "dtype"), (DecidesByDevice, "device"))
+    },
+    **dict.fromkeys(
+        (DecidesByType, DecidesByClass),
+        "torch.fx cannot record its forward: it asks for the types of what it takes or makes",
     ),
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
@@ -848,6 +877,33 @@ def test_blocks_that_ask_for_the_type_of_their_argument_take_each(kind, calls):
     truth = copy.deepcopy(stock).double()(x.double())
     for argument in (x, parts):
         harness.assert_as_good_as_torch(block(argument), stock(argument), truth, kind.__name__)
+    assert calls == ["depthwise_bn_act_se"]
+
+
+class Probes(ConvNormAct):
+    """It asks for attributes that tensors do not have, and takes None."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.register_buffer("default", torch.ones(1, c, 9, 9))
+
+    def forward(self, x=None):
+        x = self.default if x is None else x
+        x = x.tensors if hasattr(x, "tensors") else x
+        mask = getattr(x, "mask", None)
+        y = super().forward(x.to(x.device))
+        return y if mask is None else y * mask
+
+
+def test_attributes_that_tensors_lack_are_found_where_they_are(calls):
+    block, stock, _ = fused(Probes)
+    assert isinstance(block, Recorded)
+    x = harness.images((2, 16, 9, 9))
+    truth = copy.deepcopy(stock).eval().double()
+    nested = types.SimpleNamespace(tensors=x)
+    for argument, tensor in ((x, x), (nested, x), (None, block.default)):
+        y, torchs = (model.eval()(argument) for model in (block, stock))
+        harness.assert_as_good_as_torch(y, torchs, truth(tensor.double()), "probes")
     assert calls == ["depthwise_bn_act_se"]
 
 

@@ -181,7 +181,9 @@ class Recording(NamedTuple):
     of_images: bool | None
 
     def takes(self, argument) -> bool:
-        return self.of_images is None or isinstance(argument, Tensor) == self.of_images
+        if self.of_images is None:
+            return argument is not None
+        return isinstance(argument, Tensor) == self.of_images
 
     def holds_for(self, block: nn.Module) -> bool:
         modules = {"": block}
@@ -378,8 +380,26 @@ def _is_inlined(module: nn.Module) -> bool:
     return _is_sequence(module) or is_unknown(module)
 
 
+class _Asked(fx.proxy.Attribute):
+    """An attribute of a tensor: a method to be called, or a value that other calls take."""
+
+    called = False
+
+    def __call__(self, *args, **kwargs):
+        self.called = True
+        return super().__call__(*args, **kwargs)
+
+    def __str__(self) -> str:
+        raise TypeError(f"it decides by the {self.attr} of what it takes or makes")
+
+
 class _Proxy(fx.Proxy):
     """Sums and products that take the place of their first operand are recorded as such."""
+
+    def __getattr__(self, name: str):
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _KNOWN:
+            return super().__getattr__(name)
+        return self.tracer.attribute(self, name)
 
     def __iadd__(self, other):
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
@@ -400,6 +420,7 @@ class _Proxy(fx.Proxy):
         return _Proxy
 
 
+_TYPES = "it asks for the types of what it takes or makes"
 _AUTOCAST = ("cpu", "cuda")
 
 
@@ -433,20 +454,44 @@ class _Tracer(fx.Tracer):
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
         self.of_images: bool | None = None
+        self.asked: list[_Asked] = []
 
     def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
         frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
         names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
-        if _is_ours(frame.f_globals.get("__name__", "")) or not names & {"isinstance", "is_tensor"}:
+        if _is_ours(frame.f_globals.get("__name__", "")):
+            return
+        if "__class__" in frame.f_code.co_names:
+            raise TypeError(_TYPES)
+        if not names & {"isinstance", "is_tensor"}:
             return
         of_tensors, of_others = (
             names & {"Tensor", "is_tensor"},
             names & {"list", "tuple", "dict", "Sequence", "Mapping"},
         )
         if of_tensors and (of_others or node.op != "placeholder"):
-            raise TypeError("it asks for the types of what it takes or makes")
-        self.of_images = not of_tensors
+            raise TypeError(_TYPES)
+        self.keep_to(images=not of_tensors)
+
+    def keep_to(self, images: bool) -> None:
+        """What is recorded holds for tensors alone, or for others alone."""
+        if self.of_images not in (None, images):
+            raise TypeError(_TYPES)
+        self.of_images = images
+
+    def attribute(self, proxy: fx.Proxy, name: str) -> _Asked:
+        if proxy.node.op == "placeholder" and not hasattr(Tensor, name):
+            self.keep_to(images=True)
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        self.asked.append(_Asked(proxy, name))
+        return self.asked[-1]
+
+    def refuse_decisions(self) -> None:
+        """Raises where the forward kept to itself what it read of a tensor, such as ``x.dtype is torch.float32``."""
+        kept = next((asked.attr for asked in self.asked if asked._node is None and not asked.called), None)
+        if kept is not None:
+            raise TypeError(f"it decides by the {kept} of what it takes or makes")
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
@@ -602,10 +647,32 @@ def _observed_reads() -> Iterator[set[nn.Module]]:
         del nn.Module.__getattribute__
 
 
+def _type(*args):
+    if len(args) == 1 and issubclass(type(args[0]), fx.Proxy):
+        raise TypeError(_TYPES)
+    return type(*args)
+
+
+@contextlib.contextmanager
+def _typeless(block: nn.Module) -> Iterator[None]:
+    """A forward that asks for ``type(x)``, which has no hook as isinstance() has, raises."""
+    forwards = [type(module).forward for module in block.modules() if is_unknown(module)]
+    scopes = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
+    scopes = [scope for scope in scopes if "type" not in scope]
+    try:
+        for scope in scopes:
+            scope["type"] = _type
+        yield
+    finally:
+        for scope in scopes:
+            scope.pop("type", None)
+
+
 def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
     try:
-        with _untouched(list(block.modules())) as changes, _closed(), _observed_reads() as read:
+        with _untouched(list(block.modules())) as changes, _closed(), _typeless(block), _observed_reads() as read:
             graph = tracer.trace(block)
+            tracer.refuse_decisions()
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
     for path, module in block.named_modules(remove_duplicate=False):
