@@ -546,6 +546,14 @@ def test_convolutions_may_become_others_after_fuse(change, zoo):
     harness.assert_as_good_as_torch(fused(x), stock(x), copy.deepcopy(stock).double()(x.double()), change.__name__)
 
 
+def test_images_of_other_channels_are_no_channel_multiplier():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU())
+    fusedtrain.fuse(model)
+    for layer in (model, model[0]):
+        with pytest.raises(ValueError, match=r"x must have 8 channels, got shape \[2, 4, 9, 9\]"):
+            layer(harness.images((2, 4, 9, 9)))
+
+
 def test_fused_models_run_on_the_meta_device(zoo):
     with torch.device("meta"):
         model, x = timm_model(zoo, "lcnet_050", num_classes=10), torch.empty(2, 3, 64, 64)

@@ -232,6 +232,7 @@ def _as_one(
         gate=gate_act,
         process_group=norms.group_of(norm),
         projection=None if project is None else (project.weight, project.bias),
+        groups=conv.groups,
     )
 
 

@@ -74,7 +74,7 @@ class DepthwiseConv2d(nn.Conv2d):
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
+        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation, groups=self.groups)
 
 
 def is_depthwise(conv: nn.Conv2d) -> bool:
@@ -109,7 +109,8 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
         if not is_depthwise(self):
             input = F.pad(input, self.sides(input))
             return F.conv2d(input, weight, bias, self.stride, 0, self.dilation, self.groups)
-        return depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
+        sides = self.sides(input)
+        return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
 
 
 def centred_padding(kernel_size: int | tuple[int, int], dilation: int | tuple[int, int]) -> tuple[int, int]:
