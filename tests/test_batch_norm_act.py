@@ -241,6 +241,19 @@ def test_frozen_inputs_change_nothing(device, kernels, layout, training):
         properties.assert_frozen_inputs_change_nothing(function(inputs, training, residual=residual), inputs)
 
 
+def test_statistics_that_move_before_backward_do_not_change_gradients(device, kernels):
+    """As where a batch in evaluation and one in training make one loss; stock PyTorch takes what has moved."""
+    x, weight = harness.images((2, 8, 5, 6), device=device).requires_grad_(), torch.rand(8, device=device)
+    grads = []
+    for moved in (False, True):
+        mean, var = torch.zeros(8, device=device), torch.ones(8, device=device)
+        y = batch_norm_act(x, mean, var, weight.requires_grad_(), act="silu")
+        if moved:
+            batch_norm_act(x.detach() + 3, mean, var, training=True)
+        grads.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+    assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_any_incoming_gradient(device, kernels, layout):
     harness.skip_all_but_dense_layouts(kernels, device, layout)

@@ -360,6 +360,7 @@ def test_large_contiguous_images_are_written_as_small_ones(dtype):
         ({"weight": torch.ones(3, 1, 3, 3).half()}, TypeError, r"weight must have the dtype of x .* got torch.float16"),
         ({"weight": torch.ones(3, 1, 3, 3, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
         ({"bias": torch.ones(4)}, ValueError, r"bias must have shape \[3\] or be None, got \[4\]"),
+        ({"groups": 6}, ValueError, r"x must have 6 channels, got shape \[2, 3, 4, 4\]"),
         ({"stride": 0}, ValueError, "stride must be an int or a pair of ints >= 1, got 0"),
         ({"stride": (1, 2, 3)}, ValueError, r"stride must be .* got \(1, 2, 3\)"),
         ({"dilation": (1, 0)}, ValueError, r"dilation must be .* got \(1, 0\)"),

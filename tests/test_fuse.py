@@ -428,6 +428,17 @@ def test_copies_pickles_and_checkpoints_of_a_fused_model(zoo):
         assert len(fusedtrain.unfuse(other)) == 2
 
 
+def test_parametrized_fused_layers_are_copied_and_not_pickled_as_in_torch(zoo):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), zoo.timm.layers.BatchNormAct2d(8)).eval()
+    fusedtrain.fuse(model)
+    x = harness.images((2, 8, 5, 6))
+    for layer, name in ((model[0], "weight"), (model[1], "bias")):
+        parametrize.register_parametrization(layer, name, nn.Identity())
+        with pytest.raises(RuntimeError, match="only supported through state_dict"):
+            pickle.dumps(layer)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
 def test_unfused_models_script_and_export_with_the_trained_weights(zoo):
     model = small_model(zoo).eval()
     classes = classes_of(model)
@@ -503,6 +514,46 @@ def test_timms_tools_do_to_fused_models_what_they_do_to_others(zoo, name):
             harness.assert_as_good_as_torch(fused(x), stock(x), truth, f"{name} after {tool.__name__}")
 
 
+def padded(conv):
+    conv.padding = (1, 1)
+
+
+def grown(conv):
+    conv.kernel_size, conv.padding, conv.weight = (3, 3), (1, 1), nn.Parameter(harness.normal(8, 8, 3, 3))
+
+
+def grouped(conv):
+    conv.groups, conv.weight = 2, nn.Parameter(harness.normal(8, 4, 1, 1))
+
+
+def mixing(conv):
+    conv.groups, conv.weight = 1, nn.Parameter(harness.normal(8, 8, 3, 3))
+
+
+@pytest.mark.parametrize("change", [padded, grown, grouped, mixing], ids=lambda change: change.__name__)
+def test_convolutions_may_become_others_after_fuse(change, zoo):
+    stock = nn.Sequential(
+        *(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1)),
+        *(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU()),
+        zoo.timm.layers.Conv2dSame(8, 8, 3, groups=8),
+    )
+    fused = copy.deepcopy(stock)
+    fusedtrain.fuse(fused)
+    for model in (fused, stock):
+        for i in (4, 7) if change is mixing else (0, 3):
+            change(model[i])
+    x = harness.images((2, 8, 9, 9))
+    harness.assert_as_good_as_torch(fused(x), stock(x), copy.deepcopy(stock).double()(x.double()), change.__name__)
+
+
+def test_images_of_other_channels_are_no_channel_multiplier():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU())
+    fusedtrain.fuse(model)
+    for layer in (model, model[0]):
+        with pytest.raises(ValueError, match=r"x must have 8 channels, got shape \[2, 4, 9, 9\]"):
+            layer(harness.images((2, 4, 9, 9)))
+
+
 def test_fused_models_run_on_the_meta_device(zoo):
     with torch.device("meta"):
         model, x = timm_model(zoo, "lcnet_050", num_classes=10), torch.empty(2, 3, 64, 64)
@@ -524,6 +575,24 @@ def test_unfuse_names_the_fused_layers_that_it_cannot_change():
     assert kept == [("0", "it is parametrized"), ("1", "its class is a derived one")]
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0"] and type(model[0]) is nn.Conv2d
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_torchs_quantisation_is_refused_before_it_leaves_layers_out(zoo):
+    model, one = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    fusedtrain.fuse(model)
+    for module in (model, one):
+        module.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    with pytest.raises(RuntimeError, match=r"torch.ao.quantization does not know .* DepthwiseConv2d .*unfuse\(model\)"):
+        torch.ao.quantization.prepare_qat(model)
+    assert not hasattr(model[0], "qconfig")
+    model.qconfig = model[0].qconfig = model[1].qconfig = None
+    one.append(model)  # which is left out, as the user has said
+    prepared = torch.ao.quantization.prepare_qat(one)
+    assert type(prepared[0]) is not nn.Linear and type(prepared[1][0]) is type(model[0])
+    fusedtrain.unfuse(model)
+    model[0].qconfig = one.qconfig
+    assert [c.reason for c in fusedtrain.fuse(model).kept] == ["it is prepared for quantisation (qconfig)"]
 
 
 def test_torch_fx_traces_fused_models(zoo):

@@ -615,6 +615,50 @@ def test_a_second_fit_trains_though_the_first_has_stopped_early():
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+def test_layers_that_are_held_still_stay_so_in_an_epoch_and_through_an_evaluation():
+    class HoldStill(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model[2].eval()
+
+        def on_step_end(self, trainer):
+            trainer.evaluate(data())
+
+    model = hasty_net()
+    before, others = copy.deepcopy(model[2].state_dict()), weights(model)
+    make(model, epochs=2, callbacks=[HoldStill()]).fit(data(), data())
+    assert torch.equal(model[2].running_mean, before["running_mean"]) and not model[2].num_batches_tracked
+    assert model.training and not torch.equal(weights(model), others)
+
+
+class Keeping(nn.Module):
+    """It makes a tensor once that it trains with, and one for evaluation that it drops when training goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.grid, self.scale = net(), None, None
+
+    def train(self, mode: bool = True):
+        self.scale = None if mode else self.scale
+        return super().train(mode)
+
+    def forward(self, x):
+        if self.grid is None:
+            self.grid = torch.linspace(1, 2, 4)
+        if self.scale is None and not self.training:
+            self.scale = self.inner[1].bias.sum()
+        return self.inner(x) * self.grid * (1 if self.training else self.scale)
+
+
+def test_what_a_model_keeps_in_evaluation_is_no_hindrance_to_training():
+    class Evaluating(Callback):
+        def on_step_end(self, trainer):
+            before = [trainer.evaluate(data())["loss"] for _ in range(2)]
+            trainer.model.train()  # and so without what was kept
+            assert before == 2 * [trainer.evaluate(data())["loss"]]
+
+    make(Keeping(), epochs=2, callbacks=[Evaluating()]).fit(data(), data())
+
+
 class Weighted(Trainer):
     """Batches count by the weights of their samples; one of the metrics is one value per sample, one a plain number."""
 

@@ -529,7 +529,7 @@ def test_small_images_on_zen5_are_not_left_to_stock(zen, dtype, c, columns, layo
     for key, value in cpu.items():
         monkeypatch.setitem(_extension.BUILD_INFO, key, value)
     inputs = make("cpu", (4, c, columns, columns), layout, dtype, out=c)
-    inputs["weight"].requires_grad_(training)
+    inputs["w"].requires_grad_(training)
     assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS[name]
 
 

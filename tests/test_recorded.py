@@ -5,6 +5,8 @@ import inspect
 import io
 import pickle
 import random
+import threading
+import types
 
 import harness
 import pytest
@@ -213,6 +215,51 @@ def test_copies_pickles_and_the_way_back(kind):
     assert len(fusedtrain.unfuse(block).swapped) == len(report.swapped)
     assert [type(m) for m in block.modules()] == [type(m) for m in stock.modules()]
     assert all(vars(a).keys() == vars(b).keys() for a, b in zip(block.modules(), stock.modules()))
+
+
+def test_threads_may_copy_a_model_that_others_run():
+    model = fused(Flat)[0].eval()
+    x, failures = harness.images((2, 16, 9, 9)), []
+    y = model(x)
+
+    def run():
+        try:
+            for _ in range(10):
+                assert torch.equal(copy.deepcopy(model)(x), y) and torch.equal(model(x), y)
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class Locked(ConvNormAct):
+    """It says itself what is copied of it."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_what_a_class_says_of_its_copies_counts(calls):
+    block = Locked(16).eval()
+    fusedtrain.fuse(block)
+    x = harness.images((2, 16, 9, 9))
+    for made in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        del calls[:]
+        assert torch.equal(made(x), block(x)) and calls == 2 * ["depthwise_bn_act_se"]
+        assert made.lock is not block.lock and isinstance(made, Recorded)
 
 
 def test_a_compiled_block_is_one_graph_without_a_warning(monkeypatch, recwarn):
@@ -505,9 +552,51 @@ class Recomputes(ConvNormAct):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class GradientsAlone(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
+class AutocastAlone(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if torch.is_autocast_enabled("cpu") else x
+
+
+class DecidesByDtype(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if x.dtype is torch.float32 else x
+
+
+class DecidesByDevice(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if str(x.device) == "cpu" else x
+
+
+class DecidesByType(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if type(x) is torch.Tensor else x
+
+
+class DecidesByClass(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if x.__class__.__name__ == "Tensor" else x
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
+    **dict.fromkeys(
+        (GradientsAlone, AutocastAlone),
+        "torch.fx cannot record its forward: it asks whether gradients or autocast are on",
+    ),
+    **{
+        kind: f"torch.fx cannot record its forward: it decides by the {name} of what it takes or makes"
+        for kind, name in ((DecidesByDtype, "dtype"), (DecidesByDevice, "device"))
+    },
+    **dict.fromkeys(
+        (DecidesByType, DecidesByClass),
+        "torch.fx cannot record its forward: it asks for the types of what it takes or makes",
+    ),
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",
@@ -647,6 +736,84 @@ def test_attributes_of_every_kind_count(change):
     harness.assert_as_good_as_torch(y, stock(x), truth(x.double()), change)
 
 
+class OfLayers(ConvNormAct):
+    """Its forward reads attributes of layers, without calling these."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.pool, self.last = nn.Conv2d(c, c, 2, groups=c), nn.BatchNorm2d(c)
+
+    def forward(self, x):
+        x = F.conv2d(super().forward(x), self.pool.weight, self.pool.bias, self.pool.stride, 1, groups=self.pool.groups)
+        x = x if self.pool.bias is None else 2 * x
+        last = self.last
+        running = last.running_mean, last.running_var
+        return F.batch_norm(x, *running, last.weight, last.bias, last.training, last.momentum, last.eps)
+
+
+SCALE = 2.0
+
+
+class OfElsewhere(ConvNormAct):
+    """It reads its class and a global number, and asks what a layer is."""
+
+    scale = 2.0
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.after = nn.Tanh()
+
+    def forward(self, x):
+        x = super().forward(x) * SCALE * self.scale
+        return x if isinstance(self.after, nn.Identity) else self.after(x) + 1
+
+
+READS = {
+    "stride": (OfLayers, lambda block, _: setattr(block.pool, "stride", (2, 2))),
+    "no bias": (OfLayers, lambda block, _: setattr(block.pool, "bias", None)),
+    "held still": (OfLayers, lambda block, _: block.last.eval()),
+    "eps": (OfLayers, lambda block, _: setattr(block.last, "eps", 0.5)),
+    "class": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere, "scale", 3.0)),
+    "global": (OfElsewhere, lambda _, patch: patch.setitem(globals(), "SCALE", 3.0)),
+    "another layer": (OfElsewhere, lambda block, _: setattr(block, "after", nn.Identity())),
+}
+
+
+@pytest.mark.parametrize("change", READS)
+def test_what_a_forward_reads_elsewhere_counts(change, calls, monkeypatch):
+    kind, make = READS[change]
+    block, stock, _ = fused(kind)
+    x = harness.images((2, 16, 9, 9))
+    block(x)
+    assert calls == ["depthwise_bn_act_se"]
+    block, stock, _ = fused(kind)
+    for model in (block, stock):
+        make(model, monkeypatch)
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(block(x), stock(x), truth, change)
+
+
+def test_a_block_of_a_zoo_that_a_forward_reads_of_is_fused_too(zoo, calls):
+    class Around(Functional):
+        def __init__(self, c):
+            super().__init__(c)
+            self.block = zoo.torchvision.models.resnet.BasicBlock(c, c)
+
+        def forward(self, x):
+            return super().forward(self.block(x)) * self.block.stride
+
+    block, stock, report = fused(Around)
+    assert by_hand(report) == ["block", ""]
+    x = harness.images((2, 16, 9, 9))
+    for model in (block, copy.deepcopy(block)):
+        for stride, made in ((1, ["norm", "sum", "depthwise_bn_act_se"]), (3, [])):
+            model.block.stride = stock.block.stride = stride
+            del calls[:]
+            truth = copy.deepcopy(stock).double()(x.double())
+            harness.assert_as_good_as_torch(model(x), stock(x), truth, f"{stride} times")
+            assert calls == made
+
+
 def test_blocks_with_large_containers_stay():
     class Named(ConvNormAct):
         def __init__(self, c):
@@ -710,6 +877,33 @@ def test_blocks_that_ask_for_the_type_of_their_argument_take_each(kind, calls):
     truth = copy.deepcopy(stock).double()(x.double())
     for argument in (x, parts):
         harness.assert_as_good_as_torch(block(argument), stock(argument), truth, kind.__name__)
+    assert calls == ["depthwise_bn_act_se"]
+
+
+class Probes(ConvNormAct):
+    """It asks for attributes that tensors do not have, and takes None."""
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+        self.register_buffer("default", torch.ones(1, c, 9, 9))
+
+    def forward(self, x=None):
+        x = self.default if x is None else x
+        x = x.tensors if hasattr(x, "tensors") else x
+        mask = getattr(x, "mask", None)
+        y = super().forward(x.to(x.device))
+        return y if mask is None else y * mask
+
+
+def test_attributes_that_tensors_lack_are_found_where_they_are(calls):
+    block, stock, _ = fused(Probes)
+    assert isinstance(block, Recorded)
+    x = harness.images((2, 16, 9, 9))
+    truth = copy.deepcopy(stock).eval().double()
+    nested = types.SimpleNamespace(tensors=x)
+    for argument, tensor in ((x, x), (nested, x), (None, block.default)):
+        y, torchs = (model.eval()(argument) for model in (block, stock))
+        harness.assert_as_good_as_torch(y, torchs, truth(tensor.double()), "probes")
     assert calls == ["depthwise_bn_act_se"]
 
 
@@ -778,6 +972,14 @@ def test_layers_whose_result_nobody_uses_are_called():
     block.tap.register_forward_hook(lambda *_: seen.append(True))
     block(harness.images((2, 16, 9, 9)))
     assert isinstance(block, Recorded) and seen
+
+
+def test_torch_fx_traces_models_that_are_recorded_blocks():
+    block, stock, _ = fused(Flat)
+    traced, x = fx.symbolic_trace(block.eval(), {"drop": None}), harness.images((2, 16, 9, 9))
+    assert isinstance(block, Recorded)
+    truth = copy.deepcopy(stock).eval().double()(x.double())
+    harness.assert_as_good_as_torch(traced(x), stock.eval()(x), truth, "traced")
 
 
 def test_recorded_blocks_have_the_signature_of_their_own_forward():

@@ -26,7 +26,7 @@ def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": fused.__module__, "__qualname__": fused.__qualname__, "__doc__": fused.__doc__}
 
     def __reduce_ex__(self, protocol):
-        return _new, (fused, stock), vars(self).copy()
+        return _new, (fused, stock), super(made, self).__reduce_ex__(protocol)[2]
 
     # A convolution decides by itself, whatever class it has.
     forward = fused.forward if issubclass(fused, nn.Conv2d) else or_stock(fused.forward, stock.forward)

@@ -17,8 +17,8 @@ from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn._small import stays_stock
-from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, centred_padding
-from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
+from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, centred_padding, is_depthwise
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d, is_pointwise
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
@@ -160,7 +160,8 @@ def add(
 
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
-    if type(conv) is PointwiseConv2d and not observed(conv) and _is_norm(norm) and norms.takes_batch(norm):
+    known = type(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
+    if known and _is_norm(norm) and norms.takes_batch(norm):
         return with_moments(x, conv.weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
 
@@ -187,9 +188,10 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def _is_before_norm(layer: nn.Module) -> bool:
-    if kind_of(layer) not in BEFORE_NORM or observed(layer):
-        return False
-    return layer.padding_mode == "zeros" or type(layer) is PointwiseConv2d
+    if type(layer) is PointwiseConv2d:
+        return is_pointwise(layer) and not observed(layer)
+    known = kind_of(layer) in CONVOLUTIONS and is_depthwise(layer)
+    return known and layer.padding_mode == "zeros" and not observed(layer)
 
 
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
@@ -230,6 +232,7 @@ def _as_one(
         gate=gate_act,
         process_group=norms.group_of(norm),
         projection=None if project is None else (project.weight, project.bias),
+        groups=conv.groups,
     )
 
 

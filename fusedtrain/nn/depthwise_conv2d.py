@@ -68,11 +68,18 @@ class DepthwiseConv2d(nn.Conv2d):
         return self.padding
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_depthwise(self):
+            return super()._conv_forward(input, weight, bias)
         padding = self.sides(input)
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
+        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation, groups=self.groups)
+
+
+def is_depthwise(conv: nn.Conv2d) -> bool:
+    """True for one group per channel: the attributes of a layer may be changed."""
+    return conv.groups == conv.in_channels
 
 
 def same_padding(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
@@ -99,7 +106,11 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
         return left, right, top, bottom
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return depthwise_conv2d(input, weight, bias, self.stride, self.sides(input), self.dilation)
+        if not is_depthwise(self):
+            input = F.pad(input, self.sides(input))
+            return F.conv2d(input, weight, bias, self.stride, 0, self.dilation, self.groups)
+        sides = self.sides(input)
+        return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
 
 
 def centred_padding(kernel_size: int | tuple[int, int], dilation: int | tuple[int, int]) -> tuple[int, int]:

@@ -174,8 +174,24 @@ def _refuse_script(layer: nn.Module) -> nn.Module:
     )
 
 
+def _qconfig(layer: nn.Module):
+    if "qconfig" in vars(layer):
+        return vars(layer)["qconfig"]
+    raise AttributeError(f"{type(layer).__name__} has no qconfig")
+
+
+def _refuse_qconfig(layer: nn.Module, value) -> None:
+    if value is not None:
+        raise RuntimeError(
+            f"torch.ao.quantization does not know the fused layer {type(layer).__name__} and would leave it as it is:"
+            " call fusedtrain.unfuse(model) first"
+        )
+    vars(layer)["qconfig"] = value
+
+
 for _fused in (*_STOCK_OF, recorded.Recorded):
     _fused.__prepare_scriptable__ = _refuse_script  # what torch.jit.script calls before anything else
+    _fused.qconfig = property(_qconfig, _refuse_qconfig)
 
 # What is left to a gate that holds it.
 _ON_ONE_PIXEL = (pointwise_conv2d.PointwiseConv2d, grouped_conv2d.GroupedConv2d, linear.Linear)

@@ -67,11 +67,11 @@ class PointwiseConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         small = stays_stock(self, input, times=1 + self.out_channels / self.in_channels)
-        if small and not gains_in_small(input, weight, self.stride):
+        if not is_pointwise(self) or (small and not gains_in_small(input, weight, self.stride)):
             return super()._conv_forward(input, weight, bias)
         return pointwise_conv2d(input, weight, bias, self.stride)
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:
-    """True for a kernel of one pixel over all channels, without padding."""
+    """True for a kernel of one pixel over all channels, without padding: the attributes of a layer may be changed."""
     return conv.kernel_size == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid", "same")

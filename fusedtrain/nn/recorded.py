@@ -5,12 +5,14 @@ package. Where a depthwise convolution, its normalisation, activation and gate f
 what passes between them, they become one call; so do a normalisation, its activation and a residual (ResNet) or a gate
 (RegNet), with a 1x1 convolution before them, and a gate by itself. All other code stays as it was recorded. Blocks of
 your own classes are looked into down to the last of them, those of timm and torchvision, of which a model may be built,
-one by one. What a recording cannot know is looked at in each call: where a plain attribute, a container or a hook has
-changed, or the block is called with more than its images, its own forward runs.
+one by one. What a recording cannot know is looked at in each call: where a plain attribute, also one of the class or of
+a layer that the forward reads, a container or a hook has changed, or the block is called with more than its images, its
+own forward runs.
 """
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -18,7 +20,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -111,7 +113,8 @@ def _content(value, depth: int = 3):
 
 
 class _Seen(NamedTuple):
-    """A module that was inlined: where its parent holds it, its class, and what of it decides what its forward does."""
+    """A module that was inlined, or read from: where its parent holds it, its class, and what of it decides what its
+    forward does."""
 
     parent: str  # its path
     name: str
@@ -122,7 +125,7 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, path: str, module: nn.Module) -> "_Seen":
         parent, _, name = path.rpartition(".")
-        kind, look = type(module), _sequence if _is_sequence(module) else _state
+        kind, look = _own_class(module), _sequence if _is_sequence(module) else _state
         return cls(parent, name, kind, look, look(module, kind))
 
 
@@ -131,12 +134,35 @@ def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
     return kind.forward, [k for k, v in module._modules.items() if v is not None]
 
 
-def _state(module: nn.Module, kind: type) -> tuple[Callable, list[str], list[str], dict]:
+def _state(module: nn.Module, kind: type) -> tuple:
     """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
     tensors, which recorded forwards do not use."""
     missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
     attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
-    return *_sequence(module, kind), missing, attributes
+    others, asks = _constants(kind)
+    constants = [_content(held.get(name)) for held, name in others] if others else ()
+    classes = list(map(_own_class, module.children())) if asks else ()
+    return *_sequence(module, kind), missing, attributes, constants, classes
+
+
+@functools.cache
+def _constants(kind: type) -> tuple[list[tuple[Mapping, str]], bool]:
+    """Where else methods find values by their names, which are attributes of the class and global numbers and switches;
+    and whether they ask for the classes of layers."""
+    classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
+    members = [value for held in classes for name, value in held.items() if name != "__init__"]
+    codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
+    read = {name for code in codes if code is not None for name in code.co_names}
+    found = [(held, name) for held in classes for name in read & held.keys()]
+    found = [(held, name) for held, name in found if not hasattr(type(held[name]), "__get__")]  # no methods
+    names = getattr(kind.forward, "__globals__", {})
+    found += [(names, name) for name in read if isinstance(names.get(name), (bool, int, float, str))]
+    return found, not read.isdisjoint(("isinstance", "type"))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether the code of a Python module is torch's or this package's."""
+    return module.partition(".")[0] in ("torch", "fusedtrain")
 
 
 class Recording(NamedTuple):
@@ -144,7 +170,7 @@ class Recording(NamedTuple):
 
     Args:
         forwards: in evaluation and in training.
-        seen: what it holds for, by the paths of the modules that were inlined, parents first.
+        seen: what it holds for, by the paths of the modules that were inlined or read from, parents first.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
     """
@@ -155,14 +181,17 @@ class Recording(NamedTuple):
     of_images: bool | None
 
     def takes(self, argument) -> bool:
-        return self.of_images is None or isinstance(argument, Tensor) == self.of_images
+        if self.of_images is None:
+            return argument is not None
+        return isinstance(argument, Tensor) == self.of_images
 
     def holds_for(self, block: nn.Module) -> bool:
         modules = {"": block}
         for path, (parent, name, kind, look, state) in self.seen.items():
             if path:
                 module = modules[path] = modules[parent]._modules[name]
-                if type(module) is not kind or module.training != block.training or observed(module):
+                same = type(module) is kind or _own_class(module) is kind
+                if not same or module.training != block.training or observed(module):
                     return False
             if look(modules[path], kind) != state:
                 return False
@@ -188,7 +217,9 @@ class Recorded(nn.Module):
         return super().forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        state = {k: v for k, v in vars(self).items() if k != "_recording"}
+        state = super().__reduce_ex__(protocol)[2]
+        if isinstance(state, dict):  # else a class of its own has made it
+            state = {k: v for k, v in state.items() if k != "_recording"}
         return _new, (stock_class(self),), state
 
     def __setstate__(self, state: dict) -> None:
@@ -199,14 +230,27 @@ class Recorded(nn.Module):
             take(self, recording)
 
 
+def _deepcopy(block: Recorded, memo: dict) -> Recorded:
+    """Copies the recording, too: to record anew would disturb modules that other threads call meanwhile."""
+    kind = type(block)
+    made = memo[id(block)] = kind.__new__(kind)
+    vars(made).update(copy.deepcopy(vars(block), memo))
+    return made
+
+
+_COPIES = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+
+
 @functools.cache
 def _derived(stock: type[nn.Module]) -> type[Recorded]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     own = Recorded.forward
     forward = types.FunctionType(own.__code__, own.__globals__, "forward", None, own.__closure__)
-    with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
-        forward.__signature__ = inspect.signature(stock.forward)  # exporters go by the names of its arguments
-    return type(stock.__name__, (Recorded, stock), names | {"forward": forward})
+    forward.__wrapped__ = stock.forward  # exporters and torch.fx go by the names of its arguments
+    members = {"forward": forward}
+    if all(getattr(stock, name, None) is getattr(nn.Module, name, None) for name in _COPIES):
+        members["__deepcopy__"] = _deepcopy
+    return type(stock.__name__, (Recorded, stock), names | members)
 
 
 def _new(stock: type[nn.Module]) -> Recorded:
@@ -230,6 +274,11 @@ def stock_class(block: Recorded) -> type[nn.Module]:
     """Returns the class that ``block`` had."""
     classes = type(block).__mro__
     return classes[classes.index(Recorded) + 1]
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before it was recorded, if it was."""
+    return stock_class(module) if isinstance(module, Recorded) else type(module)
 
 
 def is_unknown(module: nn.Module) -> bool:
@@ -286,8 +335,10 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         elif result.saved > inner:
             saved[module] = result.saved
             if not leave(path):
-                for inlined in result.seen:
-                    found.pop(f"{path}.{inlined}".strip("."), None)
+                for inner in result.seen:
+                    inlined = module.get_submodule(inner)
+                    if _is_inlined(inlined) and not observed(inlined):
+                        found.pop(f"{path}.{inner}".strip("."), None)
                 found[path] = result
     return found
 
@@ -329,8 +380,26 @@ def _is_inlined(module: nn.Module) -> bool:
     return _is_sequence(module) or is_unknown(module)
 
 
+class _Asked(fx.proxy.Attribute):
+    """An attribute of a tensor: a method to be called, or a value that other calls take."""
+
+    called = False
+
+    def __call__(self, *args, **kwargs):
+        self.called = True
+        return super().__call__(*args, **kwargs)
+
+    def __str__(self) -> str:
+        raise TypeError(f"it decides by the {self.attr} of what it takes or makes")
+
+
 class _Proxy(fx.Proxy):
     """Sums and products that take the place of their first operand are recorded as such."""
+
+    def __getattr__(self, name: str):
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _KNOWN:
+            return super().__getattr__(name)
+        return self.tracer.attribute(self, name)
 
     def __iadd__(self, other):
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
@@ -351,6 +420,7 @@ class _Proxy(fx.Proxy):
         return _Proxy
 
 
+_TYPES = "it asks for the types of what it takes or makes"
 _AUTOCAST = ("cpu", "cuda")
 
 
@@ -384,21 +454,44 @@ class _Tracer(fx.Tracer):
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
         self.of_images: bool | None = None
+        self.asked: list[_Asked] = []
 
     def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
         frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
         names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package in ("torch", "fusedtrain") or not names & {"isinstance", "is_tensor"}:
+        if _is_ours(frame.f_globals.get("__name__", "")):
+            return
+        if "__class__" in frame.f_code.co_names:
+            raise TypeError(_TYPES)
+        if not names & {"isinstance", "is_tensor"}:
             return
         of_tensors, of_others = (
             names & {"Tensor", "is_tensor"},
             names & {"list", "tuple", "dict", "Sequence", "Mapping"},
         )
         if of_tensors and (of_others or node.op != "placeholder"):
-            raise TypeError("it asks for the types of what it takes or makes")
-        self.of_images = not of_tensors
+            raise TypeError(_TYPES)
+        self.keep_to(images=not of_tensors)
+
+    def keep_to(self, images: bool) -> None:
+        """What is recorded holds for tensors alone, or for others alone."""
+        if self.of_images not in (None, images):
+            raise TypeError(_TYPES)
+        self.of_images = images
+
+    def attribute(self, proxy: fx.Proxy, name: str) -> _Asked:
+        if proxy.node.op == "placeholder" and not hasattr(Tensor, name):
+            self.keep_to(images=True)
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        self.asked.append(_Asked(proxy, name))
+        return self.asked[-1]
+
+    def refuse_decisions(self) -> None:
+        """Raises where the forward kept to itself what it read of a tensor, such as ``x.dtype is torch.float32``."""
+        kept = next((asked.attr for asked in self.asked if asked._node is None and not asked.called), None)
+        if kept is not None:
+            raise TypeError(f"it decides by the {kept} of what it takes or makes")
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
@@ -507,37 +600,84 @@ def _untouched(modules: list[nn.Module]):
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
+_ASKS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled")
+_ASKS += ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype")
+_CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
+_CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
 
 
 @contextlib.contextmanager
 def _closed() -> Iterator[None]:
-    """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever."""
+    """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
+    So does one that asks for modes."""
 
-    def closed(look: Callable) -> Callable:
+    def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
-                raise RuntimeError("it looks through its parameters or buffers")
+            if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+                raise RuntimeError(reason)
             return look(*args, **kwargs)
 
         return asked
 
-    before = {name: getattr(nn.Module, name) for name in _LOOKS}
+    before = [getattr(owner, name) for owner, name, _ in _CLOSED]
     try:
-        for name, look in before.items():
-            setattr(nn.Module, name, closed(look))
+        for (owner, name, reason), look in zip(_CLOSED, before):
+            setattr(owner, name, closed(look, reason))
         yield
     finally:
-        for name, look in before.items():
-            setattr(nn.Module, name, look)
+        for (owner, name, _), look in zip(_CLOSED, before):
+            setattr(owner, name, look)
+
+
+@contextlib.contextmanager
+def _observed_reads() -> Iterator[set[nn.Module]]:
+    """Yields a set of the modules of which a forward reads attributes, such as ``self.norm.training``."""
+    found: set[nn.Module] = set()
+
+    def read(module: nn.Module, name: str):
+        if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+            found.add(module)
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = read
+    try:
+        yield found
+    finally:
+        del nn.Module.__getattribute__
+
+
+def _type(*args):
+    if len(args) == 1 and issubclass(type(args[0]), fx.Proxy):
+        raise TypeError(_TYPES)
+    return type(*args)
+
+
+@contextlib.contextmanager
+def _typeless(block: nn.Module) -> Iterator[None]:
+    """A forward that asks for ``type(x)``, which has no hook as isinstance() has, raises."""
+    forwards = [type(module).forward for module in block.modules() if is_unknown(module)]
+    scopes = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
+    scopes = [scope for scope in scopes if "type" not in scope]
+    try:
+        for scope in scopes:
+            scope["type"] = _type
+        yield
+    finally:
+        for scope in scopes:
+            scope.pop("type", None)
 
 
 def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
     try:
-        with _untouched(list(block.modules())) as changes, _closed():
+        with _untouched(list(block.modules())) as changes, _closed(), _typeless(block), _observed_reads() as read:
             graph = tracer.trace(block)
+            tracer.refuse_decisions()
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    for path, module in block.named_modules(remove_duplicate=False):
+        if module in read:
+            tracer.inlined += itertools.accumulate(path.split("."), "{}.{}".format)
     return changes[0] if changes else graph
 
 

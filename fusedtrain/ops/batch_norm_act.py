@@ -386,7 +386,8 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
     """
     if not training:
         dtype = _common.acc_dtype(x)
-        return _common.cast(running_mean, dtype), torch.rsqrt(_common.cast(running_var, dtype) + eps), None
+        mean = running_mean.to(dtype, copy=True)  # a batch in training may move the other before backward
+        return mean, torch.rsqrt(_common.cast(running_var, dtype) + eps), None
     mean, m2 = moments or impl.stats(x)
     n, _, h, w = x.shape
     count = float(n * h * w)

@@ -264,8 +264,10 @@ def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | N
     _common.check_same_kind("depthwise_bn_act_se", x, **{"projection": weight, "the bias of projection": bias})
 
 
-def _check(x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output) -> None:
-    _check_conv(x, weight, bias)
+def _check(
+    x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output, groups
+) -> None:
+    _check_conv(x, weight, bias, groups)
     channels, vectors = weight.shape[0], {"norm_weight": norm_weight, "norm_bias": norm_bias}
     _check_norm(x, channels, running_mean=running_mean, running_var=running_var, **vectors)
     shape = (x.shape[0], channels, *output)
@@ -295,6 +297,7 @@ def depthwise_bn_act_se(
     gate: str = "sigmoid",
     process_group=None,
     projection: tuple[Tensor, Tensor | None] | None = None,
+    groups: int | None = None,
 ) -> Tensor:
     r"""Convolves every channel, normalises, activates, and scales by a gate: the middle of an inverted residual block.
 
@@ -324,6 +327,7 @@ def depthwise_bn_act_se(
             :func:`batch_norm_act`.
         projection: weight ``[D, C * m, 1, 1]`` and bias (``[D]`` or None) of a 1x1 convolution to follow, in the dtype
             of ``x``. It does not keep a large :math:`y` but computes it again in backward.
+        groups: C, to be compared with that of ``x``, as for :func:`depthwise_conv2d`.
 
     Returns:
         ``[N, C * m, Ho, Wo]``, or what ``projection`` makes of it, in the dtype and memory format of ``x``; under
@@ -356,7 +360,7 @@ def depthwise_bn_act_se(
     conv = _common.autocast(x, weight, bias)
     geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
-    _check(*conv, *running, *affine, se, training, process_group, output)
+    _check(*conv, *running, *affine, se, training, process_group, output, groups)
     after = () if projection is None else _common.autocast(x, *projection)[1:]
     if after:
         _check_projection(conv[0], conv[1].shape[0], *after)

@@ -201,8 +201,10 @@ class _DepthwiseConv2d(torch.autograd.Function):
         return *_common.wanted(grads, need), None, None, None
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int | None = None) -> None:
     c, shape = x.shape[1], weight.shape
+    if groups not in (None, c):
+        raise ValueError(f"depthwise_conv2d: x must have {groups} channels, got shape {list(x.shape)}")
     if len(shape) != 4 or shape[1] != 1 or c == 0 or shape[0] % c or 0 in shape:
         raise ValueError(
             f"depthwise_conv2d: weight must have shape [{c} * m, 1, kh, kw] for x of shape {list(x.shape)},"
@@ -226,6 +228,7 @@ def depthwise_conv2d(
     dilation: int | tuple[int, int] = 1,
     *,
     act: str = "identity",
+    groups: int | None = None,
 ) -> Tensor:
     r"""Convolves every channel with its own kernels: ``F.conv2d(x, weight, bias, ..., groups=C)``, trained faster.
 
@@ -242,6 +245,7 @@ def depthwise_conv2d(
         dilation: distance of the kernel's taps, one int or (height, width).
         act: activation on the output: "identity", "relu", "silu", "gelu", "hard_swish" or "relu6". Fused where no
             gradient is recorded; otherwise a separate op.
+        groups: C, as for ``F.conv2d``, to be compared with that of ``x``; None: any.
 
     Returns:
         ``[N, C * m, Ho, Wo]`` in the dtype and memory format of ``x``; under autocast in its dtype. For backward x and
@@ -259,10 +263,10 @@ def depthwise_conv2d(
     Source: Sifre, Rigid-Motion Scattering for Image Classification, 2014; Chollet, https://arxiv.org/abs/1610.02357
     """
     if isinstance(x, Tensor) and x.dim() == 3:
-        return depthwise_conv2d(x[None], weight, bias, stride, padding, dilation, act=act)[0]
+        return depthwise_conv2d(x[None], weight, bias, stride, padding, dilation, act=act, groups=groups)[0]
     _common.check_images("depthwise_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
-    _check(x, weight, bias)
+    _check(x, weight, bias, groups)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
     impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)

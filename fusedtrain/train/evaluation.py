@@ -14,7 +14,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
     """Returns the means of the metrics over all samples of all processes, NaN where none counts; training goes on as if
     nothing had been."""
     model, world, state = trainer.model, trainer.world, rng_state()  # before anything asks the loader: it draws a seed
-    training, feed, sums, counts = model.training, Feed(batches, world, "validation"), {}, {}
+    modes, feed, sums, counts = {m: m.training for m in model.modules()}, Feed(batches, world, "validation"), {}, {}
     position = feed.to_start()
     model.eval()
     world.share_buffers(model)
@@ -41,6 +41,8 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
         trainer.reading = None
         set_rng_state(state)
         feed.restore(position)
-        model.train(training)
+        model.train(modes[model])
+        for module, training in modes.items():  # layers that are held still stay so
+            module.training = training
     found = world.sum(*map(float, sums.values()), *counts.values())
     return {name: s / n if n else math.nan for name, s, n in zip(sums, found, found[len(sums) :])}

@@ -365,8 +365,8 @@ class Trainer:
 
     def _epoch(self, valid: Iterable | None) -> None:
         feed = self.feed
-        self.callbacks.call("on_epoch_start", self, feed.epoch)
         self.model.train()
+        self.callbacks.call("on_epoch_start", self, feed.epoch)
         feed.start(self._stop.wait)
         self.numbers.begin()
         self.spans.enter("data")
@@ -457,8 +457,9 @@ class Trainer:
         return check.to_device(batch, self.device, self.memory_format, self.config.precision.dtype)
 
     def no_gradients(self):
-        """The context of evaluation."""
-        return torch.no_grad() if self.world.sharded else torch.inference_mode()
+        """The context of evaluation. Not that of inference: what a model keeps from there for later, such as a grid of
+        positions, could not be trained with."""
+        return torch.no_grad()
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
         """Returns the means of the metrics over all samples; with averaged weights where they are kept."""
