@@ -219,17 +219,9 @@ def records(*tensors: Tensor | None) -> bool:
 _ELSEWHERE = "have it: use fusedtrain.use_backend('reference'), or fusedtrain.unfuse(model)"
 
 
-def _unwrapped(t: Tensor | None) -> Tensor | None:
-    """What a transform of torch.func has put into a tensor of its own."""
-    while t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
-    return t
-
-
 def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     levels = torch._C._functorch.get_interpreter_stack() or ()
     functional = any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
-    functional = functional or (bool(levels) and records(*map(_unwrapped, tensors)))  # through vmap, which hides that
     if functional or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(f"fused ops have no forward-mode and torch.func derivatives; PyTorch's {_ELSEWHERE}")
     if levels and torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
