@@ -79,8 +79,8 @@ def test_contracts_compile_alone(path, tmp_path):
 
 
 def test_instructions_beyond_a_variant_are_not_executed_early():
-    """GCC takes an asm that is not volatile for harmless and may move it before the check for the instruction. One without
-    an instruction hides a value from the compiler."""
+    """GCC takes an asm that is not volatile for harmless and may move it before the check for the instruction. The
+    empty one has no instruction: it hides a value from the compiler."""
     pattern = re.compile(r'\basm (?!volatile\b)|\basm\("?(\w*)')
     assert {"vdpbf16ps", ""} == {
         match[1] for path in [*CONTRACTS, *KERNELS, *BINDINGS] for match in pattern.finditer(path.read_text())

@@ -210,6 +210,8 @@ def space(tmp_path):
                 file.write(f"{os.getpid()} {params['x']!r}\\n")
             if (here / "stop").exists():
                 time.sleep(60)
+            while (here / "two").exists() and len({line.split()[0] for line in open(here / "ran")}) < 2:
+                time.sleep(0.05)
             if params["x"] > 0.9:
                 raise ValueError("x is too large")
             return value
@@ -233,6 +235,7 @@ def space(tmp_path):
 
 def test_workers_share_a_search_that_prunes_and_goes_on(space, tmp_path, capsys):
     path = space(pruner="{name: median, n_startup_trials: 3, n_warmup_steps: 1}")
+    (tmp_path / "two").touch()  # each waits for the other
     assert main(["tune", "search", str(path), "--workers", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
