@@ -21,6 +21,7 @@ void dot_rows(const DotRows<T>& task) {
   using G = Group<T>;
   using V = typename G::V;
   using In = std::conditional_t<kDeep == 1, V, Pairs>;
+  // Pixels of dy at a time, as many as the registers hold beside the sums.
   constexpr int kNow = kRows * kTaps * kVecs;
   constexpr int kPixels = kVecs == 1 ? (kNow <= kSums - 2 ? 4 : 2) : kNow <= 18 ? 4 : 3;
   V sums[kRows][kTaps][kVecs];

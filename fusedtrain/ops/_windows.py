@@ -21,7 +21,8 @@ def _stock_padding(x: Tensor, padding: list[int], stride: list[int]) -> tuple[Te
     Padded first are images narrower than the stride as well: oneDNN's gradient of bfloat16 weights takes for padding
     what happens to stand in memory."""
     left, right, top, bottom = padding
-    narrow = x.dtype == torch.bfloat16 and _common.is_less(x.shape[3], stride[1])
+    on_cpu = x.device.type == "cpu" and x.dtype == torch.bfloat16
+    narrow = on_cpu and _common.is_less(x.shape[3], stride[1])
     if left == right and top == bottom and not narrow:
         return x, (top, left)
     return F.pad(x, padding), (0, 0)
