@@ -1,7 +1,8 @@
 """What every benchmark shares: cases, the candidates that race on them, the gate before a number, and the rows after.
 
 All candidates of one case, in both layouts, take turns call by call in random order, so that clock drift and noisy
-neighbours hit all alike; every ratio is the median of the ratios within one such round. A copy of a tensor as large as
+neighbours hit all alike; every ratio is the median of the ratios within one such round. Slow ones sit out rounds, so
+that the fast ones get turns enough for a median. A copy of a tensor as large as
 ``x`` takes part as one more candidate: the machine's own bandwidth at that size, under the same conditions.
 """
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from fusedtrain.backend import BACKENDS, select, use_backend
 
+Times = dict[int, float]  # seconds by round
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-MIN_ROUNDS, MAX_ROUNDS, WARM_UP = 5, 200, 2
+MIN_TURNS, MAX_TURNS, WARM_UP = 5, 200, 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Candidate:
     stock: str | None = None  # the name of the stock form
     forced: str | None = None
     note: str = ""
-    times: dict[str, list[float]] = field(default_factory=dict)  # mode -> seconds of each round
+    times: dict[str, Times] = field(default_factory=dict)  # by mode
 
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
@@ -146,32 +148,34 @@ def _copy(x: Tensor) -> Candidate:
     return Candidate("copy", "contiguous", target.copy_, (x.detach(),))
 
 
-def race(racers: list[tuple[Candidate, Callable]], mode: str, budget: float, rng: random.Random) -> int:
-    """Times every candidate once per round, in random order; returns the number of rounds."""
+def race(racers: list[tuple[Candidate, Callable]], mode: str, budget: float, seed: str) -> None:
+    """Times the candidates by turns, in random order: each as often as its share of the ``budget`` of seconds allows,
+    ``MIN_TURNS`` at least. Who is slower takes part in every second, fourth, ... round."""
+    rng = random.Random(seed)  # of the case: one order for all would favour the same candidates in each
 
-    def one_round() -> float:
-        spent = 0.0
-        for candidate, step in rng.sample(racers, len(racers)):
+    def one_round(number: int, taking_part: list[tuple[Candidate, Callable]]) -> None:
+        for candidate, step in rng.sample(taking_part, len(taking_part)):
             with use_backend(candidate.forced):
                 forward, backward = step()
             for name, seconds in (("fwd", forward), (mode, backward), (f"fwd+{mode}", forward + backward)):
-                candidate.times.setdefault(name, []).append(seconds)
-            spent += forward + backward
-        return spent
+                candidate.times.setdefault(name, {})[number] = seconds
 
     for _ in range(WARM_UP):
-        estimate = one_round()
+        one_round(0, racers)
+    share = budget / len(racers)
+    spent = [sum(candidate.times[name][0] for name in {"fwd", mode}) for candidate, _ in racers]
+    turns = [max(MIN_TURNS, min(MAX_TURNS, round(share / max(seconds, 1e-6)))) for seconds in spent]
+    # Powers of two: any two candidates share all the rounds of the slower one.
+    every = [1 << (max(turns) // own).bit_length() - 1 for own in turns]
     for candidate, _ in racers:
         candidate.times.clear()
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, round(budget / max(estimate, 1e-6))))
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
-            one_round()
+        for number in range(max(turns)):
+            one_round(number, [racer for racer, pace in zip(racers, every, strict=True) if number % pace == 0])
     finally:
         gc.enable()
-    return rounds
 
 
 def measure(
@@ -180,7 +184,7 @@ def measure(
     """Gates and times one case; yields its rows, candidates that failed the gate with the reason and no number.
 
     Args:
-        budget: seconds of timed calls per case and backward mode; at least ``MIN_ROUNDS`` rounds are run.
+        budget: seconds of timed calls per case and backward mode; each candidate gets ``MIN_TURNS`` at least.
         peak_gflops: the machine's arithmetic peak, for the floor.
     """
     torch._dynamo.reset()
@@ -202,14 +206,18 @@ def measure(
             if fault is not None:
                 candidate.note = f"{'no number' if candidate.stock is None else 'less accurate than eager'}: {fault}"
         racers.append((copy, timer(copy.call, copy.inputs, (), None, 2 * copy.inputs[0].nbytes)))
-        rounds = race(racers, mode, budget, random.Random(0))
+        race(racers, mode, budget, f"{case.label} {dtype} {mode}")
         modes = ("fwd", "bwd", "fwd+bwd") if mode == "bwd" else (mode,)
-        yield from _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops)
+        yield from _rows(benchmark, case, dtype, everyone, copy, peaks, modes, peak_gflops)
 
 
-def ratio(numerator: list[float], denominator: list[float]) -> float:
-    """The median over the rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+def ratio(numerator: Times, denominator: Times) -> float:
+    """The median of the ratio within a round, over the rounds that hold both."""
+    return statistics.median(numerator[number] / denominator[number] for number in numerator.keys() & denominator)
+
+
+def median(times: Times) -> float:
+    return statistics.median(times.values())
 
 
 def _speedups(candidate: Candidate, stock: list[Candidate], usual: str, mode: str) -> dict[str, float]:
@@ -219,11 +227,11 @@ def _speedups(candidate: Candidate, stock: list[Candidate], usual: str, mode: st
         "speedup_same_layout": [c for c in stock if c.layout == candidate.layout],
         "speedup_usual": [c for c in stock if c.stock == usual],
     }
-    best = {name: min(of, key=lambda c: statistics.median(c.times[mode])) for name, of in rivals.items()}
+    best = {name: min(of, key=lambda c: median(c.times[mode])) for name, of in rivals.items()}
     return {name: ratio(c.times[mode], candidate.times[mode]) for name, c in best.items()}
 
 
-def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gflops) -> Iterator[dict]:
+def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, peak_gflops) -> Iterator[dict]:
     x = everyone[0].inputs[0]
     common = {
         "op": benchmark.op,
@@ -243,28 +251,29 @@ def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, rounds, peak_gfl
             if candidate in ran:
                 times = candidate.times[mode]
                 p20, p50, p80 = quantiles(times)
-                floor = [max(moved * t / copy_bytes, flops / (peak_gflops * 1e9)) for t in copy_times]
+                moving = {number: moved * t / copy_bytes for number, t in copy_times.items()}
+                floor = {number: max(t, flops / (peak_gflops * 1e9)) for number, t in moving.items()}
                 row |= {
                     "us_p50": p50,
                     "us_p20": p20,
                     "us_p80": p80,
                     **_speedups(candidate, stock, next(iter(benchmark.stock)), mode),
                     "gb_per_s": moved / p50 / 1e3,
-                    "pct_copy": 100 * ratio([moved * t / copy_bytes for t in copy_times], times),
+                    "pct_copy": 100 * ratio(moving, times),
                     "pct_floor": 100 * ratio(floor, times),
                     "peak_mib": peaks[candidate][mode] / 2**20,
-                    "rounds": rounds,
+                    "rounds": len(times),
                 }
             yield row
         p20, p50, p80 = quantiles(copy_times)
         yield {**common, "layout": "contiguous", "mode": mode, "backend": "copy", "us_p50": p50, "us_p20": p20} | {
             "us_p80": p80,
             "gb_per_s": copy_bytes / p50 / 1e3,
-            "rounds": rounds,
+            "rounds": len(copy_times),
         }
 
 
-def quantiles(seconds: list[float]) -> tuple[float, float, float]:
+def quantiles(times: Times) -> tuple[float, float, float]:
     """p20, p50 and p80 in microseconds."""
-    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    deciles = statistics.quantiles(times.values(), n=10, method="inclusive")
     return deciles[1] * 1e6, deciles[4] * 1e6, deciles[7] * 1e6

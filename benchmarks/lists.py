@@ -5,12 +5,11 @@ parameters as good as the first stock form's against float64, or no number. Then
 in random order, and so does a copy of as many elements, the machine's bandwidth.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from harness import BYTES, quantiles, race, ratio
+from harness import BYTES, Times, quantiles, race, ratio
 from networks import NETWORKS, elements
 from timing import clock_of, peak
 from torch import Tensor
@@ -72,7 +71,7 @@ class Runner:
     forced: str | None = None
     note: str = ""
     peak: int = 0
-    times: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, Times] = field(default_factory=dict)
 
 
 def parameters(network: str, dtype: torch.dtype, rounded: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -136,11 +135,11 @@ def measure(
     copy = Runner("copy", None, lambda: target.copy_(copied))
     racers = [runner for runner in everyone if not runner.note.startswith("no number")]
 
-    rounds = race([(r, timed(r.step, device)) for r in [*racers, copy]], "bwd", budget, random.Random(0))
-    yield from _rows(benchmark, case, dtype, everyone, racers, copy, rounds)
+    race([(r, timed(r.step, device)) for r in [*racers, copy]], "bwd", budget, f"{case.label} {dtype}")
+    yield from _rows(benchmark, case, dtype, everyone, racers, copy)
 
 
-def _rows(benchmark, case, dtype, everyone, racers, copy, rounds) -> Iterator[dict]:
+def _rows(benchmark, case, dtype, everyone, racers, copy) -> Iterator[dict]:
     count, itemsize = elements(NETWORKS[case.network]), BYTES[str(dtype).removeprefix("torch.")]
     moved = count * (case.passes[0] * itemsize + case.passes[1] * 4)
     copy_times, copy_bytes = copy.times["fwd"], 2 * count * itemsize
@@ -156,13 +155,13 @@ def _rows(benchmark, case, dtype, everyone, racers, copy, rounds) -> Iterator[di
         if "fwd" in runner.times:
             times, bytes_moved = runner.times["fwd"], copy_bytes if runner is copy else moved
             p20, p50, p80 = quantiles(times)
+            moving = {number: bytes_moved * t / copy_bytes for number, t in copy_times.items()}
             over_best = ratio(best.times["fwd"], times)
             row |= {
-                **{"us_p50": p50, "us_p20": p20, "us_p80": p80, "gb_per_s": bytes_moved / p50 / 1e3, "rounds": rounds},
+                **{"us_p50": p50, "us_p20": p20, "us_p80": p80, "rounds": len(times)},
+                **{"gb_per_s": bytes_moved / p50 / 1e3},
                 **{"speedup": over_best, "speedup_same_layout": over_best},
                 **{"speedup_usual": ratio(usual.times["fwd"], times), "peak_mib": runner.peak / 2**20},
-                **dict.fromkeys(
-                    ("pct_copy", "pct_floor"), 100 * ratio([bytes_moved * t / copy_bytes for t in copy_times], times)
-                ),
+                **dict.fromkeys(("pct_copy", "pct_floor"), 100 * ratio(moving, times)),
             }
         yield row

@@ -6,7 +6,6 @@ float32 and bfloat16 autocast take turns step by step in random order. The stock
 
 import contextlib
 import copy
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 import results
 import torch
 import torch.nn.functional as F
-from harness import LAYOUTS, quantiles, race, ratio
+from harness import LAYOUTS, median, quantiles, race, ratio
 from timing import clock_of, peak
 from torch import Tensor, nn
 
@@ -261,11 +260,11 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
         memory[candidate] = {"peak_mib": peak_bytes / 2**20, "saved_mib": saved_mib(candidate)}
     progress("race")
     racers = [c for c in everyone if not c.note]
-    rounds = race([(c, c.step) for c in racers], "bwd", setting.budget, random.Random(0))
+    race([(c, c.step) for c in racers], "bwd", setting.budget, name)
     best = {
         dtype: min(
             (c for c in racers if c.stock and dtype in (c.dtype, None)),
-            key=lambda c: statistics.median(c.times["fwd+bwd"]),
+            key=lambda c: median(c.times["fwd+bwd"]),
         )
         for dtype in (*DTYPES, None)
     }
@@ -279,11 +278,11 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
                 "ms_p50": p50,
                 "ms_p20": p20,
                 "ms_p80": p80,
-                "ms_forward": statistics.median(candidate.times["fwd"]) * 1e3,
+                "ms_forward": median(candidate.times["fwd"]) * 1e3,
                 "images_per_s": setting.batch / p50 * 1e3,
                 "speedup_same_dtype": ratio(best[candidate.dtype].times["fwd+bwd"], times),
                 "speedup": ratio(best[None].times["fwd+bwd"], times),
-                "rounds": rounds,
+                "rounds": len(times),
             }
         yield row
 
