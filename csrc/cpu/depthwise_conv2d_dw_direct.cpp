@@ -12,6 +12,8 @@ struct DotRows {
   const T *x, *dy;  // of the first row of dy: x at kernel row 0 and column 0 of the image; the group's first channel
   int64_t x_row;    // of the image, may be outside of [0, h)
   int64_t h, w, wo, left, pitch, rows;
+  bool small;  // the next group is asked for meanwhile, by the first part of the sums, else the next rows
+  bool first;
   Acc<T>* sums;  // [kh][kw][vector][lane]
 };
 
@@ -41,6 +43,13 @@ void dot_rows(const DotRows<T>& task) {
   };
   each_sum([&](auto ky, auto kx, auto u) __attribute__((always_inline)) { sums[ky][kx][u] = V(0); });
   const int64_t x_pitch = task.w * task.pitch, left = task.left;
+  // As in run_tile. A small image is over before its next rows are there; the lines of the next group are neighbours.
+  // The registers of 7x7 pairs are full.
+  const bool small = (kTaps < 7 || kDeep == 1) && task.small, later = small && !task.first;  // it is there
+  const int64_t x_next = later   ? 0
+                         : small ? kTaps / 2 * x_pitch + G::kChannels
+                                 : ((kDeep - 1) * kStride + kRows) * x_pitch;
+  const int64_t dy_next = later ? 0 : small ? G::kChannels : kDeep * task.wo * task.pitch;
   for (int64_t row = 0; row < task.rows; row += kDeep) {
     const auto is_row = [&](int i) __attribute__((always_inline)) { return i == 0 || row + i < task.rows; };
     const T* x = task.x + row * kStride * x_pitch;
@@ -52,15 +61,14 @@ void dot_rows(const DotRows<T>& task) {
       unroll<pixels>([&](auto i) __attribute__((always_inline)) {
         get(gradient, g[i]);
         gradient.next();
-        // As in run_tile.
-        const T* x_ahead = x + ((kDeep - 1) * kStride + kRows) * x_pitch + (col + i) * kStride * task.pitch;
+        const T* x_ahead = x + x_next + (col + i) * kStride * task.pitch;
         unroll<kDeep * kStride>([&](auto new_row) __attribute__((always_inline)) {
           unroll<kStride>([&](auto j) __attribute__((always_inline)) {
             __builtin_prefetch(x_ahead + new_row * x_pitch + j * task.pitch, 0, 2);
           });
         });
         unroll<kDeep>([&](auto d) __attribute__((always_inline)) {
-          __builtin_prefetch(dy + ((kDeep + d) * task.wo + col + i) * task.pitch, 0, 2);
+          __builtin_prefetch(dy + dy_next + (d * task.wo + col + i) * task.pitch, 0, 2);
         });
       });
       unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
@@ -114,7 +122,9 @@ void dot(DotRows<T> task) {
     task.x += rows * task.w * task.pitch;
     task.x_row += rows;
     task.sums += rows * kTaps * Group<T>::kVecs * Vec<Acc<T>>::kLanes;
+    task.first = false;
   };
+  task.first = v == 0;
   for (int ky = 0; ky + kRows <= kTaps; ky += kRows) {
     dot_rows<T, kTaps, kStride, kDeep, kRows, v, kVecs>(task);
     advance(kRows);
@@ -135,7 +145,8 @@ void add_pixels(const T* dy, int64_t pixels, int64_t pitch, Acc<T>* sum) {
   });
 }
 
-constexpr int64_t kSumRows = 8;  // rows of dy summed in registers
+constexpr int64_t kSumRows = 8;   // rows of dy summed in registers
+constexpr int64_t kSmall = 2048;  // pixels, fewer with a stride: their lines of a group stay in the second cache
 
 }  // namespace
 
@@ -164,6 +175,7 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                               .left = s.left,
                               .pitch = s.c,
                               .rows = rows,
+                              .small = s.h * s.w * s.sh * s.sw <= kSmall,
                               .sums = total};
         if (a.dw) {
           visit_kernel(s, [&]<int kTaps, int kStride>() {
