@@ -511,6 +511,18 @@ def test_blocks_that_join_a_list_or_leave_it_count():
     assert_same("one less")
 
 
+def test_parameters_may_be_swapped_after_fuse():
+    """As torch does on conversion where it is told so, if nobody keeps a weak reference to them."""
+    block, _, _ = fused(LinearGate)
+    before = block.fc[0].weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        block.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert block.fc[0].weight is before and before.dtype == torch.float64
+
+
 def test_a_forward_replaced_in_the_class_counts(monkeypatch):
     block, stock, _ = fused(Bottleneck)
     monkeypatch.setattr(Bottleneck, "forward", lambda self, x: 2 * x)

@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import operator
+import pickle
 import random
 import sys
 import threading
@@ -545,25 +546,16 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
     if any(_state(m, type(m)) != _state(m, type(m)) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
-    modes = {m: m.training for m in block.modules()}
+    traced = _trace(block)
+    if isinstance(traced, str):
+        return traced
     graphs, inlined, saved, of_images = [], {""}, [], set()
-    try:
-        for training in (False, True):
-            for module in modes:
-                module.training = training
-            with _switched(autocast=training):
-                tracer = _Tracer(block)
-                graph = _trace(tracer, block)
-            if isinstance(graph, str):
-                return graph
-            pattern = _Pattern(graph, block, kind)
-            saved.append(pattern.rewrite())
-            inlined.update(tracer.inlined, pattern.inlined)
-            graphs.append(graph)
-            of_images.add(tracer.of_images)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    for tracer, graph in traced:
+        pattern = _Pattern(graph, block, kind)
+        saved.append(pattern.rewrite())
+        inlined.update(tracer.inlined, pattern.inlined)
+        graphs.append(graph)
+        of_images.add(tracer.of_images)
     of_images.discard(None)
     if len(of_images) > 1:
         return "its forward asks for the type of its argument"
@@ -595,7 +587,7 @@ def _untouched(modules: list[nn.Module]):
     before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
-    third = None if numpy is None else numpy.random.get_state()
+    third = None if numpy is None else pickle.dumps(numpy.random.get_state())  # printed it takes milliseconds
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
@@ -603,7 +595,7 @@ def _untouched(modules: list[nn.Module]):
         if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
-        if drawn or (third is not None and repr(numpy.random.get_state()) != repr(third)):
+        if drawn or (third is not None and pickle.dumps(numpy.random.get_state()) != third):
             changes.append("its forward draws random numbers outside of layers")
     finally:
         for module, old in zip(modules, before):
@@ -615,7 +607,7 @@ def _untouched(modules: list[nn.Module]):
         random.setstate(mine)
         torch.set_rng_state(theirs)
         if third is not None:
-            numpy.random.set_state(third)
+            numpy.random.set_state(pickle.loads(third))
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
@@ -702,18 +694,26 @@ def _typeless(block: nn.Module) -> Iterator[None]:
 _ONE_AT_A_TIME = threading.RLock()  # what is put in the place of methods of torch is seen by all threads
 
 
-def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
-    modules = list(block.modules())
+def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
+    """Records the forward in evaluation and in training; or says why that cannot be."""
+    modules, traced = list(block.modules()), []
     try:
-        with _ONE_AT_A_TIME, _untouched(modules) as changes, _closed(), _typeless(block), _observed_reads() as read:
-            graph = tracer.trace(block)
-            tracer.refuse_decisions()
+        with _ONE_AT_A_TIME, _closed(), _typeless(block), _observed_reads() as read:
+            for training in (False, True):
+                with _untouched(modules) as changes, _switched(autocast=training):
+                    for module in modules:
+                        module.training = training
+                    tracer = _Tracer(block)
+                    traced.append((tracer, tracer.trace(block)))
+                    tracer.refuse_decisions()
+                if changes:
+                    return changes[0]
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
     for path, module in block.named_modules(remove_duplicate=False):
         if module in read:
-            tracer.inlined += itertools.accumulate(path.split("."), "{}.{}".format)
-    return changes[0] if changes else graph
+            traced[0][0].inlined += itertools.accumulate(path.split("."), "{}.{}".format)
+    return traced
 
 
 def _compile(graph: fx.Graph) -> Callable:
@@ -999,19 +999,19 @@ class _Pattern:
     def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
         """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
         order of the numbers, so that the shape tells all."""
-        from torch._subclasses.fake_tensor import FakeTensorMode  # pulls in much
-
         weight, c = fc1.weight, fc1.weight.shape[1]
         n = 3 if c != 3 else 5
         if fc2.weight.shape[0] != c:
             return False
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device=weight.device)}
+            with torch.no_grad():
+                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device="meta")}
                 for node in nodes:
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     if node.op == "call_module":
-                        values[node] = self.block.get_submodule(node.target)(*args, **kwargs)
+                        layer = self.block.get_submodule(node.target)
+                        weights = {name: p.detach().to("meta") for name, p in layer.named_parameters()}
+                        values[node] = torch.func.functional_call(layer, weights, args, kwargs)
                     elif node.op == "call_method":
                         values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
                     else:
