@@ -264,7 +264,9 @@ def test_one_op_where_the_op_can_express_the_layer_else_its_two_halves(label):
         for node in graph.nodes
         if node.op == "call_function" and "fusedtrain" in node.target.__module__
     ]
-    assert calls == (["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"])
+    ops = ["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"]
+    takes_single_images = label.startswith("SqueezeExcitation")
+    assert calls == (["as_batch", *ops, "as_before"] if takes_single_images else ops)
 
 
 ACTIVATIONS = [
