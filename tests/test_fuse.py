@@ -595,6 +595,46 @@ def test_torchs_quantisation_is_refused_before_it_leaves_layers_out(zoo):
     assert [c.reason for c in fusedtrain.fuse(model).kept] == ["it is prepared for quantisation (qconfig)"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_dynamic_quantisation_of_a_class_is_refused_before_it_leaves_layers_out():
+    model, quantize = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4)), torch.ao.quantization.quantize_dynamic
+    fusedtrain.fuse(model)
+    for classes in (None, {nn.Linear}):
+        with pytest.raises(RuntimeError, match=r"torch.ao.quantization does not know .* Linear .*unfuse\(model\)"):
+            quantize(model, classes)
+    assert type(quantize(model, {nn.LSTM})[1]) is type(model[1])
+    qconfig = torch.ao.quantization.default_dynamic_qconfig
+    assert type(quantize(model, {nn.Linear: qconfig, "1": None})[1]) is type(model[1])
+    model[1].qconfig = None  # the user leaves it out
+    assert type(quantize(model)[1]) is type(model[1])
+    fusedtrain.unfuse(model)
+    del model[1].qconfig
+    assert type(quantize(model)[1]) is torch.ao.nn.quantized.dynamic.Linear
+
+
+def replaced_convolution(conv):
+    """As done to have images wrap around: the module's own method is another."""
+    conv._conv_forward = lambda input, weight, bias: 2 * nn.functional.conv2d(input, weight, bias, groups=conv.groups)
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_convolution_replaced_in_its_layer_is_called(after, kernel_size):
+    stock = nn.Sequential(
+        nn.Conv2d(8, 8, kernel_size, groups=1 if kernel_size == 1 else 8), nn.BatchNorm2d(8), nn.ReLU()
+    )
+    fused = copy.deepcopy(stock)
+    replaced_convolution(stock[0])
+    if after:
+        fusedtrain.fuse(fused)
+    replaced_convolution(fused[0])
+    fusedtrain.fuse(fused)
+    x = harness.images((2, 8, 9, 9))
+    for model in (fused.eval(), stock.eval()):
+        nn.init.ones_(model[1].running_mean)
+    harness.assert_as_good_as_torch(fused(x), stock(x), copy.deepcopy(stock).double()(x.double()), "replaced")
+
+
 def test_torch_fx_traces_fused_models(zoo):
     torch.manual_seed(0)
     model = randomised(zoo.torchvision.models.mobilenet_v3_small(num_classes=10))

@@ -208,6 +208,15 @@ def test_output_and_gradients_are_as_good_as_the_originals(label, dtype, layout,
         assert_as_good_as_the_original(ours, stock, f"{label} {mode}", layout, dtype, device)
 
 
+@pytest.mark.parametrize("label", [label for label in CASES if label.startswith("SqueezeExcitation")])
+def test_torchvisions_layer_takes_an_image_without_a_batch(label, device, backend, zoo):
+    ours, stock = make(label, zoo, device=device)
+    x = harness.normal(C, 5, 3, device=device)
+    y = ours(x)
+    assert y.shape == x.shape
+    harness.assert_as_good_as_torch(y, stock(x), copy.deepcopy(stock).double()(x.double()), label)
+
+
 def test_a_batch_norm_between_the_layers_keeps_its_statistics(zoo):
     ours, stock = (
         cls(C, rd_channels=12, norm_layer=nn.BatchNorm2d) for cls in (fusedtrain.nn.SEModule, original("SEModule", zoo))
@@ -255,7 +264,9 @@ def test_one_op_where_the_op_can_express_the_layer_else_its_two_halves(label):
         for node in graph.nodes
         if node.op == "call_function" and "fusedtrain" in node.target.__module__
     ]
-    assert calls == (["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"])
+    ops = ["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"]
+    takes_single_images = label.startswith("SqueezeExcitation")
+    assert calls == (["as_batch", *ops, "as_before"] if takes_single_images else ops)
 
 
 ACTIVATIONS = [

@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import random
+import sys
 import threading
 import types
 
@@ -237,6 +238,50 @@ def test_threads_may_copy_a_model_that_others_run():
     assert not failures
 
 
+class Meanwhile(Flat):
+    """While it is recorded another thread does what ``Meanwhile.other`` says."""
+
+    def forward(self, x):
+        thread = threading.Thread(target=Meanwhile.other)
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+
+def test_threads_may_train_while_another_records():
+    model, x = nn.Sequential(ConvNormAct(16, 8, 3), nn.Conv2d(8, 4, 1)), harness.images((2, 16, 9, 9))
+    model(x).sum().backward()
+    gradients, seen = [p.grad for p in model.parameters()], []
+
+    def train():
+        try:
+            model.zero_grad()
+            model(x).sum().backward()
+            same = all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
+            seen.append(same and torch.is_grad_enabled() and len(model.state_dict()) == 8)
+        except Exception as failure:
+            seen.append(failure)
+
+    Meanwhile.other = staticmethod(train)
+    block = Meanwhile(16)
+    fusedtrain.fuse(block)
+    assert isinstance(block, Recorded) and seen and all(passed is True for passed in seen)
+
+
+def test_threads_may_fuse_at_once():
+    models, interval = [Flat(16) for _ in range(8)], sys.getswitchinterval()
+    threads = [threading.Thread(target=fusedtrain.fuse, args=(model,)) for model in models]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(isinstance(model, Recorded) for model in models) and "__getattribute__" not in vars(nn.Module)
+
+
 class Locked(ConvNormAct):
     """It says itself what is copied of it."""
 
@@ -312,6 +357,26 @@ def test_a_layer_of_a_gate_in_a_wrapper_gets_maps_as_before(calls):
         model.reduce = nn.Sequential(model.reduce, nn.BatchNorm2d(4))
     x = harness.images((2, 16, 9, 9))
     assert torch.equal(block(x), stock(x)) and calls == []
+
+
+class OfPixels(ConvGate):
+    """The gate of an image, or of as many as stand in front."""
+
+    def forward(self, x):
+        return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((-2, -1), keepdim=True))))) * x
+
+
+class OfPixelsLinear(LinearGate):
+    def forward(self, x):
+        return x * self.fc(x.mean((-2, -1)))[..., None, None]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(OfPixels, (16, 9, 9)), (OfPixelsLinear, (2, 3, 16, 9, 9))])
+def test_gates_take_images_of_as_many_dimensions_as_before(kind, shape, calls):
+    block, stock, _ = fused(kind)
+    x = harness.normal(*shape)
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), kind.__name__)
+    assert calls == ["squeeze_excite"]
 
 
 def narrow(block, x):
@@ -444,6 +509,18 @@ def test_blocks_that_join_a_list_or_leave_it_count():
     for model in (block, stock):
         model.blocks[0].pop(0)
     assert_same("one less")
+
+
+def test_parameters_may_be_swapped_after_fuse():
+    """As torch does on conversion where it is told so, if nobody keeps a weak reference to them."""
+    block, _, _ = fused(LinearGate)
+    before = block.fc[0].weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        block.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert block.fc[0].weight is before and before.dtype == torch.float64
 
 
 def test_a_forward_replaced_in_the_class_counts(monkeypatch):
@@ -582,6 +659,11 @@ class DecidesByClass(ConvNormAct):
         return super().forward(x) if x.__class__.__name__ == "Tensor" else x
 
 
+class DecidesByCall(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x() if callable(x) else x)
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -594,7 +676,7 @@ REASONS = {
         for kind, name in ((DecidesByDtype, "dtype"), (DecidesByDevice, "device"))
     },
     **dict.fromkeys(
-        (DecidesByType, DecidesByClass),
+        (DecidesByType, DecidesByClass, DecidesByCall),
         "torch.fx cannot record its forward: it asks for the types of what it takes or makes",
     ),
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
@@ -754,8 +836,12 @@ class OfLayers(ConvNormAct):
 SCALE = 2.0
 
 
+def shifted(x, by=1.0):
+    return x + by
+
+
 class OfElsewhere(ConvNormAct):
-    """It reads its class and a global number, and asks what a layer is."""
+    """It reads its class, a global number and defaults, calls a method and a function, and asks what a layer is."""
 
     scale = 2.0
 
@@ -763,9 +849,12 @@ class OfElsewhere(ConvNormAct):
         super().__init__(c, c, 3, 1, c)
         self.after = nn.Tanh()
 
-    def forward(self, x):
-        x = super().forward(x) * SCALE * self.scale
-        return x if isinstance(self.after, nn.Identity) else self.after(x) + 1
+    def head(self, x):
+        return self.after(x)
+
+    def forward(self, x, gain=2.0):
+        x = super().forward(x) * SCALE * self.scale * gain
+        return x if isinstance(self.after, nn.Identity) else shifted(self.head(x))
 
 
 READS = {
@@ -776,6 +865,14 @@ READS = {
     "class": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere, "scale", 3.0)),
     "global": (OfElsewhere, lambda _, patch: patch.setitem(globals(), "SCALE", 3.0)),
     "another layer": (OfElsewhere, lambda block, _: setattr(block, "after", nn.Identity())),
+    "default": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere.forward, "__defaults__", (3.0,))),
+    "default of a function": (OfElsewhere, lambda _, patch: patch.setattr(shifted, "__defaults__", (3.0,))),
+    "function": (OfElsewhere, lambda _, patch: patch.setitem(globals(), "shifted", torch.exp)),
+    "method": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere, "head", lambda block, x: x)),
+    "code of a method": (
+        OfElsewhere,
+        lambda _, patch: patch.setattr(OfElsewhere.head, "__code__", (lambda block, x: x).__code__),
+    ),
 }
 
 
@@ -791,6 +888,30 @@ def test_what_a_forward_reads_elsewhere_counts(change, calls, monkeypatch):
         make(model, monkeypatch)
     truth = copy.deepcopy(stock).double()(x.double())
     harness.assert_as_good_as_torch(block(x), stock(x), truth, change)
+
+
+class OfItsClass(ConvNormAct):
+    """It reads an object of its class, and calls what is no method of the block."""
+
+    options = types.SimpleNamespace(scale=2.0)
+
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+
+    @staticmethod
+    def scaled(x, by):
+        return x * by
+
+    def forward(self, x):
+        return self.scaled(super().forward(x), self.options.scale)
+
+
+def test_copies_share_what_their_class_holds(calls):
+    block, stock, _ = fused(OfItsClass)
+    x = harness.images((2, 16, 9, 9))
+    y = copy.deepcopy(block)(x)
+    assert calls == ["depthwise_bn_act_se"]
+    harness.assert_as_good_as_torch(y, stock(x), copy.deepcopy(stock).double()(x.double()), "copy")
 
 
 def test_a_block_of_a_zoo_that_a_forward_reads_of_is_fused_too(zoo, calls):

@@ -119,11 +119,12 @@ def op_name(layer: nn.Module) -> str | None:
 
 
 def observed(module: nn.Module) -> bool:
-    """True when a hook or a patched forward must see the calls of ``module``, so that they cannot be left out."""
+    """True when a hook or a patched method must see the calls of ``module``, so that they cannot be left out."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or "_conv_forward" in module.__dict__
     )

@@ -18,6 +18,18 @@ from fusedtrain.ops import channel_pool, channel_scale, squeeze_excite
 torch.fx.wrap("channel_pool")
 torch.fx.wrap("squeeze_excite")
 torch.fx.wrap("scale")
+torch.fx.wrap("as_batch")
+torch.fx.wrap("as_before")
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """Returns one image ``[C, H, W]`` as ``[1, C, H, W]``, what the ops take."""
+    return x[None] if x.dim() == 3 else x
+
+
+def as_before(y: Tensor, x: Tensor) -> Tensor:
+    """Returns what was made of ``as_batch(x)`` without the batch that ``x`` lacks."""
+    return y[0] if x.dim() == 3 else y
 
 
 def pool(x: Tensor, kind: str = "avg", layer: nn.Module | None = None) -> Tensor:

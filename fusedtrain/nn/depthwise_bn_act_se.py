@@ -51,6 +51,8 @@ class Gate(NamedTuple):
     gate: nn.Module
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() == 3 or x.dim() > 4:  # one image, or as many as the dimensions in front say
+            return self(x.reshape(-1, *x.shape[-3:])).reshape(x.shape)
         y = gates.fused(x, *self)
         return gates.scale(x, functools.reduce(_pass_on, self, gates.pool(x))) if y is None else y
 

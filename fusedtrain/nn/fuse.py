@@ -7,6 +7,7 @@ very attributes of its stock layer. It stays an instance of that class (:mod:`fu
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -181,7 +182,11 @@ def _qconfig(layer: nn.Module):
 
 
 def _refuse_qconfig(layer: nn.Module, value) -> None:
-    if value is not None:
+    # Behind nn.Module.__setattr__: torch.ao's propagate_qconfig_, which compares classes by identity.
+    asked = sys._getframe(2).f_locals
+    spec = {} if "qconfig" in vars(layer) else asked.get("qconfig_dict") or {}
+    by_class = asked.get("prefix") not in spec and any(spec.get(cls) is not None for cls in type(layer).__mro__)
+    if value is not None or by_class:
         raise RuntimeError(
             f"torch.ao.quantization does not know the fused layer {type(layer).__name__} and would leave it as it is:"
             " call fusedtrain.unfuse(model) first"
@@ -189,9 +194,13 @@ def _refuse_qconfig(layer: nn.Module, value) -> None:
     vars(layer)["qconfig"] = value
 
 
+def _drop_qconfig(layer: nn.Module) -> None:
+    del vars(layer)["qconfig"]
+
+
 for _fused in (*_STOCK_OF, recorded.Recorded):
     _fused.__prepare_scriptable__ = _refuse_script  # what torch.jit.script calls before anything else
-    _fused.qconfig = property(_qconfig, _refuse_qconfig)
+    _fused.qconfig = property(_qconfig, _refuse_qconfig, _drop_qconfig)
 
 # What is left to a gate that holds it.
 _ON_ONE_PIXEL = (pointwise_conv2d.PointwiseConv2d, grouped_conv2d.GroupedConv2d, linear.Linear)

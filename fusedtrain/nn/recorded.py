@@ -17,8 +17,10 @@ import functools
 import inspect
 import itertools
 import operator
+import pickle
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -53,7 +55,7 @@ Kind = Callable[[nn.Module], type]  # the class that a layer has, or will have
 
 _ZOOS = {"torchvision", "timm"}
 _KNOWN = {"torch", "fusedtrain"} | _ZOOS
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, types.MethodType)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.MethodType)
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # What torch, and fuse(), keep in modules: of the hooks alone observed() knows.
 _OTHERS = {*vars(nn.Module()), "_recording", "_stock_class", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -97,10 +99,16 @@ class _Object:
     def __eq__(self, other) -> bool:
         return isinstance(other, _Object) and other.value is self.value
 
+    def __deepcopy__(self, memo: dict) -> "_Object":
+        return _Object(memo.get(id(self.value), self.value))  # what a class holds is not copied with a block
+
 
 def _content(value, depth: int = 3):
     """What of an attribute is compared in every call: a plain value, what a container holds, or else which object it
     is. A large container, for which that would take long, is like nothing else."""
+    if isinstance(value, types.FunctionType):  # whose code a notebook replaces in place when it loads a module again
+        defaults = value.__defaults__, value.__kwdefaults__
+        return value, value.__code__, _content(defaults, depth - 1) if depth and defaults != (None, None) else None
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (dict, tuple, list, set, frozenset)) and len(value) > _MANY:
@@ -135,31 +143,34 @@ def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
 
 
 def _state(module: nn.Module, kind: type) -> tuple:
-    """What decides what another forward does: the same, parameters and buffers that are None, and attributes, but for
-    tensors, which recorded forwards do not use."""
-    missing = [k for k, v in (module._parameters | module._buffers).items() if v is None]
+    """What decides what another forward does: the same, what of children, parameters and buffers is None, and
+    attributes, but for tensors, which recorded forwards do not use."""
+    missing = [k for k, v in (module._parameters | module._buffers | module._modules).items() if v is None]
     attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
     others, asks = _constants(kind)
     constants = [_content(held.get(name)) for held, name in others] if others else ()
     classes = list(map(_own_class, module.children())) if asks else ()
-    return *_sequence(module, kind), missing, attributes, constants, classes
+    return _content(kind.forward), list(module._modules), missing, attributes, constants, classes
+
+
+_GLOBALS = (bool, int, float, str, types.FunctionType)
 
 
 @functools.cache
 def _constants(kind: type) -> tuple[list[tuple[Mapping, str]], bool]:
-    """Where else methods find values by their names, which are attributes of the class and global numbers and switches;
-    and whether they ask for the classes of layers."""
+    """Where else methods find values by their names, which are attributes and methods of the class and global numbers,
+    switches and functions; and whether they ask for the classes of layers."""
     classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
     members = [value for held in classes for name, value in held.items() if name != "__init__"]
     codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
     read = {name for code in codes if code is not None for name in code.co_names}
     found = [(held, name) for held in classes for name in read & held.keys()]
-    found = [(held, name) for held, name in found if not hasattr(type(held[name]), "__get__")]  # no methods
     names = getattr(kind.forward, "__globals__", {})
-    found += [(names, name) for name in read if isinstance(names.get(name), (bool, int, float, str))]
+    found += [(names, name) for name in read if isinstance(names.get(name), _GLOBALS)]
     return found, not read.isdisjoint(("isinstance", "type"))
 
 
+@functools.cache
 def _is_ours(module: str) -> bool:
     """Whether the code of a Python module is torch's or this package's."""
     return module.partition(".")[0] in ("torch", "fusedtrain")
@@ -303,6 +314,7 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         By path, what was recorded, or why a module that holds a depthwise convolution and a normalisation, or a gate,
         stays.
     """
+    kind = functools.cache(kind)  # nothing changes meanwhile
     found: dict[str, Recording | str] = {}
     saved: dict[nn.Module, int] = {}  # by it, or by blocks inside
     blocks: set[nn.Module] = set()  # of timm or torchvision, and what holds them
@@ -453,6 +465,7 @@ class _Tracer(fx.Tracer):
         self.inlined: list[str] = [""]
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
+        self.thread = threading.get_ident()
         self.of_images: bool | None = None
         self.asked: list[_Asked] = []
 
@@ -508,10 +521,17 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict):
-        """A fused sequence is recorded layer by layer, too."""
+        """A fused sequence is recorded layer by layer, too. torch.fx asks in every thread."""
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
         if _is_sequence(m):
             forward = functools.partial(nn.Sequential.forward, m)
         return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val, parameter_proxy_cache: dict):
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Of all its arguments the images alone; the others have their defaults."""
@@ -526,25 +546,16 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
     if any(_state(m, type(m)) != _state(m, type(m)) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
-    modes = {m: m.training for m in block.modules()}
+    traced = _trace(block)
+    if isinstance(traced, str):
+        return traced
     graphs, inlined, saved, of_images = [], {""}, [], set()
-    try:
-        for training in (False, True):
-            for module in modes:
-                module.training = training
-            with _switched(autocast=training):
-                tracer = _Tracer(block)
-                graph = _trace(tracer, block)
-            if isinstance(graph, str):
-                return graph
-            pattern = _Pattern(graph, block, kind)
-            saved.append(pattern.rewrite())
-            inlined.update(tracer.inlined, pattern.inlined)
-            graphs.append(graph)
-            of_images.add(tracer.of_images)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    for tracer, graph in traced:
+        pattern = _Pattern(graph, block, kind)
+        saved.append(pattern.rewrite())
+        inlined.update(tracer.inlined, pattern.inlined)
+        graphs.append(graph)
+        of_images.add(tracer.of_images)
     of_images.discard(None)
     if len(of_images) > 1:
         return "its forward asks for the type of its argument"
@@ -576,7 +587,7 @@ def _untouched(modules: list[nn.Module]):
     before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
-    third = None if numpy is None else numpy.random.get_state()
+    third = None if numpy is None else pickle.dumps(numpy.random.get_state())  # printed it takes milliseconds
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
@@ -584,7 +595,7 @@ def _untouched(modules: list[nn.Module]):
         if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
-        if drawn or (third is not None and repr(numpy.random.get_state()) != repr(third)):
+        if drawn or (third is not None and pickle.dumps(numpy.random.get_state()) != third):
             changes.append("its forward draws random numbers outside of layers")
     finally:
         for module, old in zip(modules, before):
@@ -596,7 +607,7 @@ def _untouched(modules: list[nn.Module]):
         random.setstate(mine)
         torch.set_rng_state(theirs)
         if third is not None:
-            numpy.random.set_state(third)
+            numpy.random.set_state(pickle.loads(third))
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
@@ -611,10 +622,12 @@ def _closed() -> Iterator[None]:
     """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
     So does one that asks for modes."""
 
+    thread = threading.get_ident()
+
     def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
-            if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+            if threading.get_ident() == thread and not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
                 raise RuntimeError(reason)
             return look(*args, **kwargs)
 
@@ -634,9 +647,10 @@ def _closed() -> Iterator[None]:
 def _observed_reads() -> Iterator[set[nn.Module]]:
     """Yields a set of the modules of which a forward reads attributes, such as ``self.norm.training``."""
     found: set[nn.Module] = set()
+    thread = threading.get_ident()
 
     def read(module: nn.Module, name: str):
-        if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+        if threading.get_ident() == thread and not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
             found.add(module)
         return object.__getattribute__(module, name)
 
@@ -653,32 +667,53 @@ def _type(*args):
     return type(*args)
 
 
+def _callable(value) -> bool:
+    if issubclass(type(value), fx.Proxy):
+        raise TypeError(_TYPES)
+    return callable(value)
+
+
+_QUESTIONS = {"type": _type, "callable": _callable}
+
+
 @contextlib.contextmanager
 def _typeless(block: nn.Module) -> Iterator[None]:
-    """A forward that asks for ``type(x)``, which has no hook as isinstance() has, raises."""
+    """A forward that asks for ``type(x)`` or ``callable(x)``, which have no hook as isinstance() has, raises."""
     forwards = [type(module).forward for module in block.modules() if is_unknown(module)]
     scopes = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
-    scopes = [scope for scope in scopes if "type" not in scope]
+    asked = [(scope, name) for scope in scopes for name in _QUESTIONS if name not in scope]
     try:
-        for scope in scopes:
-            scope["type"] = _type
+        for scope, name in asked:
+            scope[name] = _QUESTIONS[name]
         yield
     finally:
-        for scope in scopes:
-            scope.pop("type", None)
+        for scope, name in asked:
+            scope.pop(name, None)
 
 
-def _trace(tracer: _Tracer, block: nn.Module) -> fx.Graph | str:
+_ONE_AT_A_TIME = threading.RLock()  # what is put in the place of methods of torch is seen by all threads
+
+
+def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
+    """Records the forward in evaluation and in training; or says why that cannot be."""
+    modules, traced = list(block.modules()), []
     try:
-        with _untouched(list(block.modules())) as changes, _closed(), _typeless(block), _observed_reads() as read:
-            graph = tracer.trace(block)
-            tracer.refuse_decisions()
+        with _ONE_AT_A_TIME, _closed(), _typeless(block), _observed_reads() as read:
+            for training in (False, True):
+                with _untouched(modules) as changes, _switched(autocast=training):
+                    for module in modules:
+                        module.training = training
+                    tracer = _Tracer(block)
+                    traced.append((tracer, tracer.trace(block)))
+                    tracer.refuse_decisions()
+                if changes:
+                    return changes[0]
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
     for path, module in block.named_modules(remove_duplicate=False):
         if module in read:
-            tracer.inlined += itertools.accumulate(path.split("."), "{}.{}".format)
-    return changes[0] if changes else graph
+            traced[0][0].inlined += itertools.accumulate(path.split("."), "{}.{}".format)
+    return traced
 
 
 def _compile(graph: fx.Graph) -> Callable:
@@ -964,19 +999,19 @@ class _Pattern:
     def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
         """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
         order of the numbers, so that the shape tells all."""
-        from torch._subclasses.fake_tensor import FakeTensorMode  # pulls in much
-
         weight, c = fc1.weight, fc1.weight.shape[1]
         n = 3 if c != 3 else 5
         if fc2.weight.shape[0] != c:
             return False
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device=weight.device)}
+            with torch.no_grad():
+                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device="meta")}
                 for node in nodes:
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     if node.op == "call_module":
-                        values[node] = self.block.get_submodule(node.target)(*args, **kwargs)
+                        layer = self.block.get_submodule(node.target)
+                        weights = {name: p.detach().to("meta") for name, p in layer.named_parameters()}
+                        values[node] = torch.func.functional_call(layer, weights, args, kwargs)
                     elif node.op == "call_method":
                         values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
                     else:

@@ -194,12 +194,12 @@ class SqueezeExcitation(nn.Module):
         scale_activation: makes :math:`\sigma`, likewise, such as "sigmoid" or "hard_sigmoid".
 
     Returns:
-        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
-        ``fc1.weight`` ``[R, C, 1, 1]``, ``fc1.bias``, ``fc2.weight`` ``[C, R, 1, 1]``, ``fc2.bias``.
+        From images ``[N, C, H, W]``, contiguous or channels_last, or one image ``[C, H, W]``, the same shape, dtype and
+        memory format. state_dict: ``fc1.weight`` ``[R, C, 1, 1]``, ``fc1.bias``, ``fc2.weight`` ``[C, R, 1, 1]``,
+        ``fc2.bias``.
 
     Raises:
-        ValueError: an activation's name is unknown; the images have another shape. Unlike torchvision's, single images
-            ``[C, H, W]`` without a batch are not taken.
+        ValueError: an activation's name is unknown; the images have another shape.
         TypeError, RuntimeError: as :func:`fusedtrain.ops.squeeze_excite`.
 
     Cost and numerics: those of :func:`fusedtrain.ops.squeeze_excite`; with an activation that the ops lack, those of
@@ -222,12 +222,14 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = create(scale_activation)
 
     def forward(self, input: Tensor) -> Tensor:
+        x = gates.as_batch(input)
+        y = None
         if gates.is_mean(self.avgpool):
-            y = gates.fused(input, self.fc1, self.activation, self.fc2, self.scale_activation)
-            if y is not None:
-                return y
-        hidden = self.activation(self.fc1(gates.as_map(gates.pool(input, layer=self.avgpool))))
-        return gates.scale(input, self.scale_activation(self.fc2(hidden)))
+            y = gates.fused(x, self.fc1, self.activation, self.fc2, self.scale_activation)
+        if y is None:
+            hidden = self.activation(self.fc1(gates.as_map(gates.pool(x, layer=self.avgpool))))
+            y = gates.scale(x, self.scale_activation(self.fc2(hidden)))
+        return gates.as_before(y, input)
 
 
 class SEBlock(nn.Module):
