@@ -339,7 +339,8 @@ class FusedStep(torch.optim.Optimizer):
         return {p: state["ema"] for p, state in self.state.items() if "ema" in state}
 
     def ema_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Returns ``model.state_dict()`` with the averages (copies) in place of the parameters this optimizer averages.
+        """Returns ``model.state_dict()`` with the averages (copies) in place of the parameters this optimizer averages;
+        buffers, such as the running means of norms, are the model's own.
 
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.
@@ -353,7 +354,8 @@ class FusedStep(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def swap_ema(self):
-        """Within the ``with`` block the parameters hold their averages, e.g. for validation.
+        """Within the ``with`` block the parameters hold their averages, e.g. for validation; buffers, such as the
+        running means of norms, stay. ``fusedtrain.train.Trainer`` averages these too.
 
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.

@@ -117,7 +117,7 @@ class Graphs:
             t._note(batch, loss, weight)
         t._agree()
         if applied is not False:
-            t._follow()
+            t._follow(applied)
         t.group.clear()
         return applied
 
@@ -129,6 +129,7 @@ class Graphs:
         self._inputs, correction = _tensors(static), t.group.correction(sum(weights))
 
         def work():
+            t.update.begin()
             if t._buffers is not None:
                 t._buffers.keep()
             losses = []

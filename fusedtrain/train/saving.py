@@ -14,7 +14,6 @@ from fusedtrain._files import locked, remove_unfinished, write_atomic
 from fusedtrain.train import schedule
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.distributed import World
-from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
@@ -188,6 +187,7 @@ class Saving:
             "optimizer_class": type(t.optimizer).__name__,
             "schedule": t.schedule.state_dict(),
             "ticks": t.ticks,
+            "epochs": t.config.epochs,
             "scaler": None if t.scaler is None else t.scaler.state_dict(),
             "averages": self._averages(),
             "best": t.best.state_dict(),
@@ -209,9 +209,9 @@ class Saving:
     def _averages(self) -> dict | None:
         """Of sharded runs those of the optimizer stand in its state alone, for that is not made of its own tensors."""
         averages = self.trainer.averages
-        if averages is None or not (self.fsdp and isinstance(averages, OptimizersAverages)):
+        if averages is None or not self.fsdp:
             return averages and averages.state_dict()
-        return {}
+        return of_rank_0(self.trainer, dict(averages.values))
 
     def resume(self) -> str | None:
         """Goes on from the newest checkpoint, where there is one; returns which, as text.
@@ -277,7 +277,8 @@ class Saving:
             ) from error
         try:
             if t.scheduler is None:
-                schedule.load(t.schedule, state["schedule"], state.get("ticks"), t.ticks)
+                now = t.ticks, t.config.epochs
+                schedule.load(t.schedule, state["schedule"], (state.get("ticks"), state.get("epochs", now[1])), now)
             else:
                 t.schedule.load_state_dict(state["schedule"])
         except (KeyError, ValueError) as error:
@@ -329,10 +330,23 @@ class Saving:
             warnings.warn(f"the run goes on with {name} {old} {place}; {new} is without effect", stacklevel=2)
 
 
-def _hyperparameters(optimizer) -> list[dict[str, float]]:
+_TOLD = ("weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
+
+
+def _hyperparameters(optimizer) -> list[dict]:
     """Of each group what schedules do not move."""
-    names = {"initial_lr": "lr", "weight_decay": "weight_decay"}
-    return [{names[n]: float(group[n]) for n in names if n in group} for group in optimizer.param_groups]
+    found = []
+    for group in optimizer.param_groups:
+        moved = ("momentum", "betas") if "max_momentum" in group else ()  # by onecycle
+        own = {name: _plain(group[name]) for name in _TOLD if name in group and name not in moved}
+        found.append(({"lr": float(group["initial_lr"])} if "initial_lr" in group else {}) | own)
+    return found
+
+
+def _plain(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 # --- sharded or not ---------------------------------------------------------------------------------------------------
@@ -361,12 +375,15 @@ def model_state(t) -> dict:
         return t.model.state_dict()
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state = get_model_state_dict(t.model, options=_options())
-    if t.world.size > 1:  # what is not sharded, such as running means, is rank 0's: a file holds it once
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh"):
-                state[name] = value.detach().clone()
-                dist.broadcast(state[name], 0)
+    return of_rank_0(t, get_model_state_dict(t.model, options=_options()))
+
+
+def of_rank_0(t, state: dict) -> dict:
+    """``state`` with what is not sharded, such as running means, as rank 0 has it: a file holds it once."""
+    for name, value in state.items() if t.world.size > 1 else ():
+        if isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh"):
+            state[name] = value.detach().clone()
+            dist.broadcast(state[name], 0)
     return state
 
 

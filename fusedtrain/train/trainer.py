@@ -57,8 +57,8 @@ class Trainer:
         title: what the progress display calls the run.
 
     Raises:
-        InputError: the optimizer holds none of the model's parameters, the device does not exist, or the model is
-            wrapped or compiled already.
+        InputError: the optimizer holds none of the model's parameters or needs a closure, the device does not exist, or
+            the model is wrapped or compiled already, or has layers without a shape or with sparse gradients.
         TypeError: ``optimizer`` is no optimizer.
     """
 
@@ -81,6 +81,7 @@ class Trainer:
                 "optimizer must be a torch.optim.Optimizer over the model's parameters, such as"
                 f" torch.optim.AdamW(model.parameters(), lr=1e-3), got {textwrap.shorten(repr(optimizer), 80)}"
             )
+        check.check_parts(model, optimizer)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in own for p in held):
@@ -201,8 +202,10 @@ class Trainer:
             and nobody waits for it: an optimizer of ``fusedtrain.optim`` on a GPU.
         """
         enter = self.spans.enter
-        if self._buffers is not None and not self.group.done:
-            self._buffers.keep()
+        if not self.group.done:
+            self.update.begin()
+            if self._buffers is not None:
+                self._buffers.keep()
         for batch, counts, last in group:
             enter("copy")
             batch = self.to_device(batch)
@@ -218,10 +221,10 @@ class Trainer:
         enter("optimizer")
         total, finite = self._agree()
         applied = self.update(self.group.correction(total)) if finite and total else self.update.discard()
-        if applied is not False:
-            self._follow()
         if self._buffers is not None:
             self._buffers.put_back(unless=applied)
+        if applied is not False:
+            self._follow(applied)
         self.group.clear()
         return applied
 
@@ -258,14 +261,14 @@ class Trainer:
             self._group_weight = self._total = total
         return total, self.late or math.isfinite(self._group_loss)
 
-    def _follow(self) -> None:
+    def _follow(self, applied: bool | Tensor) -> None:
         """What moves with every applied update."""
         if self.owed:  # it moved for one that turned out, later, not to have been applied
             self.owed -= 1
         elif self._per_step:
             self.schedule.step()
         if self.averages is not None:
-            self.averages.update()
+            self.averages.update(applied)
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -367,6 +370,7 @@ class Trainer:
         feed = self.feed
         self.model.train()
         self.callbacks.call("on_epoch_start", self, feed.epoch)
+        self._take_in()
         feed.start(self._stop.wait)
         self.numbers.begin()
         self.spans.enter("data")
@@ -379,6 +383,13 @@ class Trainer:
         self.spans.enter("evaluation")
         metrics = {} if valid is None else self.evaluate(valid)
         self._end_epoch(metrics)
+
+    def _take_in(self) -> None:
+        """What a callback may have let learn: parameters and groups of them."""
+        schedule.join(self.schedule, self.optimizer)
+        if self.averages is not None:
+            self.averages.join()
+        self.update.look(self.model)
 
     def _after_step(self, applied: bool | Tensor) -> None:
         self.step_count += 1
@@ -462,7 +473,8 @@ class Trainer:
         return torch.no_grad()
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Returns the means of the metrics over all samples; with averaged weights where they are kept."""
+        """Returns the means of the metrics over all samples; with averaged weights where they are kept, and averaged
+        buffers, such as running means, with them."""
         return evaluate(self, batches)
 
     @contextlib.contextmanager
@@ -475,5 +487,5 @@ class Trainer:
             self._wrapped = wrapped
 
     def averaged_weights(self):
-        """The context in which the model holds the averages of its weights, where they are kept."""
+        """The context in which the model holds the averages of its weights and buffers, where they are kept."""
         return contextlib.nullcontext() if self.averages is None else self.averages.swap()
