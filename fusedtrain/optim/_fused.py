@@ -34,6 +34,8 @@ class FusedStep(torch.optim.Optimizer):
 
     def _set_options(
         self,
+        capturable: bool = False,
+        /,  # by name it is an argument that most optimizers do not have
         max_grad_norm: float | None = None,
         nonfinite: str = "propagate",
         ema_decay: float | None = None,
@@ -42,7 +44,6 @@ class FusedStep(torch.optim.Optimizer):
         rounding: str = "nearest",
         master_weights: bool = False,
         seed: int = 0,
-        capturable: bool = False,
         **unknown,
     ) -> None:
         for name in unknown:  # in the words of Python, which would name this method
