@@ -256,3 +256,14 @@ def test_train_without_its_extra_says_what_to_install(tmp_path, package):
     assert done.stderr == (
         f"fusedtrain train: needs the package {package}, which is not installed: pip install 'fusedtrain[train]'\n"
     )
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_images_without_the_package_that_reads_them_say_what_to_install(tmp_path, command):
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    words = [command, "--model", "smallnet", "--data", str(tmp_path / "photos")]
+    program = f"import sys; sys.modules['PIL'] = None; from fusedtrain.cli import main; sys.exit(main({words!r}))"
+    done = harness.run_python("-c", program, GLIBC_TUNABLES="")
+    assert done.returncode == 1 and done.stderr == (
+        f"fusedtrain {command}: needs the package PIL, which is not installed: pip install 'fusedtrain[data]'\n"
+    )
