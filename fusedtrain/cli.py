@@ -105,13 +105,6 @@ def _missing(error: ModuleNotFoundError, command: str) -> int:
     return _fail(f"needs the package {package}, which is not installed: pip install 'fusedtrain[train]'", 1, command)
 
 
-def _needed(error: ModuleNotFoundError, command: str) -> int:
-    """The same for a package that only these options need, such as one for images."""
-    if not str(error).startswith("needs the package"):
-        raise error
-    return _fail(str(error), 1, command)
-
-
 def _check(arguments: list[str]) -> int:
     try:
         import sklearn  # noqa: F401
@@ -133,8 +126,6 @@ def _check(arguments: list[str]) -> int:
         report = run.compare(run.parse(rest, "fusedtrain check"), own.ranks, own.updates)
     except InputError as error:
         return _fail(str(error), 2, "check")
-    except ModuleNotFoundError as error:
-        return _needed(error, "check")
     print(report)
     return 1 if report.differences else 0
 
@@ -161,8 +152,6 @@ def _train(arguments: list[str], direct: bool = False) -> int:
             digits.run(options.parse_command(digits.Options, arguments, "fusedtrain train"))
     except InputError as error:
         return _fail(str(error), 2)
-    except ModuleNotFoundError as error:
-        return _needed(error, "train")
     except (CheckpointError, NonFiniteError, SampleError, WorkerError, OSError) as error:
         return _fail(str(error), 1)
     except RuntimeError as error:

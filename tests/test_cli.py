@@ -261,9 +261,9 @@ def test_train_without_its_extra_says_what_to_install(tmp_path, package):
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_images_without_the_package_that_reads_them_say_what_to_install(tmp_path, command):
     (tmp_path / "photos" / "cat").mkdir(parents=True)
-    words = [command, "--model", "smallnet", "--data", str(tmp_path / "photos")]
-    program = f"import sys; sys.modules['PIL'] = None; from fusedtrain.cli import main; sys.exit(main({words!r}))"
-    done = harness.run_python("-c", program, GLIBC_TUNABLES="")
-    assert done.returncode == 1 and done.stderr == (
-        f"fusedtrain {command}: needs the package PIL, which is not installed: pip install 'fusedtrain[data]'\n"
-    )
+    (tmp_path / "PIL.py").write_text("raise ModuleNotFoundError(name='PIL')\n")  # for new processes, too
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    words = ["-m", "fusedtrain", command, "--model", "smallnet", "--data", str(tmp_path / "photos")]
+    done = harness.run_python(*words, GLIBC_TUNABLES="", PYTHONPATH=path)
+    message = "data: needs the package PIL, which is not installed: pip install 'fusedtrain[data]'"
+    assert done.returncode == 2 and done.stderr == f"fusedtrain {command}: {message}\n"

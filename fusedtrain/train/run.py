@@ -242,7 +242,7 @@ def _datasets(options: Options):
         require(len(parts) > 1, f"data: {root} has train, but no val, valid or test beside it")
         train = fdata.ImageFolder(root / "train", size=size, transform=crop)
         valid = fdata.ImageFolder(parts[1], size=options.size)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:  # the second: of the package that reads images
         raise InputError(f"data: {error}") from None
     if train.classes != valid.classes:
         raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
