@@ -356,7 +356,7 @@ class FusedStep(torch.optim.Optimizer):
     @contextlib.contextmanager
     def swap_ema(self):
         """Within the ``with`` block the parameters hold their averages, e.g. for validation; buffers, such as the
-        running means of norms, stay. ``fusedtrain.train.Trainer`` averages these too.
+        running means of norms, stay: ``torch.optim.swa_utils.update_bn`` makes those of the averages.
 
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.

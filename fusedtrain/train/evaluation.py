@@ -20,8 +20,6 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
     world.share_buffers(model)
     try:
         with trainer.averaged_weights(), trainer.no_gradients():
-            if trainer.averages is not None:
-                world.share_buffers(model)
             feed.begin(trainer._stop.wait)
             for index in itertools.count():
                 item = trainer._stop.wait(feed.next, index)

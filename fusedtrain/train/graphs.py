@@ -117,7 +117,7 @@ class Graphs:
             t._note(batch, loss, weight)
         t._agree()
         if applied is not False:
-            t._follow(applied)
+            t._follow()
         t.group.clear()
         return applied
 

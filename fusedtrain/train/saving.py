@@ -14,6 +14,7 @@ from fusedtrain._files import locked, remove_unfinished, write_atomic
 from fusedtrain.train import schedule
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.distributed import World
+from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state, set_rng_state
@@ -209,9 +210,9 @@ class Saving:
     def _averages(self) -> dict | None:
         """Of sharded runs those of the optimizer stand in its state alone, for that is not made of its own tensors."""
         averages = self.trainer.averages
-        if averages is None or not self.fsdp:
+        if averages is None or not (self.fsdp and isinstance(averages, OptimizersAverages)):
             return averages and averages.state_dict()
-        return of_rank_0(self.trainer, dict(averages.values))
+        return {}
 
     def resume(self) -> str | None:
         """Goes on from the newest checkpoint, where there is one; returns which, as text.
@@ -375,15 +376,12 @@ def model_state(t) -> dict:
         return t.model.state_dict()
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return of_rank_0(t, get_model_state_dict(t.model, options=_options()))
-
-
-def of_rank_0(t, state: dict) -> dict:
-    """``state`` with what is not sharded, such as running means, as rank 0 has it: a file holds it once."""
-    for name, value in state.items() if t.world.size > 1 else ():
-        if isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh"):
-            state[name] = value.detach().clone()
-            dist.broadcast(state[name], 0)
+    state = get_model_state_dict(t.model, options=_options())
+    if t.world.size > 1:  # what is not sharded, such as running means, is rank 0's: a file holds it once
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh"):
+                state[name] = value.detach().clone()
+                dist.broadcast(state[name], 0)
     return state
 
 

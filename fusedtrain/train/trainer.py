@@ -221,10 +221,10 @@ class Trainer:
         enter("optimizer")
         total, finite = self._agree()
         applied = self.update(self.group.correction(total)) if finite and total else self.update.discard()
+        if applied is not False:
+            self._follow()
         if self._buffers is not None:
             self._buffers.put_back(unless=applied)
-        if applied is not False:
-            self._follow(applied)
         self.group.clear()
         return applied
 
@@ -261,14 +261,14 @@ class Trainer:
             self._group_weight = self._total = total
         return total, self.late or math.isfinite(self._group_loss)
 
-    def _follow(self, applied: bool | Tensor) -> None:
+    def _follow(self) -> None:
         """What moves with every applied update."""
         if self.owed:  # it moved for one that turned out, later, not to have been applied
             self.owed -= 1
         elif self._per_step:
             self.schedule.step()
         if self.averages is not None:
-            self.averages.update(applied)
+            self.averages.update()
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -473,8 +473,7 @@ class Trainer:
         return torch.no_grad()
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Returns the means of the metrics over all samples; with averaged weights where they are kept, and averaged
-        buffers, such as running means, with them."""
+        """Returns the means of the metrics over all samples; with averaged weights where they are kept."""
         return evaluate(self, batches)
 
     @contextlib.contextmanager
@@ -487,5 +486,5 @@ class Trainer:
             self._wrapped = wrapped
 
     def averaged_weights(self):
-        """The context in which the model holds the averages of its weights and buffers, where they are kept."""
+        """The context in which the model holds the averages of its weights, where they are kept."""
         return contextlib.nullcontext() if self.averages is None else self.averages.swap()
