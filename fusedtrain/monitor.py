@@ -370,6 +370,9 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, MonitorError) else 1
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+    except OSError as error:  # of --tensorboard
+        print(f"fusedtrain monitor: {error}", file=sys.stderr)
+        return 1
 
 
 def _watch(args) -> int:

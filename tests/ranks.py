@@ -265,7 +265,7 @@ def case_nested(folder: Path) -> dict:
         for name, epochs in (("whole", 2), ("cut", 1), ("cut", 2)):
             model, place = nested(), folder / f"nested-{strategy}-{name}"
             options = {"checkpoint": Checkpoint(place), "weights": place.with_suffix(".pt"), "epochs": epochs}
-            options |= {"distributed": Distributed(strategy, timeout=60.0)}
+            options |= {"distributed": Distributed(strategy, timeout=60.0), "ema_decay": 0.5}
             optimizer = optim.SGD(model.parameters(), lr=0.1)
             run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(**options))
             history = run.fit(data(32, 4), data(11, 4))

@@ -256,3 +256,14 @@ def test_train_without_its_extra_says_what_to_install(tmp_path, package):
     assert done.stderr == (
         f"fusedtrain train: needs the package {package}, which is not installed: pip install 'fusedtrain[train]'\n"
     )
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_images_without_the_package_that_reads_them_say_what_to_install(tmp_path, command):
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    (tmp_path / "PIL.py").write_text("raise ModuleNotFoundError(name='PIL')\n")  # for new processes, too
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    words = ["-m", "fusedtrain", command, "--model", "smallnet", "--data", str(tmp_path / "photos")]
+    done = harness.run_python(*words, GLIBC_TUNABLES="", PYTHONPATH=path)
+    message = "data: needs the package PIL, which is not installed: pip install 'fusedtrain[data]'"
+    assert done.returncode == 2 and done.stderr == f"fusedtrain {command}: {message}\n"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 
 import harness
@@ -515,6 +516,32 @@ def test_the_quota_of_either_version_of_cgroups_counts(monkeypatch, tmp_path):
     for names, cores in ((("quota", "period"), 2), (("none", "period"), 8), (("both",), 8), (("missing",), 8)):
         monkeypatch.setattr(workers, "QUOTAS", (tuple(str(tmp_path / name) for name in names),))
         assert workers.cores() == cores
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the stand-in for vm_stat is a shell script")
+def test_macos_tells_its_free_memory(monkeypatch, tmp_path):
+    from fusedtrain.train import memory
+
+    tool = tmp_path / "vm_stat"
+    tool.write_text(
+        """#!/bin/sh
+cat <<END
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               12345.
+Pages active:                            281230.
+Pages inactive:                          279012.
+Pages speculative:                         1734.
+END
+"""
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert workers._free_memory() == memory.available() == 16384 * (12345 + 279012)
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(OSError, match="vm_stat does not tell how much memory is free: "):
+        memory.available()
+    assert workers._free_memory() == 2**62
 
 
 def test_files_that_the_system_keeps_in_memory_take_no_room(monkeypatch):

@@ -1758,6 +1758,7 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
         (["--steps", "5", str(path)], "steps must be at least 10, got 5"),
         (["nowhere.py"], "there is no file nowhere.py"),
         (["--html", str(tmp_path / "no" / "page.html"), str(path)], "there is no folder"),
+        (["--html", str(tmp_path), str(path)], f"no page can be written to {tmp_path}"),
     ):
         assert main(["diagnose", *arguments]) == 2
         assert message in capsys.readouterr().err

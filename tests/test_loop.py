@@ -34,6 +34,7 @@ from fusedtrain.train import (
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.meter import Late
 from fusedtrain.train.progress import Progress
+from fusedtrain.train.schedule import join
 from fusedtrain.train.weights import read_weights
 
 
@@ -280,13 +281,15 @@ def test_where_nobody_waits_for_the_device_skipped_updates_change_as_little(prec
     assert lines[0][-1]["epoch"] == lines[1][-1]["epoch"] == 4
     assert ("loss_scale" in lines[1][5]) == (precision == "fp16")
     # One epoch at one rate: bit by bit the same, running statistics too.
-    constant = {"nonfinite": "skip", "precision": precision}
+    constant = {"nonfinite": "skip", "precision": precision, "ema_decay": 0.75}
     states = []
     for cls in (Trainer, Hasty):
         model = hasty_net()
         run = make(model, optim.AdamW(model.parameters(), lr=0.01), cls=cls, **constant)
         history = run.fit(Batches(inputs, targets, 8, shuffle=False))
-        states.append((model.state_dict(), history.epochs[0].train_loss))
+        with run.averaged_weights():
+            averages = {f"average of {name}": t.clone() for name, t in model.state_dict().items()}
+        states.append((model.state_dict() | averages, history.epochs[0].train_loss))
     (a, loss_a), (b, loss_b) = states
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     assert loss_a == pytest.approx(loss_b)  # of the ten updates that were made
@@ -429,6 +432,14 @@ def test_averages_are_evaluated_and_saved(kind, tmp_path):
     assert history.epochs[-1].valid_loss == make(averaged).evaluate(data())["loss"]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_running_statistics_beside_averages_are_those_of_the_model(kind, tmp_path):
+    model = hasty_net()
+    make(model, kind(model.parameters(), lr=0.5), ema_decay=0.9, weights=tmp_path / "w.pt").fit(data(), data())
+    saved, own = torch.load(tmp_path / "w.pt"), model.state_dict()
+    assert all(torch.equal(saved[name], own[name]) == name.startswith(("2.running", "2.num")) for name in own)
+
+
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
@@ -495,12 +506,12 @@ class Rates(Callback):
         self.seen = {}
 
     def on_epoch_start(self, trainer, epoch):
-        self.rate = trainer.optimizer.param_groups[0]["lr"]
+        self.rate = float(trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, trainer):
         done = trainer.feed.epoch + (trainer.feed.used - 1) / len(trainer.feed.batches)
         self.seen[done] = self.rate
-        self.rate = trainer.optimizer.param_groups[0]["lr"]
+        self.rate = float(trainer.optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize("per", ["step", "epoch"])
@@ -525,8 +536,63 @@ def test_a_run_that_goes_on_with_other_batches_stays_where_it_was_in_its_schedul
             run.fit(data(48, size))
     whole, rest = rates[0].seen, rates[1].seen
     assert list(rest) == [done for done in whole if done >= 3]
-    # The first update is made at the rate that the last one left, half a step of the schedule away at most.
-    assert [rest[done] for done in list(rest)[1:]] == pytest.approx([whole[done] for done in list(rest)[1:]])
+    assert rest == {done: pytest.approx(whole[done]) for done in rest}
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "constant"])
+def test_a_run_that_is_made_longer_goes_on_at_the_rates_of_the_longer_one(tmp_path, name, per):
+    def run(epochs, callbacks=(), **options):
+        model, schedule = net(), Schedule(name, warmup_epochs=0, per=per)
+        made = make(model, epochs=epochs, callbacks=callbacks, schedule=schedule, **options)
+        made.fit(data())
+        return made
+
+    whole, rest = Rates(), Rates()
+    run(6, [whole])
+    run(3, checkpoint=Checkpoint(tmp_path))
+    run(6, [rest], checkpoint=Checkpoint(tmp_path))
+    assert rest.seen == {done: pytest.approx(rate) for done, rate in whole.seen.items() if done >= 3}
+    assert not run(2, checkpoint=Checkpoint(tmp_path)).numbers.last  # a shorter one has nothing left to do
+
+
+def shuffled(count: int, size: int, **options):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(3)
+    return DataLoader(TensorDataset(*samples(count)), size, shuffle=True, **options)
+
+
+class Inputs(Trainer):
+    """Keeps the inputs that it trains on."""
+
+    def training_step(self, batch):
+        self.seen = [*getattr(self, "seen", []), *batch[0].flatten(1)[:, 0].tolist()]
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(("before", "after", "at"), [(8, 4, 2), (4, 8, 4), (8, 16, 2), (16, 8, 3)])
+def test_a_plain_loader_with_other_batches_goes_on_at_the_sample_where_it_was(tmp_path, before, after, at):
+    whole = make(net(), cls=Inputs)
+    whole.fit(shuffled(44, before))
+    options = {"cls": Inputs, "checkpoint": Checkpoint(tmp_path)}
+    cut = make(net(), callbacks=[Stop(at)], **options)
+    with pytest.raises(SystemExit):
+        cut.fit(shuffled(44, before))
+    rest = make(net(), **options)
+    rest.fit(shuffled(44, after))
+    assert cut.seen + getattr(rest, "seen", []) == whole.seen and len(set(whole.seen)) == 44
+
+
+def test_a_plain_loader_whose_batches_do_not_end_there_is_refused(tmp_path):
+    options = {"checkpoint": Checkpoint(tmp_path)}
+    with pytest.raises(SystemExit):
+        make(net(), callbacks=[Stop(3)], **options).fit(shuffled(44, 8))
+    message = "is of other data: 24 samples of the epoch are used, and batches of 16 do not end there"
+    with pytest.raises(InputError, match=message):
+        make(net(), **options).fit(shuffled(44, 16))
+    with pytest.raises(InputError, match="is of other data: the place in the epoch was kept by other means"):
+        make(net(), **options).fit(data(44))
 
 
 def test_lines_tell_the_progress_of_a_run_that_goes_on_with_other_batches(tmp_path):
@@ -577,9 +643,13 @@ def test_hyperparameters_that_a_checkpoint_overrules_are_told(tmp_path, kind):
     place = f"the run goes on with {{}} of its checkpoint in {tmp_path}; {{}} is without effect"
     expected = [place.format("lr 0.01", "0.02"), place.format("weight_decay 0.1", "0.0")]
     assert [str(one.message) for one in told] == expected
+    with pytest.warns(UserWarning) as told:
+        run(3, lr=0.01, weight_decay=0.1, betas=(0.8, 0.99), eps=1e-6, amsgrad=False)
+    expected = [place.format("betas (0.9, 0.999)", "(0.8, 0.99)"), place.format("eps 1e-08", "1e-06")]
+    assert [str(one.message) for one in told] == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(3, lr=0.01, weight_decay=0.1)
+        run(4, lr=0.01, weight_decay=0.1)
 
 
 def test_torchs_optimizer_of_the_same_name_goes_on(tmp_path):
@@ -831,6 +901,36 @@ def test_a_model_that_is_wrapped_is_refused_with_the_reason():
         make(torch.compile(net()))
 
 
+@pytest.mark.parametrize(
+    ("layer", "kind", "message"),
+    [
+        (lambda: nn.Linear(16, 4), torch.optim.LBFGS, r"LBFGS.step\(\) asks for more than a gradient \(.*'closure'\)"),
+        (lambda: nn.LazyLinear(4), torch.optim.SGD, r"1 \(LazyLinear\) takes its shape from the first batch: run one"),
+        (lambda: nn.LazyBatchNorm1d(), torch.optim.SGD, r"1 \(LazyBatchNorm1d\) takes its shape from"),
+        (lambda: nn.Embedding(4, 4, sparse=True), torch.optim.SGD, r"1 \(Embedding\) makes sparse gradients"),
+        (lambda: nn.EmbeddingBag(4, 4, sparse=True), optim.SGD, r"1 \(EmbeddingBag\) makes sparse gradients"),
+    ],
+)
+def test_what_the_loop_cannot_train_is_refused_before_the_run(layer, kind, message):
+    model = nn.Sequential(nn.Flatten(), layer(), nn.Linear(4, 4))
+    with pytest.raises(InputError, match=message) as error:
+        make(model, kind(model.parameters(), lr=0.1))
+    assert "\n" not in str(error.value)
+
+
+def test_sparse_gradients_that_nobody_trains_are_no_hindrance():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)
+            self.table.requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(self.table((x.flatten(1)[:, :3] > 0).long()).mean(1))
+
+    make(Tokens()).fit(data(), data())
+
+
 def test_compiling_keeps_the_names(tmp_path):
     model = net()
     make(model, compile="default", weights=tmp_path / "w.pt").fit(data(16), data(16))
@@ -855,6 +955,11 @@ def test_options_that_cannot_be_are_refused(options, message):
         make(net(), **options).fit(data(), data())
 
 
+def test_a_power_that_would_end_in_a_division_by_zero_is_refused():
+    with pytest.raises(InputError, match=r"power must be at least 0, got -1\.0"):
+        Schedule("polynomial", power=-1.0)
+
+
 def test_shorthands_are_the_parts():
     config = TrainConfig(precision="bf16", accumulation=4, schedule="step", checkpoint="folder")
     assert config.precision == Precision("bf16") and config.accumulation == Accumulation(4)
@@ -864,8 +969,13 @@ def test_shorthands_are_the_parts():
 # --- what changes while a run goes on, or between two -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", ["plateau", "cosine"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
-def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind):
+def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind, name, frozen):
+    """Also where they had gradients before, which nobody used."""
+    factors = [0.5 + 0.5 * math.cos(math.pi * i / 9) if name == "cosine" else 1.0 for i in range(9)]
+
     def unfreeze(model, optimizer):
         model[1].requires_grad_(True)
         optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -877,21 +987,69 @@ def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind):
 
     def start():
         model = net()
-        model[1].requires_grad_(False)
+        model[1].requires_grad_(not frozen)
         return model, kind(model[4].parameters(), lr=0.5)
 
     plain, stock = start()
-    for epoch in range(3):
-        if epoch == 1:
+    average = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    for step, (inputs, targets) in enumerate(3 * list(data())):
+        if step == 3:
             unfreeze(plain, stock)
-        for inputs, targets in data():
-            nn.functional.cross_entropy(plain(inputs), targets).backward()
-            stock.step()
-            stock.zero_grad()
+        for group in stock.param_groups:
+            group["lr"] = 0.5 * factors[step]
+        nn.functional.cross_entropy(plain(inputs), targets).backward()
+        stock.step()
+        plain.zero_grad()
+        for own, p in zip(average.values(), plain.parameters()):
+            own.lerp_(p.detach(), 0.25)
     model, optimizer = start()
-    schedule = Schedule("plateau", warmup_epochs=0)  # torch's LambdaLR takes no more groups
-    make(model, optimizer, epochs=3, callbacks=[Unfreeze()], schedule=schedule).fit(data())
+    schedule = Schedule(name, warmup_epochs=0, patience=0)
+    run = make(model, optimizer, epochs=3, callbacks=[Unfreeze()], schedule=schedule, ema_decay=0.75)
+    run.fit(data())
     assert torch.equal(weights(model), weights(plain))
+    with run.averaged_weights():
+        for name, p in model.named_parameters():
+            harness.assert_as_good_as_torch(p, average[name], average[name].double(), name)
+
+
+def test_plateau_lowers_the_rates_of_groups_that_have_joined_and_none_below_its_least():
+    model = net()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
+    plateau = Schedule("plateau", patience=0, gamma=0.5, min_factor=0.25, warmup_epochs=1).build(optimizer, 4, 2)
+    optimizer.add_param_group({"params": model[4].parameters(), "lr": 8.0})
+    join(plateau, optimizer)
+    rates = []
+    for epoch in range(6):
+        rates += [[group["lr"] for group in optimizer.param_groups]]
+        plateau.step() if epoch < 2 else plateau.observe(1.0)
+    assert rates == [[0.5, 4.0], [1.0, 8.0], [1.0, 8.0], [1.0, 8.0], [0.5, 4.0], [0.25, 2.0]]
+    plateau.observe(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]
+
+
+def test_a_schedule_that_takes_no_more_groups_says_so():
+    class Add(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    with pytest.raises(InputError, match="the schedule onecycle takes no groups that join the optimizer"):
+        make(net(), callbacks=[Add()], schedule="onecycle").fit(data())
+
+
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "plateau"])
+@pytest.mark.parametrize("fits", [1, 2])
+def test_rates_that_are_tensors_move_like_numbers_and_stay_tensors(name, fits):
+    seen = []
+    for rate in (0.5, torch.tensor(0.5)):
+        model, rates = net(), Rates()
+        optimizer = optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        run = make(model, optimizer, epochs=4, callbacks=[rates], schedule=Schedule(name))
+        for _ in range(fits):
+            rates.seen.clear()
+            run.fit(data())
+        assert type(optimizer.param_groups[0]["lr"]) is type(rate)
+        seen.append(list(rates.seen.values()))
+    assert seen[1] == pytest.approx(seen[0], rel=2.0**-22) and max(seen[0]) == pytest.approx(0.5, rel=0.05)
 
 
 class Tokens(Trainer):
@@ -929,6 +1087,12 @@ def test_a_class_of_torch_is_made_with_the_number_of_updates():
     run = make(net(), scheduler=torch.optim.lr_scheduler.CosineAnnealingLR, epochs=2)
     run.fit(data())
     assert run.schedule.T_max == 6 and run.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(InputError, match="StepLR moves the rates of another optimizer than the Trainer's"):
+        make(net(), scheduler=torch.optim.lr_scheduler.StepLR(other, 1)).fit(data())
 
 
 def test_a_scheduler_that_asks_for_more_than_torchs_do_is_refused_before_the_first_step():

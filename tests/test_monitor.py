@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 import time
@@ -283,6 +284,13 @@ def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert main(["monitor", *arguments]) == 2
     assert capsys.readouterr().err == f"fusedtrain monitor: {message}\n"
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["monitor", str(os.getpid()), "--count", "1", "--tensorboard", str(tmp_path / "file" / "board")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("fusedtrain monitor: ") and "board" in err and err.count("\n") == 1
 
 
 def test_without_psutil_it_names_the_extra():

@@ -450,6 +450,12 @@ def test_bad_arguments_are_named(name, arguments, error, message):
         getattr(optim, name)(parameters(), **arguments)
 
 
+@pytest.mark.parametrize("name", ["SGD", "Lion", "Lamb"])
+def test_capturable_is_an_argument_of_those_alone_that_have_it(name):
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'capturable'"):
+        getattr(optim, name)(parameters(), lr=0.1, capturable=True)
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])
 def test_capturable_on_a_device_without_graphs_fails_as_in_torch(name):
     errors = []

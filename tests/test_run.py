@@ -119,6 +119,17 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     assert not (tmp_path / "runs").exists()
 
 
+def test_weights_that_do_not_fit_or_are_not_there_say_so(zoo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trained = {name.partition(".")[0] for name in zoo.timm.list_pretrained()}
+    without = next(name for name in zoo.timm.list_models("*net*") if name not in trained)
+    assert main(["train", "--model", without, "--pretrained", "--device", "cpu"]) == 2
+    assert f"model: {without} of timm: No pretrained weights exist" in capsys.readouterr().err
+    torch.save(SmallNet(10, 3).state_dict(), "w.pt")
+    assert main(["train", *DIGITS, "--init-weights", "w.pt"]) == 2
+    assert "init_weights: w.pt has other shapes of conv_stem.weight of smallnet" in capsys.readouterr().err
+
+
 def test_a_full_disk_gets_one_line(tmp_path, monkeypatch, capsys):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")

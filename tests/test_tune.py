@@ -295,24 +295,59 @@ def test_a_help_shows_a_space_that_is_read(capsys, tmp_path):
     assert space.params["lr"] == {"low": 1e-5, "high": 0.1, "log": True} and space.trials == 20
 
 
-def test_a_killed_search_runs_the_trial_again_that_was_cut_off(space, tmp_path):
-    path = space(trials=3)
+@pytest.mark.parametrize("sampler", ["{name: tpe, seed: 1}", "grid"])
+@pytest.mark.parametrize("how", ["killed", "Ctrl-C", "worker"])
+def test_a_search_that_was_cut_off_runs_its_trial_again(space, tmp_path, how, sampler):
+    points = {"params": "{x: [0.2, 0.3, 0.4], kind: [b]}"} if sampler == "grid" else {}
+    path = space(trials=3, sampler=sampler, **points)
     (tmp_path / "stop").touch()
     command = ["-m", "fusedtrain", "tune", "search", str(path)]
-    process = harness.start_python(*command, pipes={"stderr": subprocess.DEVNULL})
+    process = harness.start_python(*command, pipes={"stderr": subprocess.PIPE, "start_new_session": True})
     while process.poll() is None and not (tmp_path / "ran").exists():
         time.sleep(0.02)
-    process.kill()
-    process.wait()
-    (tmp_path / "stop").unlink()
     worker, cut = (tmp_path / "ran").read_text().split()
+    if how == "killed":
+        process.kill()
+    elif how == "worker":
+        os.kill(int(worker), signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all
+    err = process.communicate()[1]
+    if how == "Ctrl-C":
+        assert err == "fusedtrain tune: interrupted; the same command goes on from here\n"
+    (tmp_path / "stop").unlink()
     end = time.monotonic() + 30
     while time.monotonic() < end and os.path.exists(f"/proc/{worker}"):  # it goes with its parent
         time.sleep(0.02)
     assert not os.path.exists(f"/proc/{worker}")
     found = tune.search(tune.read_space(path), tmp_path / "space.db")
-    assert len(found["trials"]) == 3
-    assert float(cut) in [trial["params"]["x"] for trial in found["trials"]]
+    tried = [trial["params"]["x"] for trial in found["trials"]]
+    assert len(tried) == len(set(tried)) == 3 and float(cut) in tried
+
+
+def test_a_search_that_is_ended_takes_the_processes_of_its_command_along(space, tmp_path):
+    script = write(
+        tmp_path / "script.py",
+        """
+        import os, pathlib, subprocess, sys
+        here = pathlib.Path(__file__).parent
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        (here / "new").write_text(f"{os.getppid()} {child.pid}")
+        (here / "new").rename(here / "processes")
+        child.wait()
+        """,
+    )
+    path = space(objective=None, command=f"python {script} {{x}} {{kind}}", metric="loss")
+    process = harness.start_python("-m", "fusedtrain", "tune", "search", str(path), pipes={"stderr": subprocess.PIPE})
+    while process.poll() is None and not (tmp_path / "processes").exists():
+        time.sleep(0.02)
+    worker, child = (tmp_path / "processes").read_text().split()
+    os.kill(int(worker), signal.SIGTERM)
+    process.communicate()
+    end = time.monotonic() + 30
+    while time.monotonic() < end and os.path.exists(f"/proc/{child}"):
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{child}")
 
 
 def test_a_command_is_searched_by_its_json_lines(space, tmp_path):

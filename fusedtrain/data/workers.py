@@ -302,7 +302,7 @@ def _free_memory() -> int:
 
     try:
         return available()
-    except (ValueError, OSError):
+    except OSError:
         return 2**62
 
 

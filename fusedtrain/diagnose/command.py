@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
         return _fail(f"there is no file {args.script}", 2)
     if args.html is not None and not args.html.parent.is_dir():
         return _fail(f"there is no folder {args.html.parent}", 2)
+    if args.html is not None and (args.html.is_dir() or not os.access(args.html.parent, os.W_OK)):
+        return _fail(f"no page can be written to {args.html}", 2)
     try:
         report = _diagnose(args)
     except ModuleNotFoundError as error:
@@ -48,7 +50,10 @@ def main(arguments: list[str]) -> int:
     if args.html is not None and FIRST:
         from fusedtrain.diagnose.html import page
 
-        args.html.write_text(page(report), encoding="utf-8")
+        try:
+            args.html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            return _fail(f"no page can be written to {args.html}: {error.strerror}", 1)
     return 0
 
 

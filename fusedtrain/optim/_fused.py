@@ -34,6 +34,8 @@ class FusedStep(torch.optim.Optimizer):
 
     def _set_options(
         self,
+        capturable: bool = False,
+        /,  # by name it is an argument that most optimizers do not have
         max_grad_norm: float | None = None,
         nonfinite: str = "propagate",
         ema_decay: float | None = None,
@@ -42,7 +44,6 @@ class FusedStep(torch.optim.Optimizer):
         rounding: str = "nearest",
         master_weights: bool = False,
         seed: int = 0,
-        capturable: bool = False,
         **unknown,
     ) -> None:
         for name in unknown:  # in the words of Python, which would name this method
@@ -339,7 +340,8 @@ class FusedStep(torch.optim.Optimizer):
         return {p: state["ema"] for p, state in self.state.items() if "ema" in state}
 
     def ema_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Returns ``model.state_dict()`` with the averages (copies) in place of the parameters this optimizer averages.
+        """Returns ``model.state_dict()`` with the averages (copies) in place of the parameters this optimizer averages;
+        buffers, such as the running means of norms, are the model's own.
 
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.
@@ -353,7 +355,8 @@ class FusedStep(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def swap_ema(self):
-        """Within the ``with`` block the parameters hold their averages, e.g. for validation.
+        """Within the ``with`` block the parameters hold their averages, e.g. for validation; buffers, such as the
+        running means of norms, stay: ``torch.optim.swa_utils.update_bn`` makes those of the averages.
 
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.

@@ -79,7 +79,7 @@ class Adam(FusedStep, torch.optim.Adam):
         **extras,
     ):
         self._refuse(differentiable=differentiable)
-        self._set_options(capturable=capturable, **extras)
+        self._set_options(capturable, **extras)
         torch.optim.Adam.__init__(
             self,
             params,

@@ -65,7 +65,7 @@ class RMSprop(FusedStep, torch.optim.RMSprop):
         **extras,
     ):
         self._refuse(differentiable=differentiable)
-        self._set_options(capturable=capturable, **extras)
+        self._set_options(capturable, **extras)
         torch.optim.RMSprop.__init__(
             self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize
         )

@@ -1,9 +1,12 @@
 """What can be known to go wrong before the first step, and labels that only loading shows."""
 
+import inspect
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
 
@@ -11,6 +14,27 @@ from fusedtrain.train.errors import InputError
 from fusedtrain.train.feed import Feed, set_epoch
 from fusedtrain.train.nonfinite import untouched
 from fusedtrain.train.rng import SeededDataset
+
+
+def check_parts(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises InputError for a model or an optimizer that the loop cannot train: it makes one dense gradient of each
+    parameter per update."""
+    for name, module in model.named_modules():
+        layer = f"{name or 'the model'} ({type(module).__name__})"
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise InputError(
+                f"{layer} takes its shape from the first batch: run one through the model, model(inputs), before the"
+                " optimizer is made"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise InputError(f"{layer} makes sparse gradients, which the Trainer does not take: use sparse=False")
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise InputError(
+            f"{type(optimizer).__name__}.step() asks for more than a gradient ({error}): the Trainer computes the loss"
+            " once per update and takes optimizers whose step() needs no closure"
+        ) from None
 
 
 def check_data(trainer, name: str, batches: Iterable) -> dict:

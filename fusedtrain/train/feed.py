@@ -110,14 +110,40 @@ class Feed:
         return samples, size, size if order.drop_last else samples % size or size
 
     def state_dict(self) -> dict:
-        state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating}
+        state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating, "step": self._step()}
         return state | ({"position": self._position.state_dict()} if self._position is not None else {})
 
     def load_state_dict(self, state: dict) -> None:
+        """Goes to where :meth:`state_dict` was called, also with batches of another size.
+
+        Raises:
+            ValueError: the state is that of other data, or no batch begins there.
+        """
         self.rewind(state["epoch"])
         self.used, self.iterating = state["used"], state["iterating"]
+        if self.used and ("position" in state) != (self._position is not None):
+            raise ValueError("the place in the epoch was kept by other means, which the batches of now do not have")
         if self._position is not None and "position" in state:
             self._position.load_state_dict(state["position"])
+        elif self._position is None:
+            self._change_batches(state.get("step"))
+
+    def _step(self) -> int | None:
+        """Samples of a full batch of all processes; None where nobody knows, or the position is kept in samples."""
+        sizes = self.sizes() if self._position is None else None
+        return sizes and sizes[1] * self.world.size
+
+    def _change_batches(self, before: int | None) -> None:
+        """Counts what was used in batches of this run, where one was of ``before`` samples."""
+        now = self._step()
+        if before is None or now is None or before == now:
+            return
+        samples = self.used * before
+        self.used, rest = divmod(samples, now)
+        if samples >= self.sizes()[0] * self.world.size:
+            self.used = len(self.batches)
+        elif rest:
+            raise ValueError(f"{samples} samples of the epoch are used, and batches of {now} do not end there")
 
     def to_start(self):
         """Goes to the start of the epoch, for a pass that is no training; returns what :meth:`restore` takes."""

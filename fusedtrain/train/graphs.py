@@ -129,6 +129,7 @@ class Graphs:
         self._inputs, correction = _tensors(static), t.group.correction(sum(weights))
 
         def work():
+            t.update.begin()
             if t._buffers is not None:
                 t._buffers.keep()
             losses = []

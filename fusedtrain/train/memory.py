@@ -2,6 +2,9 @@
 
 import gc
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -49,13 +52,30 @@ def resident() -> int:
 
 
 def available() -> int:
-    """Returns the bytes of memory that processes can have before the system has to swap or to end one."""
+    """Returns the bytes of memory that processes can have before the system has to swap or to end one; OSError where
+    the system does not tell."""
+    if sys.platform == "darwin":
+        return _available_on_macos()
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
+        pass
+    try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows, and systems without that name
+        raise OSError("the system does not tell how much memory is free") from None
+
+
+def _available_on_macos() -> int:
+    """Free pages, and those that nobody has used for long, as psutil counts them."""
+    try:
+        text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout
+        size = int(re.search(r"page size of (\d+) bytes", text)[1])
+        return size * sum(int(re.search(rf"Pages {kind}: +(\d+)", text)[1]) for kind in ("free", "inactive"))
+    except (OSError, subprocess.CalledProcessError, TypeError) as error:
+        raise OSError(f"vm_stat does not tell how much memory is free: {error}") from None
 
 
 def _status(field: str) -> int:

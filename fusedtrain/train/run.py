@@ -242,7 +242,7 @@ def _datasets(options: Options):
         require(len(parts) > 1, f"data: {root} has train, but no val, valid or test beside it")
         train = fdata.ImageFolder(root / "train", size=size, transform=crop)
         valid = fdata.ImageFolder(parts[1], size=options.size)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:  # the second: of the package that reads images
         raise InputError(f"data: {error}") from None
     if train.classes != valid.classes:
         raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
@@ -313,7 +313,8 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
         last = {name for name in own if name.split(".")[0] in {n.split(".")[0] for n in list(own)[-2:]}}
         # Old files lack the counts of batches, without which torch loads them too.
         missing = sorted(n for n in own.keys() - fitting.keys() - last if not n.endswith("num_batches_tracked"))
-        require(not missing, f"init_weights: {options.init_weights} lacks {', '.join(missing[:3])} of {options.model}")
+        why = "has other shapes of" if missing and missing[0] in state else "lacks"
+        require(not missing, f"init_weights: {options.init_weights} {why} {', '.join(missing[:3])} of {options.model}")
         model.load_state_dict(fitting, strict=False)
     return model
 
@@ -322,14 +323,16 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
     reasons = []
     try:
         import timm
-
-        if timm.is_model(options.model):
-            return timm.create_model(
-                options.model, pretrained=options.pretrained, num_classes=classes, in_chans=channels
-            )
-        reasons.append("timm has none of this name")
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision of another torch
         reasons.append(f"timm cannot be imported: {str(error).partition(chr(10))[0]}")
+    else:
+        if timm.is_model(options.model):
+            kind = {"pretrained": options.pretrained, "num_classes": classes, "in_chans": channels}
+            try:
+                return timm.create_model(options.model, **kind)
+            except RuntimeError as error:  # of weights that there are not, for instance
+                raise InputError(f"model: {options.model} of timm: {str(error).partition(chr(10))[0]}") from error
+        reasons.append("timm has none of this name")
     try:
         from torchvision import models
 

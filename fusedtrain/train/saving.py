@@ -188,6 +188,7 @@ class Saving:
             "optimizer_class": type(t.optimizer).__name__,
             "schedule": t.schedule.state_dict(),
             "ticks": t.ticks,
+            "epochs": t.config.epochs,
             "scaler": None if t.scaler is None else t.scaler.state_dict(),
             "averages": self._averages(),
             "best": t.best.state_dict(),
@@ -277,7 +278,8 @@ class Saving:
             ) from error
         try:
             if t.scheduler is None:
-                schedule.load(t.schedule, state["schedule"], state.get("ticks"), t.ticks)
+                now = t.ticks, t.config.epochs
+                schedule.load(t.schedule, state["schedule"], (state.get("ticks"), state.get("epochs", now[1])), now)
             else:
                 t.schedule.load_state_dict(state["schedule"])
         except (KeyError, ValueError) as error:
@@ -329,10 +331,23 @@ class Saving:
             warnings.warn(f"the run goes on with {name} {old} {place}; {new} is without effect", stacklevel=2)
 
 
-def _hyperparameters(optimizer) -> list[dict[str, float]]:
+_TOLD = ("weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
+
+
+def _hyperparameters(optimizer) -> list[dict]:
     """Of each group what schedules do not move."""
-    names = {"initial_lr": "lr", "weight_decay": "weight_decay"}
-    return [{names[n]: float(group[n]) for n in names if n in group} for group in optimizer.param_groups]
+    found = []
+    for group in optimizer.param_groups:
+        moved = ("momentum", "betas") if "max_momentum" in group else ()  # by onecycle
+        own = {name: _plain(group[name]) for name in _TOLD if name in group and name not in moved}
+        found.append(({"lr": float(group["initial_lr"])} if "initial_lr" in group else {}) | own)
+    return found
+
+
+def _plain(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 # --- sharded or not ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -54,6 +55,7 @@ class Schedule:
         require(self.warmup_epochs >= 0, f"warmup_epochs must be at least 0, got {self.warmup_epochs}")
         require(0 < self.gamma <= 1, f"gamma must lie in (0, 1], got {self.gamma}")
         require(self.step_epochs >= 1, f"step_epochs must be at least 1, got {self.step_epochs}")
+        require(self.power >= 0, f"power must be at least 0, got {self.power}")
         require(0 <= self.min_factor <= 1, f"min_factor must lie in [0, 1], got {self.min_factor}")
         require(self.patience >= 0, f"patience must be at least 0, got {self.patience}")
         ascending = all(a < b for a, b in zip(self.milestones, self.milestones[1:]))
@@ -76,7 +78,7 @@ class Schedule:
         warmup, factor = round(self.warmup_epochs * ticks), self._factor(ticks, ticks * epochs)
         if self.schedule == "plateau":
             return Plateau(optimizer, round(self.warmup_epochs * steps), self, mode)
-        return LambdaLR(optimizer, lambda t: (t + 1) / warmup if t < warmup else factor(t, warmup))
+        return Factors(optimizer, lambda t: (t + 1) / warmup if t < warmup else factor(t, warmup))
 
     def _factor(self, ticks: int, total: int) -> Callable[[int, int], float]:
         """The factor of tick ``t`` after a warm-up of ``w`` ticks."""
@@ -95,8 +97,47 @@ class Schedule:
         }.get(self.schedule)
 
 
+class Factors(LambdaLR):
+    """torch's LambdaLR with one function for all groups, those too that join the optimizer later."""
+
+    def get_lr(self) -> list:
+        self.join()
+        return super().get_lr()
+
+    def join(self) -> None:
+        """Gives groups that are new in the optimizer, with their peaks, the rate of this moment."""
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", float(group["lr"])))
+            self.lr_lambdas.append(self.lr_lambdas[0])
+            _set_rate(group, self.base_lrs[-1] * self.lr_lambdas[0](self.last_epoch))
+
+
+def join(scheduler, optimizer: Optimizer) -> None:
+    """Takes in groups that have joined the optimizer.
+
+    Raises:
+        InputError: onecycle takes none.
+    """
+    if isinstance(scheduler, (Factors, Plateau)):
+        scheduler.join()
+    elif isinstance(scheduler, OneCycleLR):
+        require(
+            all("max_lr" in group for group in optimizer.param_groups),
+            "the schedule onecycle takes no groups that join the optimizer during the run: give it all parameters from"
+            " the start and let some learn later (requires_grad_)",
+        )
+
+
+def _set_rate(group: dict, rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def _one_cycle(optimizer: Optimizer, total: int) -> OneCycleLR:
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    # Numbers, for a rate that is a tensor moves; those of the run before, where this is the optimizer's second.
+    peaks = [float(group.get("max_lr", group["lr"])) for group in optimizer.param_groups]
     cycles = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
     try:
         return OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
@@ -111,6 +152,7 @@ class Plateau:
     def __init__(self, optimizer: Optimizer, warmup_steps: int, schedule: Schedule, mode: str):
         self.optimizer, self.warmup_steps, self.last_epoch = optimizer, warmup_steps, 0
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._min_factor = schedule.min_factor
         lows = [schedule.min_factor * peak for peak in self.peaks]
         self.plateau = ReduceLROnPlateau(optimizer, mode, schedule.gamma, schedule.patience, min_lr=lows, eps=0.0)
         self._warm_up()
@@ -118,7 +160,14 @@ class Plateau:
     def _warm_up(self) -> None:
         if self.last_epoch < self.warmup_steps:
             for group, peak in zip(self.optimizer.param_groups, self.peaks):
-                group["lr"] = peak * (self.last_epoch + 1) / self.warmup_steps
+                _set_rate(group, peak * (self.last_epoch + 1) / self.warmup_steps)
+
+    def join(self) -> None:
+        """Takes in groups that are new in the optimizer, with their peaks."""
+        for group in self.optimizer.param_groups[len(self.peaks) :]:
+            self.peaks.append(float(group["lr"]))
+            self.plateau.min_lrs.append(self._min_factor * self.peaks[-1])
+        self._warm_up()
 
     def step(self) -> None:
         self.last_epoch += 1
@@ -141,12 +190,12 @@ _KINDS = ("lr_lambdas", "total_steps", "plateau")  # what the state of a schedul
 _LENGTHS = ("total_steps", "_schedule_phases")  # of onecycle: those of the run that goes on
 
 
-def load(scheduler, state: dict, before: int | None, now: int | None) -> None:
+def load(scheduler, state: dict, before: tuple, now: tuple) -> None:
     """Loads the state of a scheduler of :meth:`Schedule.build`, so that it stands at the same epoch.
 
     Args:
-        before, now: how often it moves in an epoch, in the run that saved the state and in this one; other batches or
-            another number of processes make another number of updates.
+        before, now: how often it moves in an epoch, and in how many epochs, in the run that saved the state and in this
+            one; other batches or another number of processes make another number of updates.
 
     Raises:
         ValueError: the state is that of another kind of scheduler.
@@ -155,9 +204,16 @@ def load(scheduler, state: dict, before: int | None, now: int | None) -> None:
     if any((kind in own) != (kind in state) for kind in _KINDS):
         raise ValueError("the state is that of another kind of scheduler")
     state = {name: value for name, value in state.items() if name not in _LENGTHS}
-    if before and now and before != now:
-        state["last_epoch"] = round(state["last_epoch"] * now / before)
-    scheduler.load_state_dict(state)
+    if before == now:
+        scheduler.load_state_dict(state)
+        return
+    ratio = now[0] / before[0] if now[0] and before[0] else 1.0
+    reached = round(state["last_epoch"] * ratio)
+    if isinstance(scheduler, OneCycleLR):
+        reached = min(reached, scheduler.total_steps)
+    # To the step before, and a step from there: the rates in the checkpoint are those of another place.
+    scheduler.load_state_dict(state | {"last_epoch": reached - 1, "_step_count": 0})
+    scheduler.step()
 
 
 def make(
@@ -182,6 +238,10 @@ def make(
         return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
     if isinstance(made, type) or not hasattr(made, "step"):
         made = made(optimizer, (updates or 0) * epochs)
+    require(
+        getattr(made, "optimizer", optimizer) is optimizer,
+        f"scheduler: {type(made).__name__} moves the rates of another optimizer than the Trainer's",
+    )
     require(
         isinstance(made, ReduceLROnPlateau) or _takes_nothing(made.step),
         f"scheduler: {type(made).__name__}.step() asks for arguments: take one of torch.optim.lr_scheduler",

@@ -57,8 +57,8 @@ class Trainer:
         title: what the progress display calls the run.
 
     Raises:
-        InputError: the optimizer holds none of the model's parameters, the device does not exist, or the model is
-            wrapped or compiled already.
+        InputError: the optimizer holds none of the model's parameters or needs a closure, the device does not exist, or
+            the model is wrapped or compiled already, or has layers without a shape or with sparse gradients.
         TypeError: ``optimizer`` is no optimizer.
     """
 
@@ -81,6 +81,7 @@ class Trainer:
                 "optimizer must be a torch.optim.Optimizer over the model's parameters, such as"
                 f" torch.optim.AdamW(model.parameters(), lr=1e-3), got {textwrap.shorten(repr(optimizer), 80)}"
             )
+        check.check_parts(model, optimizer)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in own for p in held):
@@ -201,8 +202,10 @@ class Trainer:
             and nobody waits for it: an optimizer of ``fusedtrain.optim`` on a GPU.
         """
         enter = self.spans.enter
-        if self._buffers is not None and not self.group.done:
-            self._buffers.keep()
+        if not self.group.done:
+            self.update.begin()
+            if self._buffers is not None:
+                self._buffers.keep()
         for batch, counts, last in group:
             enter("copy")
             batch = self.to_device(batch)
@@ -367,6 +370,7 @@ class Trainer:
         feed = self.feed
         self.model.train()
         self.callbacks.call("on_epoch_start", self, feed.epoch)
+        self._take_in()
         feed.start(self._stop.wait)
         self.numbers.begin()
         self.spans.enter("data")
@@ -379,6 +383,13 @@ class Trainer:
         self.spans.enter("evaluation")
         metrics = {} if valid is None else self.evaluate(valid)
         self._end_epoch(metrics)
+
+    def _take_in(self) -> None:
+        """What a callback may have let learn: parameters and groups of them."""
+        schedule.join(self.schedule, self.optimizer)
+        if self.averages is not None:
+            self.averages.join()
+        self.update.look(self.model)
 
     def _after_step(self, applied: bool | Tensor) -> None:
         self.step_count += 1

@@ -36,10 +36,23 @@ class Update:
         self._found = torch.zeros((), device=self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         self._sharded = None
+        self._others: list[Tensor] = []
         self.norm: Tensor | None = None
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def look(self, model: nn.Module) -> None:
+        """Notes the parameters of ``model`` that learn, but not by this optimizer."""
+        self.begin()  # of those that have joined, too
+        own = {id(p) for p in self._trained()}
+        self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+
+    def begin(self) -> None:
+        """Comes before the first gradient of an update: those of parameters that others have would pile up for ever,
+        and be in the first update of parameters that join the optimizer later."""
+        for p in self._others:
+            p.grad = None
 
     def _are_alike(self) -> bool:
         return len({(p.dtype, p.device) for p in self.params}) == 1

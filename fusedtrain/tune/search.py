@@ -25,6 +25,8 @@ SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler
 SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
 PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
 PRUNERS |= {"halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
+ENDS = (signal.SIGINT, signal.SIGTERM)  # signals that end a worker
+GRACE = 5.0  # seconds in which a worker ends the command it runs
 BRACES = re.compile(r"\{(\w+)\}")
 SHORT_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+", re.IGNORECASE)  # YAML 1.1 wants a point and a sign
 
@@ -145,15 +147,18 @@ def search(
         wanted = space.trials
         if space.sampler["name"] == "grid":
             wanted = min(wanted, math.prod(len(_grid(name, values)) for name, values in space.params.items()))
-        _run_all(space, storage, max(0, wanted - done), workers, progress)
+        begun = len(study.get_trials(deepcopy=False))
+        _run_all(space, storage, max(0, wanted - done), workers, begun, progress)
         return _result(_study(space, storage), storage)
 
 
-def _study(space: Space, storage: Path, worker: int = 0):
+def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
+    """The study in the storage, for a worker of a search that found so many trials there."""
     optuna = need("optuna", "tune")
     options = {name: value for name, value in space.sampler.items() if name != "name"}
-    if "seed" in options:  # or all workers would begin with the same parameters
-        options["seed"] += worker
+    if "seed" in options:  # or all workers, and a search that goes on, would begin with the same parameters
+        again = 0 if space.sampler["name"] == "qmc" else begun  # its place in the sequence is in the storage
+        options["seed"] = (options["seed"] + worker + 2**16 * again) % 2**32
     if space.sampler["name"] == "grid":
         options["search_space"] = {name: _grid(name, values) for name, values in space.params.items()}
     try:
@@ -208,12 +213,13 @@ def _cut_off(study) -> set[int]:
     return {trial.number for trial in failed if "error" not in trial.user_attrs}
 
 
-def _run_all(space: Space, storage: Path, trials: int, workers: int, progress) -> None:
+def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> None:
     """Lets worker processes run so many trials, and passes their lines on."""
     context = multiprocessing.get_context("spawn")
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
-        context.Process(target=_work, args=(space, storage, i, tickets, lines)) for i in range(min(workers, trials))
+        context.Process(target=_work, args=(space, storage, i, begun, tickets, lines))
+        for i in range(min(workers, trials))
     ]
     for process in processes:
         process.start()
@@ -231,14 +237,19 @@ def _run_all(space: Space, storage: Path, trials: int, workers: int, progress) -
     finally:
         for process in processes:
             process.terminate()
+        for process in processes:
+            process.join(GRACE)
+            process.kill()
 
 
-def _work(space: Space, storage: Path, worker: int, tickets, lines) -> None:
+def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines) -> None:
     """Runs trials as long as there are tickets."""
     end_with_parent()
+    for number in ENDS:
+        signal.signal(number, _leave)
     optuna = need("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = _study(space, storage, worker)
+    study = _study(space, storage, worker, begun)
 
     function = None if space.objective is None else load(space.objective)
 
@@ -248,6 +259,14 @@ def _work(space: Space, storage: Path, worker: int, tickets, lines) -> None:
                 return
             tickets.value -= 1
         study.optimize(lambda trial: _one(trial, space, function, lines), n_trials=1, catch=(Exception,))
+
+
+def _leave(number: int, frame) -> None:
+    """Ends a worker with its command. Optuna takes a KeyboardInterrupt for the end of the trial, which would not run
+    again."""
+    for one in ENDS:
+        signal.signal(one, lambda *_: None)  # the parent sends another one
+    sys.exit(128 + number)
 
 
 def _one(trial, space: Space, objective: Callable | None, lines) -> float:
