@@ -13,6 +13,7 @@ import statistics
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from gate import Gate
@@ -114,15 +115,28 @@ def _compiled(call: Callable, options: dict, device: torch.device) -> Callable:
 
 
 def _ours(benchmark: Benchmark, case: Case, layout: str, inputs: tuple[Tensor, ...]) -> Iterator[Candidate]:
-    impls = importlib.import_module(f"fusedtrain.ops.{benchmark.op}").IMPLS
+    module = importlib.import_module(f"fusedtrain.ops.{benchmark.op}")
     call = _own_code(benchmark.ours, case.options)
     for name in BACKENDS:
-        if name not in benchmark.same_as_stock and impls[name].why_not(*inputs) is None:
+        if name not in benchmark.same_as_stock and module.IMPLS[name].why_not(*inputs) is None:
             yield Candidate(name, layout, call, inputs, forced=name)
-    with use_backend(None):
-        chosen = select(benchmark.op, impls, *inputs)
-    picked = next(name for name, impl in impls.items() if impl is chosen)
-    yield Candidate("auto", layout, call, inputs, note=f"runs {picked}")
+    yield Candidate("auto", layout, call, inputs, note=_choice(benchmark.op, module, call, inputs))
+
+
+def _choice(op: str, module: types.ModuleType, call: Callable, inputs: tuple[Tensor, ...]) -> str:
+    """What the automatic choice runs in this call, and in the backward pass where that has a choice of its own."""
+    chosen = {}
+
+    def watched(asked: str, impls: dict, *args):
+        impl = select(asked, impls, *args)
+        chosen.setdefault(asked, next(name for name, each in impls.items() if each is impl))
+        return impl
+
+    with use_backend(None), mock.patch.object(module, "select", watched):
+        call(*inputs)
+    forward = chosen.get(op, "reference")  # an op that does not ask knows
+    backward = chosen.get(f"{op}_backward", forward)
+    return f"runs {forward}" + (f", backward {backward}" if backward != forward else "")
 
 
 def candidates(benchmark: Benchmark, case: Case, device: torch.device) -> list[Candidate]:
