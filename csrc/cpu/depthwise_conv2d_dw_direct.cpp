@@ -176,6 +176,7 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                               .pitch = s.c,
                               .rows = rows,
                               .small = s.h * s.w * s.sh * s.sw <= kSmall,
+                              .first = true,
                               .sums = total};
         if (a.dw) {
           visit_kernel(s, [&]<int kTaps, int kStride>() {
