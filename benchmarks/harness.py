@@ -11,7 +11,7 @@ import importlib
 import random
 import statistics
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -264,7 +264,7 @@ def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, peak_gflops) -> 
             row["note"] = candidate.note
             if candidate in ran:
                 times = candidate.times[mode]
-                p20, p50, p80 = quantiles(times)
+                p20, p50, p80 = quantiles(times.values())
                 moving = {number: moved * t / copy_bytes for number, t in copy_times.items()}
                 floor = {number: max(t, flops / (peak_gflops * 1e9)) for number, t in moving.items()}
                 row |= {
@@ -279,7 +279,7 @@ def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, peak_gflops) -> 
                     "rounds": len(times),
                 }
             yield row
-        p20, p50, p80 = quantiles(copy_times)
+        p20, p50, p80 = quantiles(copy_times.values())
         yield {**common, "layout": "contiguous", "mode": mode, "backend": "copy", "us_p50": p50, "us_p20": p20} | {
             "us_p80": p80,
             "gb_per_s": copy_bytes / p50 / 1e3,
@@ -287,7 +287,7 @@ def _rows(benchmark, case, dtype, everyone, copy, peaks, modes, peak_gflops) -> 
         }
 
 
-def quantiles(times: Times) -> tuple[float, float, float]:
+def quantiles(seconds: Iterable[float]) -> tuple[float, float, float]:
     """p20, p50 and p80 in microseconds."""
-    deciles = statistics.quantiles(times.values(), n=10, method="inclusive")
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
     return deciles[1] * 1e6, deciles[4] * 1e6, deciles[7] * 1e6

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from harness import BYTES, Times, quantiles, race, ratio
+from harness import BYTES, Times, median, quantiles, race, ratio
 from networks import NETWORKS, elements
 from timing import clock_of, peak
 from torch import Tensor
@@ -144,7 +144,7 @@ def _rows(benchmark, case, dtype, everyone, racers, copy) -> Iterator[dict]:
     moved = count * (case.passes[0] * itemsize + case.passes[1] * 4)
     copy_times, copy_bytes = copy.times["fwd"], 2 * count * itemsize
     stock = [runner for runner in racers if runner.backend != "auto"]
-    best = min(stock, key=lambda runner: quantiles(runner.times["fwd"])[1])
+    best = min(stock, key=lambda runner: median(runner.times["fwd"]))
     usual = stock[0]
     for runner in [*everyone, copy]:
         row = {
@@ -154,7 +154,7 @@ def _rows(benchmark, case, dtype, everyone, racers, copy) -> Iterator[dict]:
         }
         if "fwd" in runner.times:
             times, bytes_moved = runner.times["fwd"], copy_bytes if runner is copy else moved
-            p20, p50, p80 = quantiles(times)
+            p20, p50, p80 = quantiles(times.values())
             moving = {number: bytes_moved * t / copy_bytes for number, t in copy_times.items()}
             over_best = ratio(best.times["fwd"], times)
             row |= {

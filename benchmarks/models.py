@@ -273,7 +273,7 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
         row |= {"layout": candidate.trainee.layout, "note": candidate.note, **memory[candidate]}
         if candidate in racers:
             times = candidate.times["fwd+bwd"]
-            p20, p50, p80 = (us / 1e3 for us in quantiles(times))
+            p20, p50, p80 = (us / 1e3 for us in quantiles(times.values()))
             row |= {
                 "ms_p50": p50,
                 "ms_p20": p20,

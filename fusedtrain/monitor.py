@@ -370,7 +370,7 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, MonitorError) else 1
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
-    except OSError as error:  # of --tensorboard
+    except OSError as error:  # such as a folder of --tensorboard that cannot be made
         print(f"fusedtrain monitor: {error}", file=sys.stderr)
         return 1
 

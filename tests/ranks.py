@@ -275,13 +275,25 @@ def case_nested(folder: Path) -> dict:
 
 
 def case_refused(folder: Path) -> dict:
-    """A loss that learns, whose gradients nobody would average."""
+    """Parameters whose gradients nobody would average: of a loss that learns, and those that begin to learn later."""
+
+    class Unfreeze(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model.requires_grad_(True)
+
     found = {}
     model, scale = net(), nn.Parameter(torch.ones(()))
     try:
         Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD([*model.parameters(), scale]), config())
     except InputError as error:
         found["loss"] = str(error)
+    model = net()
+    next(model.parameters()).requires_grad_(False)
+    try:
+        optimizer = torch.optim.SGD(model.parameters())
+        Trainer(model, nn.CrossEntropyLoss(), optimizer, config(), callbacks=[Unfreeze()]).fit(data(16, 4))
+    except InputError as error:
+        found["later"] = str(error)
     return found
 
 

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from fusedtrain import optim
-from fusedtrain.train import ActivationCheckpointing, Batches, InputError, Schedule, TrainConfig, Trainer, graphs
+from fusedtrain.train import (
+    ActivationCheckpointing,
+    Batches,
+    Callback,
+    InputError,
+    Schedule,
+    TrainConfig,
+    Trainer,
+    graphs,
+)
 
 
 def net() -> nn.Sequential:
@@ -31,7 +40,8 @@ def make(optimizer=None, model=None, **config) -> Trainer:
     optimizer = optimizer or optim.AdamW(model.parameters(), lr=2.0**-5)
     schedule = Schedule("exponential", gamma=0.5, warmup_epochs=0)  # rates that float32 holds
     config = {"epochs": 3, "device": "cpu", "schedule": schedule, "nonfinite": "skip", **config}
-    return Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(**config))
+    callbacks = config.pop("callbacks", ())
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(**config), callbacks=callbacks)
 
 
 def outcome(run: Trainer) -> dict[str, torch.Tensor]:
@@ -93,6 +103,29 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replay
     lines = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs" in line]
     assert len(lines) == 2 and f"captured the step of {run.group.size} x (8x1x4x4, 8)" in lines[0]
     assert lines[1].endswith(f"steps of {eager} run without the graph")
+
+
+def test_a_graph_is_left_where_parameters_begin_to_learn_or_layers_change_their_mode(monkeypatch, capsys):
+    class Change(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            if epoch == 1:
+                trainer.model[1].requires_grad_(True)
+            elif epoch == 2:
+                trainer.model[2].eval()
+
+    def start(**config):
+        model = net()
+        model[1].requires_grad_(False)
+        return make(model=model, nonfinite="raise", callbacks=[Change()], **config)
+
+    expected = outcome(start())
+    run = start()
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(run.optimizer.param_groups))
+    monkeypatch.setattr(Fake, "replays", 0)
+    run.config = start(cuda_graphs=True).config
+    harness.assert_bitwise_equal(outcome(run), expected, "")
+    assert Fake.replays == 8 - 3  # of the first epoch
 
 
 def test_the_side_stream_is_one_of_the_runs_device(monkeypatch):

@@ -34,7 +34,7 @@ from fusedtrain.train import (
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.meter import Late
 from fusedtrain.train.progress import Progress
-from fusedtrain.train.schedule import join
+from fusedtrain.train.schedule import join, load
 from fusedtrain.train.weights import read_weights
 
 
@@ -960,6 +960,15 @@ def test_a_power_that_would_end_in_a_division_by_zero_is_refused():
         Schedule("polynomial", power=-1.0)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_an_optimizer_that_a_scheduler_has_wrapped_is_taken(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.5)
+    make(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), epochs=4).fit(data())
+    assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5**6  # 12 updates
+    make(model, optimizer).fit(data())
+
+
 def test_shorthands_are_the_parts():
     config = TrainConfig(precision="bf16", accumulation=4, schedule="step", checkpoint="folder")
     assert config.precision == Precision("bf16") and config.accumulation == Accumulation(4)
@@ -1010,6 +1019,49 @@ def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind, na
     with run.averaged_weights():
         for name, p in model.named_parameters():
             harness.assert_as_good_as_torch(p, average[name], average[name].double(), name)
+
+
+def test_gradients_of_what_another_optimizer_steps_are_summed_until_it_does():
+    class Other(Callback):
+        def on_fit_end(self, trainer, error):
+            self.gradient = trainer.model[1].weight.grad.clone()
+
+    plain, model, other = net(), net(), Other()
+    for inputs, targets in data():
+        nn.functional.cross_entropy(plain(inputs), targets).backward()
+    make(model, torch.optim.SGD(model[4].parameters(), lr=0.0), callbacks=[other]).fit(data())
+    assert torch.equal(other.gradient, plain[1].weight.grad)
+
+
+def test_a_cycle_peaks_at_the_rate_of_the_cycle_before_or_at_one_that_was_set_since():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.5)
+    for rate, peak in ((None, 0.5), (None, 0.5), (0.01, 0.01)):
+        if rate is not None:
+            optimizer.param_groups[0]["lr"] = rate
+        cycle = Schedule("onecycle").build(optimizer, 2, 5)
+        rates = [optimizer.param_groups[0]["lr"]]
+        for _ in range(10):
+            optimizer.step()
+            cycle.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert max(rates) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("reached", "updates", "rate"), [(76, 2, 1.0), (96, 10, 1.0), (40, 10, 0.5), (150, 2, 0.25)])
+def test_a_warm_up_that_goes_on_with_other_batches_ends_at_the_peak(reached, updates, rate):
+    """Of 100 updates before."""
+    schedule, optimizer = Schedule("plateau", warmup_epochs=1), torch.optim.SGD(net().parameters(), lr=1.0)
+    before = schedule.build(optimizer, 4, 100)
+    for _ in range(reached):
+        before.step()
+    if reached > 100:
+        optimizer.param_groups[0]["lr"] = 0.25  # as a plateau has left it
+    state, saved = before.state_dict(), optimizer.param_groups[0]["lr"]
+    optimizer = torch.optim.SGD(net().parameters(), lr=1.0)
+    scheduler = schedule.build(optimizer, 4, updates)
+    optimizer.param_groups[0]["lr"] = saved
+    load(scheduler, state, (100, 4), (updates, 4))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_plateau_lowers_the_rates_of_groups_that_have_joined_and_none_below_its_least():

@@ -35,8 +35,10 @@ def main(arguments: list[str]) -> int:
         return _fail(f"there is no file {args.script}", 2)
     if args.html is not None and not args.html.parent.is_dir():
         return _fail(f"there is no folder {args.html.parent}", 2)
-    if args.html is not None and (args.html.is_dir() or not os.access(args.html.parent, os.W_OK)):
-        return _fail(f"no page can be written to {args.html}", 2)
+    if args.html is not None:
+        written = args.html if args.html.exists() else args.html.parent
+        if args.html.is_dir() or not os.access(written, os.W_OK):
+            return _fail(f"no page can be written to {args.html}", 2)
     try:
         report = _diagnose(args)
     except ModuleNotFoundError as error:
