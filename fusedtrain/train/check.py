@@ -28,8 +28,8 @@ def check_parts(model: nn.Module, optimizer: Optimizer) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise InputError(f"{layer} makes sparse gradients, which the Trainer does not take: use sparse=False")
-    try:
-        inspect.signature(optimizer.step).bind()
+    try:  # of the class: a scheduler wraps the method of the instance
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise InputError(
             f"{type(optimizer).__name__}.step() asks for more than a gradient ({error}): the Trainer computes the loss"

@@ -129,7 +129,6 @@ class Graphs:
         self._inputs, correction = _tensors(static), t.group.correction(sum(weights))
 
         def work():
-            t.update.begin()
             if t._buffers is not None:
                 t._buffers.keep()
             losses = []
@@ -178,7 +177,8 @@ class Graphs:
             [value for name, value in group.items() if name not in ("params", "lr") and not isinstance(value, Tensor)]
             for group in self.trainer.optimizer.param_groups
         ]
-        return repr((str(spec), inputs, [] if self.trainer.group.alone else weights, numbers))
+        weights = [] if self.trainer.group.alone else weights
+        return repr((str(spec), inputs, weights, numbers, self.trainer.learning))
 
     def _count(self, kind: str, batches: list) -> None:
         if kind in self._seen:

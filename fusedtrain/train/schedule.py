@@ -135,9 +135,14 @@ def _set_rate(group: dict, rate: float) -> None:
         group["lr"] = rate
 
 
+def _peak(group: dict) -> float:
+    """The group's rate, as a number, for a rate that is a tensor moves; where a cycle has ended, that cycle's peak."""
+    rate = float(group["lr"])
+    return group["max_lr"] if "max_lr" in group and math.isclose(rate, group["min_lr"], rel_tol=1e-6) else rate
+
+
 def _one_cycle(optimizer: Optimizer, total: int) -> OneCycleLR:
-    # Numbers, for a rate that is a tensor moves; those of the run before, where this is the optimizer's second.
-    peaks = [float(group.get("max_lr", group["lr"])) for group in optimizer.param_groups]
+    peaks = [_peak(group) for group in optimizer.param_groups]
     cycles = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
     try:
         return OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
@@ -161,6 +166,10 @@ class Plateau:
         if self.last_epoch < self.warmup_steps:
             for group, peak in zip(self.optimizer.param_groups, self.peaks):
                 _set_rate(group, peak * (self.last_epoch + 1) / self.warmup_steps)
+
+    def end_warm_up(self) -> None:
+        for group, peak in zip(self.optimizer.param_groups, self.peaks):
+            _set_rate(group, peak)
 
     def join(self) -> None:
         """Takes in groups that are new in the optimizer, with their peaks."""
@@ -214,6 +223,8 @@ def load(scheduler, state: dict, before: tuple, now: tuple) -> None:
     # To the step before, and a step from there: the rates in the checkpoint are those of another place.
     scheduler.load_state_dict(state | {"last_epoch": reached - 1, "_step_count": 0})
     scheduler.step()
+    if isinstance(scheduler, Plateau) and state["last_epoch"] * ratio < scheduler.warmup_steps <= reached:
+        scheduler.end_warm_up()  # rounding went over its end
 
 
 def make(

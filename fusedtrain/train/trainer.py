@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
@@ -106,7 +107,7 @@ class Trainer:
             loss.to(self.device, config.precision.dtype)
         activation.unwrap(self.model)  # what an earlier Trainer has wrapped
         activation.wrap(self.model, activation.matching(self.model, config.activation_checkpointing.checkpoint_modules))
-        self._wrapped = self.world.wrap(self.model, optimizer)
+        self._wrapped, self._wrapped_for = self.world.wrap(self.model, optimizer), self._learning()
         if config.compile is not None:
             self.model.compile(mode=config.compile)  # in place: the names of the state_dict stay
         self.scaler = config.precision.scaler(self.device)
@@ -202,10 +203,8 @@ class Trainer:
             and nobody waits for it: an optimizer of ``fusedtrain.optim`` on a GPU.
         """
         enter = self.spans.enter
-        if not self.group.done:
-            self.update.begin()
-            if self._buffers is not None:
-                self._buffers.keep()
+        if not self.group.done and self._buffers is not None:
+            self._buffers.keep()
         for batch, counts, last in group:
             enter("copy")
             batch = self.to_device(batch)
@@ -384,8 +383,19 @@ class Trainer:
         metrics = {} if valid is None else self.evaluate(valid)
         self._end_epoch(metrics)
 
+    def _learning(self) -> set[str]:
+        return {name for name, p in self.model.named_parameters() if p.requires_grad}
+
     def _take_in(self) -> None:
         """What a callback may have let learn: parameters and groups of them."""
+        learning = self._learning()
+        new = sorted(learning - self._wrapped_for)
+        if new and isinstance(self._wrapped, DistributedDataParallel):
+            raise InputError(
+                f"{new[0]} began to learn after the Trainer was made: several processes"
+                " average the gradients of those parameters alone that learn from the start"
+            )
+        self.learning = hash((frozenset(learning), *(m.training for m in self.model.modules())))
         schedule.join(self.schedule, self.optimizer)
         if self.averages is not None:
             self.averages.join()

@@ -44,15 +44,11 @@ class Update:
 
     def look(self, model: nn.Module) -> None:
         """Notes the parameters of ``model`` that learn, but not by this optimizer."""
-        self.begin()  # of those that have joined, too
         own = {id(p) for p in self._trained()}
-        self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-
-    def begin(self) -> None:
-        """Comes before the first gradient of an update: those of parameters that others have would pile up for ever,
-        and be in the first update of parameters that join the optimizer later."""
         for p in self._others:
-            p.grad = None
+            if id(p) in own:  # it has joined: what was added up before is not of its first update
+                p.grad = None
+        self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
 
     def _are_alike(self) -> bool:
         return len({(p.dtype, p.device) for p in self.params}) == 1
