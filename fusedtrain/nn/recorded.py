@@ -103,20 +103,22 @@ class _Object:
         return _Object(memo.get(id(self.value), self.value))  # what a class holds is not copied with a block
 
 
-def _content(value, depth: int = 3):
+def _content(value, depth: int = 3, is_default: bool = False):
     """What of an attribute is compared in every call: a plain value, what a container holds, or else which object it
-    is. A large container, for which that would take long, is like nothing else."""
+    is. A large container, for which that would take long, is like nothing else; but where it is the default of an
+    argument, which hardly anybody writes to, it counts which one it is."""
     if isinstance(value, types.FunctionType):  # whose code a notebook replaces in place when it loads a module again
         defaults = value.__defaults__, value.__kwdefaults__
-        return value, value.__code__, _content(defaults, depth - 1) if depth and defaults != (None, None) else None
+        compared = _content(defaults, depth - 1, is_default=True) if depth and defaults != (None, None) else None
+        return value, value.__code__, compared
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (dict, tuple, list, set, frozenset)) and len(value) > _MANY:
-        return _Object(object())
+        return _Object(value if is_default else object())
     if depth and isinstance(value, dict):
-        return type(value), [(key, _content(item, depth - 1)) for key, item in value.items()]
+        return type(value), [(key, _content(item, depth - 1, is_default)) for key, item in value.items()]
     if depth and isinstance(value, (tuple, list, set, frozenset)):
-        return type(value), [_content(item, depth - 1) for item in value]
+        return type(value), [_content(item, depth - 1, is_default) for item in value]
     return _Object(value)
 
 
@@ -661,19 +663,32 @@ def _observed_reads() -> Iterator[set[nn.Module]]:
         del nn.Module.__getattribute__
 
 
-def _type(*args):
-    if len(args) == 1 and issubclass(type(args[0]), fx.Proxy):
-        raise TypeError(_TYPES)
-    return type(*args)
+class _Question:
+    """A builtin that raises when it is asked about what a recording holds, which other threads never have; to them it
+    is the builtin. It is none of ``_GLOBALS``, so that they do not take it for a function of the module."""
+
+    def __init__(self, builtin: Callable):
+        self.builtin = builtin
+
+    def __call__(self, *args, **kwargs):
+        if len(args) == 1 and issubclass(type(args[0]), fx.Proxy) and isinstance(args[0].tracer, _Tracer):
+            raise TypeError(_TYPES)
+        return self.builtin(*args, **kwargs)
+
+    def __instancecheck__(self, value) -> bool:
+        return isinstance(value, self.builtin)
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self.builtin)
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return (self.builtin,)
+
+    def __getattr__(self, name: str):
+        return getattr(self.builtin, name)
 
 
-def _callable(value) -> bool:
-    if issubclass(type(value), fx.Proxy):
-        raise TypeError(_TYPES)
-    return callable(value)
-
-
-_QUESTIONS = {"type": _type, "callable": _callable}
+_QUESTIONS = {builtin.__name__: _Question(builtin) for builtin in (type, callable)}
 
 
 @contextlib.contextmanager
@@ -1010,8 +1025,7 @@ class _Pattern:
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     if node.op == "call_module":
                         layer = self.block.get_submodule(node.target)
-                        weights = {name: p.detach().to("meta") for name, p in layer.named_parameters()}
-                        values[node] = torch.func.functional_call(layer, weights, args, kwargs)
+                        values[node] = _without_data(layer, *args) if layer in (fc1, fc2) else layer(*args, **kwargs)
                     elif node.op == "call_method":
                         values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
                     else:
@@ -1019,3 +1033,9 @@ class _Pattern:
         except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that does not go with this one
             return False
         return tuple(values[nodes[-1]].shape) in ((n, c, 1, 1), (n, c, 4, 5))
+
+
+def _without_data(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a 1x1 convolution or Linear makes of a tensor without data, which no backend but torch's takes."""
+    weight, bias = (None if p is None else p.to("meta") for p in (layer.weight, layer.bias))
+    return F.conv2d(x, weight, bias, layer.stride) if isinstance(layer, nn.Conv2d) else F.linear(x, weight, bias)
