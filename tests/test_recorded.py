@@ -1,6 +1,7 @@
 """fuse() on blocks of classes that nobody knows: found by what their forward does, or left alone."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -218,6 +219,15 @@ def test_copies_pickles_and_the_way_back(kind):
     assert all(vars(a).keys() == vars(b).keys() for a, b in zip(block.modules(), stock.modules()))
 
 
+@pytest.mark.parametrize("kind", [LinearGate, ConvGate])
+def test_gates_are_found_on_a_forced_backend(kind, calls):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), kind(16))
+    with fusedtrain.use_backend("cpu"):
+        report = fusedtrain.fuse(model)
+        model(harness.images((2, 3, 9, 9)))
+    assert by_hand(report) == ["1"] and calls == ["squeeze_excite"]
+
+
 def test_threads_may_copy_a_model_that_others_run():
     model = fused(Flat)[0].eval()
     x, failures = harness.images((2, 16, 9, 9)), []
@@ -266,6 +276,50 @@ def test_threads_may_train_while_another_records():
     block = Meanwhile(16)
     fusedtrain.fuse(block)
     assert isinstance(block, Recorded) and seen and all(passed is True for passed in seen)
+
+
+def test_other_threads_ask_for_types_as_ever_while_one_records():
+    x, seen = harness.images((2, 16, 9, 9)), []
+
+    def ask():
+        try:
+
+            class Made(type):
+                pass
+
+            proxy = fx.Tracer().proxy(fx.Graph().placeholder("x"))
+            answers = isinstance(Made, type), isinstance(x, (type, int)), issubclass(Made, type), issubclass(bool, type)
+            seen.append((*answers, type(Made), type(proxy), callable(proxy), type.__name__, type.mro(bool)))
+        except Exception as failure:
+            seen.append(failure)
+
+    Meanwhile.other = staticmethod(ask)
+    assert isinstance(fused(Meanwhile)[0], Recorded)
+    told = (True, False, True, False, type, fx.Proxy, True, "type", [bool, int, object])
+    assert seen and seen == [told] * len(seen)
+
+
+class Squared(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) ** 2 if callable(self.act) else x
+
+
+def test_blocks_fused_while_another_thread_records_stay_fused_while_it_does(calls):
+    block, x, threads = Squared(16, 16, 3, 1, 16), harness.images((2, 16, 9, 9)), []
+
+    def fuse():
+        if not threads:
+            threads.append(threading.Thread(target=fusedtrain.fuse, args=(block,)))
+            threads[0].start()
+            threads[0].join(0.5)  # it has looked at the block, and waits for its turn
+
+    Meanwhile.other = staticmethod(fuse)
+    fusedtrain.fuse(Meanwhile(16))
+    threads[0].join()
+    assert isinstance(block, Recorded) and not calls
+    Meanwhile.other = staticmethod(functools.partial(block, x))
+    fusedtrain.fuse(Meanwhile(16))
+    assert set(calls) == {"depthwise_bn_act_se"}
 
 
 def test_threads_may_fuse_at_once():
@@ -944,6 +998,29 @@ def test_blocks_with_large_containers_stay():
     block = Named(16)
     report = str(fusedtrain.fuse(block))
     assert not isinstance(block, Recorded) and "more than 64 items in one container" in report
+
+
+def shifted_by_second(x, shifts=tuple(range(100))):
+    return x + shifts[1]
+
+
+class WithLargeDefaults(ConvNormAct):
+    def __init__(self, c):
+        super().__init__(c, c, 3, 1, c)
+
+    def forward(self, x, scales=[0.5] * 100):
+        return shifted_by_second(super().forward(x)) * scales[1]
+
+
+@pytest.mark.parametrize("function", [shifted_by_second, WithLargeDefaults.forward])
+def test_of_large_defaults_it_counts_which_they_are(function, calls, monkeypatch):
+    block, stock, report = fused(WithLargeDefaults)
+    x = harness.images((2, 16, 9, 9))
+    copy.deepcopy(block)(x)
+    assert by_hand(report) == [""] and calls == ["depthwise_bn_act_se"]
+    monkeypatch.setattr(function, "__defaults__", ([3.0] * 100,))
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(block(x), stock(x), truth, "other defaults")
 
 
 @pytest.mark.parametrize("change", ["number", "list", "tuple in a list", "dict"])
