@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -451,7 +452,8 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def start_python(*arguments, pipes: dict | None = None, **env: str | None) -> subprocess.Popen:
-    """Starts Python in the tests' folder: there the installed package is found, not the sources.
+    """Starts Python in the tests' folder: there the installed package is found, not the sources. Ctrl-C reaches it as
+    from a terminal, also where the tests run in the background.
 
     Args:
         arguments: of the interpreter.
@@ -459,7 +461,8 @@ def start_python(*arguments, pipes: dict | None = None, **env: str | None) -> su
         env: as for :func:`environment`.
     """
     command, folder = [sys.executable, "-W", "ignore", *arguments], os.path.dirname(__file__)
-    return subprocess.Popen(command, cwd=folder, env=environment(**env), text=True, **(pipes or {}))
+    pipes = {"preexec_fn": functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL), **(pipes or {})}
+    return subprocess.Popen(command, cwd=folder, env=environment(**env), text=True, **pipes)
 
 
 def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
