@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
         help="go on after a stop: only cases that the CSV does not hold from this commit",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES["cuda"], help="default: all that the device is good at")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per case")
+    parser.add_argument("--budget", type=float, help="seconds of timed calls per case, 1, or 60 of whole steps")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument(
         "--allocator",
@@ -64,6 +64,8 @@ def arguments() -> argparse.Namespace:
     options.allocator = options.allocator or ("both" if options.models is None else "tuned")
     options.without = ("compile", "losses") if options.quick and options.models is not None else options.without
     options.image = options.image or (96 if options.quick else 224)
+    if options.budget is None:
+        options.budget = 1.0 if options.quick or options.models is None else 60.0
     return options
 
 

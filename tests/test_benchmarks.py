@@ -57,6 +57,21 @@ def test_a_wrong_candidate_gets_no_number():
         assert any("no number: y is off by" in note for of, *_, note in rows if of == factor) is not passes
 
 
+# Candidates that say how long they took.
+RACE = """
+import harness
+
+racers = [(harness.Candidate(name, "", None, ()), lambda s=s: (s, s)) for name, s in zip("abc", (1e-4, 1e-3, 1.0))]
+harness.race(racers, "bwd", 0.3, "case")
+times = [candidate.times["fwd+bwd"] for candidate, _ in racers]
+print(*map(len, times), set(times[2]) < set(times[1]) < set(times[0]), round(harness.ratio(times[1], times[0]), 6))
+"""
+
+
+def test_slow_candidates_sit_out_rounds_which_they_share_with_all_others():
+    assert run("-c", RACE).split() == ["200", "50", "7", "True", "10.0"]
+
+
 # torch.compile takes half a minute; test_a_wrong_candidate_gets_no_number races it.
 OPTIONS = ("--case", "seresnet50.layer4", "--quick", "--dtype", "float32", "--without", "compile")
 OPTIONS += ("--device", "cpu", "--allocator", "tuned", "--budget", 0)
