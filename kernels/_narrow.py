@@ -7,6 +7,7 @@ CODES = tl.constexpr(256)  # of a block
 _TOP, _SHIFT = tl.constexpr(1.875), tl.constexpr(20)
 _BASE, _SIGNED_BASE = tl.constexpr(0x3FF - 255), tl.constexpr(0x3FF - 127)
 _LEAST = tl.constexpr(2.0**-120)  # blocks whose largest magnitude is below count as zeros
+PARAM_USE = tl.constexpr(4)  # of random bits; states use 0, 1, ...
 _NONE = tl.constexpr(0x8000)  # stands for random bits where nothing is drawn
 
 

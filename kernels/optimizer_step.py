@@ -343,7 +343,7 @@ def _store_state(
     if K < STATES:
         if NARROW:
             signed: tl.constexpr = (SQUARES >> K & 1) == 0
-            _narrow.store(pointers[2 + K], pointers[6 + K], at, s, mask, key, K + 1, signed, RANDOM)
+            _narrow.store(pointers[2 + K], pointers[6 + K], at, s, mask, key, K, signed, RANDOM)
         else:
             tl.store(pointers[2 + K] + at, s.to(pointers[2 + K].dtype.element_ty), mask=mask)
 
@@ -412,7 +412,7 @@ def _step_elements(
     if NARROW:
         s0, s1 = _advance(g, s0, s1, c, RULE)
     p, s0, s1, s2, s3 = _update(p, g, s0, s1, s2, s3, c, k, RULE)
-    stored = _narrow.round_to(p, key, at, 0, dtype, STOCHASTIC) if NARROW else p.to(dtype)
+    stored = _narrow.round_to(p, key, at, _narrow.PARAM_USE, dtype, STOCHASTIC) if NARROW else p.to(dtype)
     tl.store(pointers[0] + at, stored, mask=inside)
     if (RULE != LAMB and RULE != LAMB_CAUTIOUS) or NARROW:  # else its first pass has done that
         _store_state(pointers, at, s0, inside, key, 0, STATES, SQUARES, NARROW, RANDOM)

@@ -41,18 +41,29 @@ FUSEDTRAIN_HD U mix(U x) {
   return x ^ (x >> 16);
 }
 
-// The random bits of one tensor: 16 for each element and use, 0 for the parameter and 1, 2, ... for its states.
+// The random bits of one tensor: 16 for each element and use, 0, 1, ... for its states and kParamUse for the parameter.
+// Two uses share a word.
 struct RandomBits {
+  static constexpr int kParamUse = 4;
   uint32_t low, high;
   FUSEDTRAIN_HD RandomBits(uint64_t seed, int64_t step, int64_t tensor) {
     const uint64_t key = split_mix(split_mix(seed) + uint64_t(tensor) + (uint64_t(step) << 32));
     low = uint32_t(key);
     high = uint32_t(key >> 32);
   }
-  // `element`: the low 32 bits of the places; `far`: the others, the same for all.
+  // For elements whose places have these bits above the low 32.
+  FUSEDTRAIN_HD RandomBits at(int64_t element) const {
+    RandomBits bits = *this;
+    bits.high += uint32_t(element >> 32);
+    return bits;
+  }
+  // `element`: the low 32 bits of the places.
   template <class U>
-  FUSEDTRAIN_HD U operator()(U element, uint32_t far, int use) const {
-    const U word = mix((element ^ low) + (high + far + uint32_t(use / 2) * 0x9e3779b9u));
+  FUSEDTRAIN_HD U word(U element, int use) const {
+    return mix((element ^ low) + (high + uint32_t(use / 2) * 0x9e3779b9u));
+  }
+  template <class U>
+  FUSEDTRAIN_HD static U half(U word, int use) {
     return use % 2 == 0 ? word & 0xffffu : word >> 16;
   }
 };
@@ -79,14 +90,18 @@ using Word = typename Bits<V>::Word;
 // what they leave open: a number that rounding in float32 has moved by a few units keeps its code.
 template <class U>
 FUSEDTRAIN_HD U random_tail(U random, int dropped) {
-  return dropped > 16 ? (random * 2u + 1u) << (dropped - 17) : random >> (16 - dropped);
+  return dropped > 16 ? (random << (dropped - 16)) + (1u << (dropped - 17)) : random >> (16 - dropped);
 }
 
-// x as one of the two neighbours that bfloat16 or float16 has, by 16 random bits.
+// x as one of the two neighbours that bfloat16 or float16 has, by 16 random bits; x comes out of an operation, and so
+// is no signaling NaN. Of bfloat16 the upper halves of the words are what counts.
+template <class V>
+FUSEDTRAIN_HD Word<V> bfloat16_above(V x, Word<V> random) {
+  return Bits<V>::of(vselect(x - x == V(0), Bits<V>::to(Bits<V>::of(x) + random_tail(random, 16)), x));
+}
 template <class V>
 FUSEDTRAIN_HD V round_to_bfloat16(V x, Word<V> random) {
-  const Word<V> cut = (Bits<V>::of(x) + random_tail(random, 16)) & ~0xffffu;
-  return vselect(x - x == V(0), Bits<V>::to(cut), x);
+  return Bits<V>::to(bfloat16_above(x, random) & ~0xffffu);
 }
 template <class V>
 FUSEDTRAIN_HD V round_to_float16(V x, Word<V> random) {
@@ -116,7 +131,7 @@ FUSEDTRAIN_HD Word<V> encode(V x, V scale, Word<V> random) {
   constexpr uint32_t kBase = kSigned ? kSignedCodeBase : kCodeBase;
   const V smallest = B::to((random & 0u) + ((kBase + 1) << kCodeShift)), y = at_most(magnitude(x) * scale, V(kCodeTop));
   const Word<V> code = ((B::of(y) + random_tail(random, kCodeShift)) >> kCodeShift) - kBase;
-  const V least = kSigned ? B::number(random) * smallest * V(0x1p-16f) : V(0);
+  const V least = kSigned ? B::number(random) * (smallest * V(0x1p-16f)) : V(0);
   const V one_or_none = vselect(y > least, B::to((random & 0u) + 1u), V(0));
   const Word<V> digits = B::of(vselect(y < smallest, one_or_none, B::to(code)));
   return kSigned ? digits | ((B::of(x) >> 24) & 0x80u) : digits;

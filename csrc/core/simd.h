@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -342,6 +343,14 @@ inline T lane_sum(Vec<T> x) {
 }
 
 // ---- elementary functions ----
+
+// |x|: one instruction where g++ takes three for the formula of core/activation.h.
+template <class T>
+inline Vec<T> magnitude(Vec<T> x) {
+  using Int = RawVec<typename Vec<T>::Int>;
+  return Vec<T>(
+      reinterpret_cast<RawVec<T>>(reinterpret_cast<Int>(x.v) & std::numeric_limits<typename Vec<T>::Int>::max()));
+}
 
 // max(x, low) and min(x, high) that keep NaN: the instructions return their second operand then. See core/activation.h.
 using fusedtrain::at_least, fusedtrain::at_most;

@@ -31,85 +31,75 @@ inline Words widen(Bytes b) { return __builtin_convertvector(b, Words); }
 inline Bytes narrow(Words u) { return __builtin_convertvector(u, Bytes); }
 #endif
 
-// The random bits of elements first, first + 1, ... for one use.
-class Draw {
- public:
-  Draw(const RandomBits& bits, int64_t first, int use) : bits_(bits), first_(first), use_(use) {}
-  Words operator()(int64_t offset) const {
-    const int64_t element = first_ + offset;
-    return bits_(lanes() + uint32_t(element), uint32_t(element >> 32), use_);
-  }
-
- private:
-  static Words lanes() {
-    Words numbers;
-    for (int i = 0; i < Vec<float>::kLanes; ++i) numbers[i] = uint32_t(i);
-    return numbers;
-  }
-  RandomBits bits_;
-  int64_t first_;
-  int use_;
-};
-
-inline Vec<float> round_randomly(Vec<float> x, Words /*random*/, float) { return x; }
-inline Vec<float> round_randomly(Vec<float> x, Words random, BFloat16) { return round_to_bfloat16(x, random); }
-inline Vec<float> round_randomly(Vec<float> x, Words random, Float16) { return round_to_float16(x, random); }
-
-// `count` elements of 16 or 32 bits; `to` has room for whole vectors and gets zeros behind.
-template <class T>
-void expand(const T* from, int64_t count, float* to) {
-  for_each_vector<Vec<float>>(count, [=](int64_t i, auto lanes) { store(to + i, load<Vec<float>>(from + i, lanes)); });
+// The words of random bits of elements first, first + 1, ... for one use and the one that shares its words; `bits`: of
+// these places.
+inline Words random_words(const RandomBits& bits, int64_t first, int use) {
+  Words numbers;
+  for (int i = 0; i < Vec<float>::kLanes; ++i) numbers[i] = uint32_t(i);
+  return bits.word(numbers + uint32_t(first), use);
 }
 
 template <class T>
-void contract(const float* from, int64_t count, T* to, const Draw* draw) {
-  using V = Vec<float>;
-  for_each_vector<V>(count, [=](int64_t i, auto lanes) {
-    const V x = load<V>(from + i);
-    store(to + i, draw != nullptr ? round_randomly(x, (*draw)(i), T{}) : x, lanes);
-  });
+void store_bits(T* p, Half bits, AllLanes) {
+  std::memcpy(p, &bits, sizeof bits);
+}
+template <class T>
+void store_bits(T* p, Half bits, FirstLanes lanes) {
+  store_raw(reinterpret_cast<uint16_t*>(p), bits, lanes.count);
 }
 
-// One block of codes, see core/narrow.h.
-template <bool kSigned>
-void decode(const uint8_t* codes, float largest, int64_t count, float* to) {
-  using V = Vec<float>;
-  alignas(kVecBytes) uint8_t padded[kCodeBlock] = {};
-  std::memcpy(padded, codes, count);
-  const V scale{largest / kCodeTop};
-  for (int64_t i = 0; i < count; i += V::kLanes) {
-    Bytes bytes;
-    std::memcpy(&bytes, padded + i, sizeof bytes);
-    store(to + i, fusedtrain::decode<kSigned>(widen(bytes), scale));
-  }
+// Stores the upper halves of words.
+template <class Lanes>
+void store_upper(BFloat16* p, Words words, Lanes lanes) {
+#if defined(__AVX512F__)
+  store_bits(p, reinterpret_cast<Half>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words >> 16))), lanes);
+#else
+  store_bits(p, __builtin_convertvector(words >> 16, Half), lanes);
+#endif
 }
 
-// Returns the largest magnitude; NaN where a number is not finite. `from` has zeros behind `count` up to a whole
-// vector.
-template <bool kSigned>
-float encode(const float* from, int64_t count, uint8_t* codes, const Draw* draw) {
+// Stores x; returns what stands there then.
+template <class T, class Lanes>
+Vec<float> store_rounded(T* p, Vec<float> x, Lanes lanes) {
+  const Half bits = narrow(x, T{});
+  store_bits(p, bits, lanes);
+  return widen(bits, T{});
+}
+
+inline Words load_codes(const uint8_t* p, AllLanes) {
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return widen(bytes);
+}
+inline Words load_codes(const uint8_t* p, FirstLanes lanes) {
+  Bytes bytes{};
+  std::memcpy(&bytes, p, lanes.count);
+  return widen(bytes);
+}
+
+inline void store_codes(uint8_t* p, Words codes, AllLanes) {
+  const Bytes bytes = narrow(codes);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+inline void store_codes(uint8_t* p, Words codes, FirstLanes lanes) {
+  const Bytes bytes = narrow(codes);
+  std::memcpy(p, &bytes, lanes.count);
+}
+
+// The largest magnitude of a block as its codes are to be read: 0 where all count as zeros, NaN where a number is not
+// finite. `block` has zeros behind `count` up to a whole vector.
+inline float largest_of(const float* block, int64_t count) {
   using V = Vec<float>;
-  V most(0), broken(0);
+  Words most{};  // of the bits of magnitudes, which are in the order of these, with infinities and NaN last
   for (int64_t i = 0; i < count; i += V::kLanes) {
-    const V x = load<V>(from + i);
-    most = at_least(most, magnitude(x));
-    broken += x - x;
+    const Words bits = Bits<V>::of(load<V>(block + i)) & 0x7fffffffu;
+    most = most < bits ? bits : most;
   }
-  float largest = lane_sum(broken);  // 0 or NaN
-  for (int lane = 0; lane < V::kLanes; ++lane) largest = largest < most.v[lane] ? most.v[lane] : largest;
-  if (!(largest >= kSmallestLargest)) {
-    std::memset(codes, 0, count);
-    return largest == largest ? 0.f : largest;
-  }
-  const V scale{kCodeTop / largest};
-  alignas(kVecBytes) uint8_t padded[kCodeBlock];
-  for (int64_t i = 0; i < count; i += V::kLanes) {
-    const Words random = draw != nullptr ? (*draw)(i) : Words{} + 0x8000u;
-    const Bytes bytes = narrow(fusedtrain::encode<kSigned>(load<V>(from + i), scale, random));
-    std::memcpy(padded + i, &bytes, sizeof bytes);
-  }
-  std::memcpy(codes, padded, count);
-  return largest;
+  uint32_t top = 0;
+  for (int lane = 0; lane < V::kLanes; ++lane) top = top < most[lane] ? most[lane] : top;
+  const float largest = Bits<float>::to(top);
+  if (!(largest - largest == 0)) return Bits<float>::to(0x7fc00000u);
+  return largest >= kSmallestLargest ? largest : 0.f;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// optimizer_step on the CPU: parameter, gradient and states are read and written once, a vector at a time. What is
-// stored in other types than the parameter, or rounded otherwise, goes through blocks of float32 in the cache.
+// optimizer_step on the CPU: parameter, gradient and states are read and written once, a vector at a time. New states in
+// blocks of 8 bits wait in the cache until a block of them is whole.
 #include "optimizer_step.h"
 
 #include "cpu/lists.h"
@@ -42,9 +42,8 @@ void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int
   }
 }
 
-// Elements [first, last) of one parameter. With kWhole, which is for rules with kStatesFirst, the states are renewed
-// here too.
-template <class T, bool kWhole = false, class R>
+// Elements [first, last) of one parameter.
+template <class T, class R>
 void update(const R& rule, const OptimizerStep& a, const StepTensor& t, double factor, int64_t first, int64_t last) {
   using A = Acc<T>;
   using V = Vec<A>;
@@ -53,16 +52,14 @@ void update(const R& rule, const OptimizerStep& a, const StepTensor& t, double f
   for (int k = 0; k < R::kStates; ++k) states[k] = static_cast<T*>(t.states[k]);
   A* ema = static_cast<A*>(t.ema);
   const bool zero_grads = a.zero_grads;
-  constexpr bool kRenew = kWhole || !R::kStatesFirst;
   for_each_vector<V>(last - first, [=](int64_t offset, auto lanes) {
     const int64_t i = first + offset;
     V s[kMaxStates];
     for (int k = 0; k < R::kStates; ++k) s[k] = load<V>(states[k] + i, lanes);
     const V g = load<V>(grad + i, lanes) * f;
-    if constexpr (kWhole) rule.advance(g, s);
     const V p = rule(load<V>(param + i, lanes), g, s);
     store(param + i, p, lanes);
-    for (int k = 0; kRenew && k < R::kStates; ++k) store(states[k] + i, s[k], lanes);
+    for (int k = 0; !R::kStatesFirst && k < R::kStates; ++k) store(states[k] + i, s[k], lanes);
     if (ema != nullptr) {
       const V mean = load<V>(ema + i, lanes);
       store(ema + i, mean + ema_rate * (round_to<T>(p) - mean), lanes);
@@ -76,123 +73,204 @@ void zero(const StepTensor& t, int64_t first, int64_t last) {
   std::memset(static_cast<T*>(t.grad) + first, 0, (last - first) * sizeof(T));
 }
 
-// f.template operator()<T>() for the types that are computed in float32.
-template <class F>
-void visit_narrow(DType dtype, F&& f) {
-  visit_dtype(dtype, [&]<class T>() {
-    if constexpr (!std::is_same_v<T, double>) f.template operator()<T>();
-  });
+// ---- what is stored in other types than the parameter, or rounded otherwise ----
+
+template <class Lanes>
+Vec<float> load_as(DType dtype, const void* p, int64_t i, Lanes lanes) {
+  using V = Vec<float>;
+  if (dtype == DType::kFloat32) return load<V>(static_cast<const float*>(p) + i, lanes);
+  if (dtype == DType::kBFloat16) return load<V>(static_cast<const BFloat16*>(p) + i, lanes);
+  return load<V>(static_cast<const Float16*>(p) + i, lanes);
 }
 
-// A block of a parameter and of what belongs to it in float32.
-class Block {
+template <class Lanes>
+void store_as(DType dtype, void* p, int64_t i, Vec<float> x, Lanes lanes) {
+  if (dtype == DType::kFloat32) return store(static_cast<float*>(p) + i, x, lanes);
+  if (dtype == DType::kBFloat16) return store(static_cast<BFloat16*>(p) + i, x, lanes);
+  store(static_cast<Float16*>(p) + i, x, lanes);
+}
+
+inline Vec<float> round_as(DType dtype, Vec<float> x) {
+  if (dtype == DType::kFloat32) return x;
+  return dtype == DType::kBFloat16 ? round_to<BFloat16>(x) : round_to<Float16>(x);
+}
+
+// These return what stands there then.
+template <class Lanes>
+Vec<float> store_rounded_as(DType dtype, void* p, int64_t i, Vec<float> x, Lanes lanes) {
+  if (dtype == DType::kBFloat16) return store_rounded(static_cast<BFloat16*>(p) + i, x, lanes);
+  if (dtype == DType::kFloat16) return store_rounded(static_cast<Float16*>(p) + i, x, lanes);
+  store(static_cast<float*>(p) + i, x, lanes);
+  return x;
+}
+template <class Lanes>
+Vec<float> store_randomly_as(DType dtype, void* p, int64_t i, Vec<float> x, Words random, Lanes lanes) {
+  if (dtype == DType::kBFloat16) {
+    const Words words = bfloat16_above(x, random);
+    store_upper(static_cast<BFloat16*>(p) + i, words, lanes);
+    return Bits<Vec<float>>::to(words & ~0xffffu);
+  }
+  if (dtype == DType::kFloat16) x = round_to_float16(x, random);
+  store_as(dtype, p, i, x, lanes);
+  return x;
+}
+
+// A parameter and what belongs to it as vectors of float32. Branches on types cost next to nothing beside the memory:
+// they go the same way for all vectors. States in blocks of 8 bits are kept until a block of them is whole.
+template <class R>
+class Stored {
  public:
-  // `squares`: R::kUnsigned of the rule.
-  Block(const OptimizerStep& a, const StepTensor& t, int states, unsigned squares)
-      : a_(a), t_(t), bits_(random_bits(a, t, &t - a.tensors)), count_(states), squares_(squares), tensor_(t) {
-    tensor_.param = param_;
-    tensor_.grad = grad_;
-    for (int k = 0; k < count_; ++k) tensor_.states[k] = states_[k];
-    tensor_.ema = nullptr;
-  }
-  const StepTensor& tensor() const { return tensor_; }
+  using V = Vec<float>;
+  struct States {
+    alignas(kVecBytes) float numbers[R::kStates + 1][kCodeBlock];
+  };
 
-  void load(int64_t first, int64_t count) {
-    visit_narrow(t_.dtype, [&]<class T>() {
-      expand(static_cast<const T*>(t_.grad) + first, count, grad_);
-      expand(static_cast<const T*>(t_.param) + first, count, param_);
-      if (t_.exact == nullptr) return;
-      if (kahan()) {
-        expand(exact<T>() + first, count, rest_);
-        return each(count, [&](int64_t i) { store(param_ + i, at(param_ + i) + at(rest_ + i)); });
+  Stored(const OptimizerStep& a, const StepTensor& t, States& block)
+      : t_(t),
+        block_(&block),
+        bits_(random_bits(a, t, &t - a.tensors)),
+        near_(bits_),
+        kahan_(a.rounding == Rounding::kKahan),
+        random_param_(a.rounding == Rounding::kStochastic),
+        random_states_(a.random),
+        zero_grads_(a.zero_grads),
+        ema_rate_(float(1 - a.ema_decay)) {}
+
+  template <class Lanes>
+  V grad(int64_t i, Lanes lanes) const {
+    return load_as(t_.dtype, t_.grad, i, lanes);
+  }
+
+  template <class Lanes>
+  V param(int64_t i, Lanes lanes) const {
+    const V p = load_as(t_.dtype, t_.param, i, lanes);
+    if (t_.exact == nullptr) return p;
+    if (kahan_) return p + load_as(t_.dtype, t_.exact, i, lanes);
+    const V x = load<V>(static_cast<const float*>(t_.exact) + i, lanes);
+    return vselect(round_as(t_.dtype, x) == p, x, p);  // a parameter that was set by hand since counts
+  }
+
+  template <class Lanes>
+  void states(int64_t i, V* s, Lanes lanes) const {
+    for (int k = 0; k < R::kStates; ++k) {
+      if (!is_coded(t_)) {
+        s[k] = load_as(t_.state_dtype, t_.states[k], i, lanes);
+      } else {
+        const V scale{t_.scales[k][i / kCodeBlock] / kCodeTop};
+        const Words codes = load_codes(static_cast<const uint8_t*>(t_.states[k]) + i, lanes);
+        s[k] = is_signed(k) ? decode<true>(codes, scale) : decode<false>(codes, scale);
       }
-      expand(exact<float>() + first, count, rest_);
-      each(count, [&](int64_t i) {  // a parameter that was set by hand since counts, not what it was before
-        const V x = at(rest_ + i), p = at(param_ + i);
-        store(param_ + i, vselect(round_to<T>(x) == p, x, p));
-      });
-    });
-    for_each_state([&]<bool kSigned>(int k) {
-      if (is_coded(t_)) return decode<kSigned>(codes(k) + first, t_.scales[k][first / kCodeBlock], count, states_[k]);
-      visit_narrow(t_.state_dtype,
-                   [&]<class S>() { expand(static_cast<const S*>(t_.states[k]) + first, count, states_[k]); });
-    });
+    }
   }
 
-  void save(int64_t first, int64_t count) {
-    for_each_state([&]<bool kSigned>(int k) {
-      const Draw draw(bits_, first, k + 1), *random = a_.random ? &draw : nullptr;
+  template <class Lanes>
+  void save(int64_t i, V p, const V* s, Lanes lanes) const {
+    Words words{};
+    for (int k = 0; k < R::kStates; ++k) {
       if (is_coded(t_)) {
-        t_.scales[k][first / kCodeBlock] = encode<kSigned>(states_[k], count, codes(k) + first, random);
-        return;
+        store(block_->numbers[k] + i % kCodeBlock, s[k], lanes);
+      } else if (random_states_) {
+        if (k % 2 == 0) words = random_words(near_, i, k);
+        store_randomly_as(t_.state_dtype, t_.states[k], i, s[k], RandomBits::half(words, k), lanes);
+      } else {
+        store_as(t_.state_dtype, t_.states[k], i, s[k], lanes);
       }
-      visit_narrow(t_.state_dtype,
-                   [&]<class S>() { contract(states_[k], count, static_cast<S*>(t_.states[k]) + first, random); });
-    });
-    visit_narrow(t_.dtype, [&]<class T>() {
-      T* param = static_cast<T*>(t_.param) + first;
-      const Draw draw(bits_, first, 0);
-      contract(param_, count, param, a_.rounding == Rounding::kStochastic ? &draw : nullptr);
-      if (t_.exact != nullptr && !kahan()) {
-        contract(param_, count, exact<float>() + first, nullptr);
-      } else if (t_.exact != nullptr) {
-        expand(param, count, rest_);
-        each(count, [&](int64_t i) { store(rest_ + i, at(param_ + i) - at(rest_ + i)); });
-        contract(rest_, count, exact<T>() + first, nullptr);
+    }
+    V now;  // what the parameter is from here on
+    if (random_param_) {
+      constexpr int kUse = RandomBits::kParamUse;
+      now = store_randomly_as(t_.dtype, t_.param, i, p, RandomBits::half(random_words(near_, i, kUse), kUse), lanes);
+    } else {
+      now = store_rounded_as(t_.dtype, t_.param, i, p, lanes);
+    }
+    if (t_.exact != nullptr && kahan_) {
+      store_as(t_.dtype, t_.exact, i, p - now, lanes);
+    } else if (t_.exact != nullptr) {
+      store(static_cast<float*>(t_.exact) + i, p, lanes);
+      now = p;
+    }
+    if (t_.ema != nullptr) {
+      float* ema = static_cast<float*>(t_.ema) + i;
+      const V mean = load<V>(ema, lanes);
+      store(ema, mean + V(ema_rate_) * (now - mean), lanes);
+    }
+    if (zero_grads_) store_as(t_.dtype, t_.grad, i, V(0), lanes);
+  }
+
+  // How many elements are to be saved between `open` and `close`.
+  int64_t block_size() const { return is_coded(t_) ? kCodeBlock : kListChunk; }
+  void open(int64_t first, int64_t count) {
+    near_ = bits_.at(first);
+    const int64_t whole = count / V::kLanes * V::kLanes;
+    for (int k = 0; k < R::kStates && is_coded(t_) && whole < count; ++k) store(block_->numbers[k] + whole, V(0));
+  }
+  void close(int64_t first, int64_t count) const {
+    if (!is_coded(t_)) return;
+    float largest[R::kStates + 1];
+    for (int k = 0; k < R::kStates; ++k) {
+      largest[k] = t_.scales[k][first / kCodeBlock] = largest_of(block_->numbers[k], count);
+    }
+    for_each_vector<V>(count, [=, this](int64_t i, auto lanes) {
+      Words words{};
+      for (int k = 0; k < R::kStates; ++k) {
+        if (random_states_ && k % 2 == 0) words = random_words(near_, first + i, k);
+        const Words random = random_states_ ? RandomBits::half(words, k) : words + 0x8000u;
+        const V x = load<V>(block_->numbers[k] + i), scale{kCodeTop / largest[k]};
+        Words codes = is_signed(k) ? encode<true>(x, scale, random) : encode<false>(x, scale, random);
+        if (!(largest[k] > 0)) codes = Words{};
+        store_codes(static_cast<uint8_t*>(t_.states[k]) + first + i, codes, lanes);
       }
-      if (t_.ema != nullptr) average<T>(first, count);
-      if (a_.zero_grads) zero<T>(t_, first, first + count);
     });
   }
 
  private:
-  using V = Vec<float>;
-  static V at(const float* p) { return cpu::load<V>(p); }
-  template <class F>
-  static void each(int64_t count, F&& f) {
-    for (int64_t i = 0; i < count; i += V::kLanes) f(i);
-  }
-  template <class F>
-  void for_each_state(F&& f) const {
-    for (int k = 0; k < count_; ++k) {
-      visit_bool((squares_ >> k & 1u) == 0, [&]<bool kSigned>() { f.template operator()<kSigned>(k); });
-    }
-  }
-  // Of what the parameter is from now on, rounded or not.
-  template <class T>
-  void average(int64_t first, int64_t count) {
-    if (t_.exact == nullptr || kahan()) expand(static_cast<const T*>(t_.param) + first, count, param_);
-    float* ema = static_cast<float*>(t_.ema) + first;
-    const V rate{float(1 - a_.ema_decay)};
-    for_each_vector<V>(count, [&](int64_t i, auto lanes) {
-      const V mean = cpu::load<V>(ema + i, lanes);
-      store(ema + i, mean + rate * (at(param_ + i) - mean), lanes);
-    });
-  }
-  bool kahan() const { return a_.rounding == Rounding::kKahan; }
-  template <class T>
-  T* exact() const {
-    return static_cast<T*>(t_.exact);
-  }
-  uint8_t* codes(int k) const { return static_cast<uint8_t*>(t_.states[k]); }
+  static constexpr bool is_signed(int k) { return (R::kUnsigned >> k & 1u) == 0; }
 
-  const OptimizerStep& a_;
-  const StepTensor& t_;
-  const RandomBits bits_;
-  const int count_;
-  const unsigned squares_;
-  StepTensor tensor_;
-  alignas(kVecBytes) float param_[kCodeBlock], grad_[kCodeBlock], rest_[kCodeBlock], states_[kMaxStates][kCodeBlock];
+  StepTensor t_;
+  States* block_;
+  RandomBits bits_, near_;  // those of all places, and of those in the block
+  bool kahan_, random_param_, random_states_, zero_grads_;
+  float ema_rate_;
 };
 
-// f(block, first, count) for the blocks of elements [first, last); f works on block.tensor() from 0 to count.
-template <class R, class F>
-void for_each_block(const OptimizerStep& a, const StepTensor& t, int64_t first, int64_t last, F&& f) {
-  Block block(a, t, R::kStates, R::kUnsigned);
-  for (; first < last; first += kCodeBlock) {
-    const int64_t count = std::min(kCodeBlock, last - first);
-    block.load(first, count);
-    f(block, first, count);
+// As `norms` above, but that the states stay as they are.
+template <class R>
+void norms_stored(const R& rule, const Stored<R>& stored, double factor, int64_t first, int64_t last, double* result) {
+  using V = Vec<float>;
+  const V f{float(factor)};
+  constexpr int64_t kBlock = 32 * V::kLanes;
+  for (; first < last; first += kBlock) {
+    V sums[R::kSums];
+    for (V& sum : sums) sum = V(0);
+    for_each_vector<V>(std::min(kBlock, last - first), [&, stored](int64_t offset, auto lanes) {
+      const int64_t i = first + offset;
+      const V p = stored.param(i, lanes), g = stored.grad(i, lanes) * f;
+      V s[kMaxStates], squares[R::kSums];
+      stored.states(i, s, lanes);
+      if constexpr (R::kStatesFirst) rule.advance(g, s);
+      rule.norms(p, g, s, squares);
+      for (int k = 0; k < kSummed<R>; ++k) sums[k] += squares[k];
+    });
+    for (int k = 0; k < kSummed<R>; ++k) result[k] += lane_sum(sums[k]);
+  }
+}
+
+template <class R>
+void update_stored(const R& rule, Stored<R> stored, double factor, int64_t first, int64_t last) {
+  using V = Vec<float>;
+  const V f{float(factor)};
+  for (const int64_t block = stored.block_size(); first < last; first += block) {
+    const int64_t count = std::min(block, last - first);
+    stored.open(first, count);
+    for_each_vector<V>(count, [=](int64_t offset, auto lanes) {
+      const int64_t i = first + offset;
+      V s[kMaxStates];
+      stored.states(i, s, lanes);
+      const V g = stored.grad(i, lanes) * f;
+      if constexpr (R::kStatesFirst) rule.advance(g, s);
+      stored.save(i, rule(stored.param(i, lanes), g, s), s, lanes);
+    });
+    stored.close(first, count);
   }
 }
 
@@ -211,9 +289,8 @@ void optimizer_step_norms<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t b
             const R rule = rule_of<R>(a, t);
             if (is_plain(a, t)) return norms<T>(rule, t, factor, first, last, result);
             if constexpr (!std::is_same_v<T, double>) {
-              for_each_block<R>(a, t, first, last, [&](const Block& block, int64_t, int64_t count) {
-                norms<float>(rule, block.tensor(), factor, 0, count, result);
-              });
+              typename Stored<R>::States block;
+              norms_stored(rule, Stored<R>(a, t, block), factor, first, last, result);
             }
           }
         });
@@ -227,8 +304,6 @@ void optimizer_step<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t begin, 
   const double factor = grad_factor(a);
   const bool skipped = is_skipped(a);
   if (skipped && !a.zero_grads) return;
-  OptimizerStep update_alone = a;
-  update_alone.zero_grads = false;
   for_each_tensor(a, begin, end, [&](const StepTensor& t, int64_t first, int64_t last) {
     if (skipped) return visit_dtype(t.dtype, [&]<class T>() { zero<T>(t, first, last); });
     if (is_plain(a, t)) {
@@ -237,11 +312,8 @@ void optimizer_step<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t begin, 
       });
     }
     visit_rule<float>(a.rule, [&]<class R>() {
-      const R rule = rule_of<R>(a, t);
-      for_each_block<R>(a, t, first, last, [&](Block& block, int64_t at, int64_t count) {
-        update<float, R::kStatesFirst>(rule, update_alone, block.tensor(), factor, 0, count);
-        block.save(at, count);
-      });
+      typename Stored<R>::States block;
+      update_stored(rule_of<R>(a, t), Stored<R>(a, t, block), factor, first, last);
     });
   });
 }

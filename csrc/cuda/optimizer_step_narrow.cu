@@ -70,9 +70,10 @@ __device__ __forceinline__ float round_randomly(float x, uint32_t random, __half
 // The random bits of a lane's elements for one use, 0x8000 where nothing is drawn.
 class Draw {
  public:
-  __device__ Draw(const RandomBits& bits, int64_t first) : bits_(bits), first_(first) {}
+  __device__ Draw(const RandomBits& bits, int64_t first) : bits_(bits.at(first)), first_(first) {}
   __device__ uint32_t operator()(int j, int use) const {
-    return bits_(static_cast<uint32_t>(first_) + j, static_cast<uint32_t>(first_ >> 32), use);
+    const uint32_t element = static_cast<uint32_t>(first_) + j;
+    return RandomBits::half(bits_.word(element, use), use);
   }
 
  private:
@@ -192,24 +193,24 @@ __device__ __forceinline__ void save(const OptimizerStep& a, const StepTensor& t
     if (is_coded(t)) {
       auto* codes = static_cast<uint8_t*>(t.states[k]) + at;
       const float largest = is_signed<kStates>(a.rule, k)
-                                ? encode_lane<true>(n.states[k], codes, count, a.random, draw, k + 1)
-                                : encode_lane<false>(n.states[k], codes, count, a.random, draw, k + 1);
+                                ? encode_lane<true>(n.states[k], codes, count, a.random, draw, k)
+                                : encode_lane<false>(n.states[k], codes, count, a.random, draw, k);
       if (at % kCodeBlock == 0) t.scales[k][at / kCodeBlock] = largest;
     } else {
       visit_narrow(t.state_dtype, [&]<class S>() {
-        contract(n.states[k], static_cast<S*>(t.states[k]) + at, count, a.random, draw, k + 1);
+        contract(n.states[k], static_cast<S*>(t.states[k]) + at, count, a.random, draw, k);
       });
     }
   }
   Lane now;  // the parameter from now on
   visit_narrow(t.dtype, [&]<class T>() {
     const bool random = a.rounding == Rounding::kStochastic, kahan = a.rounding == Rounding::kKahan;
-    now = contract(n.param, static_cast<T*>(t.param) + at, count, random, draw, 0);
+    now = contract(n.param, static_cast<T*>(t.param) + at, count, random, draw, RandomBits::kParamUse);
     if (t.exact != nullptr && kahan) {
       Lane rest;
 #pragma unroll
       for (int j = 0; j < kLane; ++j) rest.v[j] = n.param.v[j] - now.v[j];
-      contract(rest, static_cast<T*>(t.exact) + at, count, false, draw, 0);
+      contract(rest, static_cast<T*>(t.exact) + at, count, false, draw, RandomBits::kParamUse);
     } else if (t.exact != nullptr) {
       store_lane(static_cast<float*>(t.exact) + at, n.param, count);
       now = n.param;

@@ -5,6 +5,7 @@ from torch import Tensor
 
 ROUNDED = (torch.bfloat16, torch.float16)  # dtypes of parameters that rounding="stochastic" and "kahan" are for
 BLOCK = 256
+PARAM_USE = 4  # of random bits; states use 0, 1, ...
 _TOP, _SHIFT = 1.875, 20
 _BASE = {False: 0x3FF - 255, True: 0x3FF - 127}  # by sign
 _LEAST = 2.0**-120  # blocks whose largest magnitude is below count as zeros
@@ -88,7 +89,8 @@ def encode_(codes: Tensor, scales: Tensor, x: Tensor, signed: bool, random: Tens
     values, random = (torch.nn.functional.pad(t, padding).view(shape) for t in (values, random))
     largest = values.abs().amax(1, keepdim=True)
     largest = torch.where(largest.isfinite(), torch.where(largest < _LEAST, 0.0, largest), torch.nan)
-    y = (values.abs() * (_TOP / largest)).clamp(max=_TOP)
+    scale = torch.full_like(largest, _TOP) / largest  # a number over a tensor would be rounded twice
+    y = (values.abs() * scale).clamp(max=_TOP)
     digits = (_cut(y, random, _SHIFT) >> _SHIFT) - _BASE[signed]
     smallest = _smallest(signed)
     digits = torch.where(y < smallest, (y > (random * (smallest * 2**-16) if signed else 0.0)).long(), digits)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
-from fusedtrain.ops._narrow import ROUNDED, decode, encode_, random_bits, round_
+from fusedtrain.ops._narrow import PARAM_USE, ROUNDED, decode, encode_, random_bits, round_
 
 
 class Rule(NamedTuple):
@@ -314,9 +314,9 @@ def reference(params, grads, states, steps, ema, *options) -> None:
             else:
                 x = _FUNCTIONS[name](x, g, s, hyper, step)
             draw = partial(random_bits, p.numel(), seed, int(step) if steps else 0, i, device=p.device)
-            round_(p, x, draw(use=0) if stochastic and p.dtype in ROUNDED else None)
+            round_(p, x, draw(use=PARAM_USE) if stochastic and p.dtype in ROUNDED else None)
             for k, (state, scale, value) in enumerate(zip(own, coded, s)):
-                random = draw(use=k + 1) if seed is not None and state.dtype in (*ROUNDED, torch.uint8) else None
+                random = draw(use=k) if seed is not None and state.dtype in (*ROUNDED, torch.uint8) else None
                 if scale is None:
                     round_(state, value, random)
                 else:
