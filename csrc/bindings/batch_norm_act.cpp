@@ -16,15 +16,22 @@ struct Batch {
   int64_t fold = 1;
 };
 
+// Elements of a row whose sums fill the registers of AVX-512, as 6 or 8 vectors.
+constexpr int64_t kRegisterColumns = 128;
+
 Batch batch_of(const Tensor& x) {
-  constexpr int64_t kVector = 16, kLong = 256, kLarge = 1 << 17;  // elements
+  constexpr int64_t kVector = 16, kLarge = 1 << 17;  // elements
   const Images m = images_of(x, 0);
   if (x.numel() == 0) return {{0, m.c, m.hw, m.dtype, Layout::kContiguous, {}}};  // without parts, of no mean
   if (m.c == 1) return {{1, 1, m.n * m.hw, m.dtype, Layout::kContiguous, {}}};
   if (m.layout == Layout::kContiguous && m.hw > 1) return {m};
+  int64_t columns = m.c;
+  while (2 * columns <= kRegisterColumns) columns *= 2;
+  const bool registers = active_isa() >= Isa::kAvx512 && (columns == kRegisterColumns || columns == 96);
+  const int64_t wanted = registers ? columns : 256;
   Batch b{{1, m.c, m.n * m.hw, m.dtype, Layout::kChannelsLast, {}}};
   while (x.is_cpu() && b.images.hw % 2 == 0 && b.images.hw > 0 &&
-         ((b.images.c < kLong && x.numel() >= kLarge) || (b.images.c % kVector != 0 && b.fold < kVector))) {
+         ((b.images.c < wanted && x.numel() >= kLarge) || (b.images.c % kVector != 0 && b.fold < kVector))) {
     b.fold *= 2, b.images.c *= 2, b.images.hw /= 2;
   }
   return b;

@@ -62,8 +62,9 @@ Isa choose_isa() {
 bool rounds_to_bf16_by_instruction = false, multiplies_by_tiles = false;
 #if defined(__x86_64__)
 const bool fetches_ahead_of_many_streams = __builtin_cpu_is("intel");
+const bool sums_row_by_row = !__builtin_cpu_is("intel") && !__builtin_cpu_is("amdfam19h");
 #else
-const bool fetches_ahead_of_many_streams = false;
+const bool fetches_ahead_of_many_streams = false, sums_row_by_row = true;
 #endif
 
 Isa active_isa() {

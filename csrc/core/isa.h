@@ -19,6 +19,10 @@ extern bool rounds_to_bf16_by_instruction, multiplies_by_tiles;
 // Of eight and more streams, as groups of rows are: Intel's do; AMD's were measured at a third of the memory's speed.
 extern const bool fetches_ahead_of_many_streams;
 
+// Whether sums over large images are faster row after row than over groups of rows that are asked for ahead. Measured
+// to be so on AMD's, and not on family 19h (Zen 4).
+extern const bool sums_row_by_row;
+
 const char* isa_name(Isa isa);
 
 // f.template operator()<I>() with I = active_isa(), or the variants this build contains.

@@ -32,12 +32,10 @@ struct Moments {
 
     void start(const Moments& f, int64_t i, int64_t rows, int64_t c, auto lanes) {
       sum = squares = V(0);
-      if (rows < kGroup) {
-        shift = cpu::load<V>(f.x + i, lanes);
-      } else {
-        shift = sum_group<V>([&](int64_t at, int64_t, auto l) { return cpu::load<V>(f.x + at, l); }, i, c, 0, lanes) *
-                V(1.0 / kGroup);
-      }
+      shift = cpu::load<V>(f.x + i, lanes);
+      if (rows < kGroup) return;
+      for (int k = 1; k < kGroup; ++k) shift += cpu::load<V>(f.x + i + k * c, lanes);
+      shift = shift * V(1.0 / kGroup);
     }
     void clear(const State& s) {
       shift = s.shift;

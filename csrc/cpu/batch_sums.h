@@ -46,10 +46,10 @@ template <class T, class F>
 }
 
 // Whether sums take every row by itself, from end to end: where two or three tensors like these images outgrow the last
-// cache of a processor that fetches ahead of few streams.
+// cache.
 template <class T>
 inline bool row_by_row(const Images& m) {
-  return !fetches_ahead_of_many_streams && m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
+  return sums_row_by_row && m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
 }
 
 // z = weight (x - mean) rstd + bias + before, of one vector. In double precision it takes two multiplications, as
@@ -85,11 +85,15 @@ struct PreActivation {
   }
 };
 
+constexpr int kGroup = 8;
+
 // Sums over rows [begin, end) of [rows, c] into out [kSums, c]. F::State is the sums of one vector of channels:
 //   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
 //   s.add(f, i, params, lanes)                              one element of one row
 //   s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
-// F::kStreams is how many large tensors it reads. The sums live in `out` between groups of rows, or between rows.
+// F::kStreams is how many large tensors it reads. The sums live in `out` between groups of rows, or between rows. Rows
+// that the registers hold as a whole are read from end to end and summed at the speed of the memory; kRegisterColumns
+// in bindings/batch_norm_act.cpp makes such rows.
 template <class F>
 void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
   using V = typename F::V;
@@ -98,6 +102,46 @@ void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups
     s.start(f, begin * c + ch, end - begin, c, lanes);
     s.store(out + ch, c, lanes);
   });
+  // kVectors vectors of rows [first, last), in registers.
+  const auto add_strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes) {
+    typename F::Params params[kVectors];
+    typename F::State s, group[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      params[v] = f.params([&](const auto* p) { return load<V>(p + ch + v * V::kLanes, lanes); });
+      s.load(out + ch + v * V::kLanes, c, lanes);
+      group[v].clear(s);
+    }
+    for (int64_t i = first * c + ch; i < last * c + ch; i += c) {
+      for (int v = 0; v < kVectors; ++v) group[v].add(f, i + v * V::kLanes, params[v], lanes);
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      s.load(out + ch + v * V::kLanes, c, lanes);
+      s.merge(group[v]);
+      s.store(out + ch + v * V::kLanes, c, lanes);
+    }
+  };
+  const auto each_group = [=](auto add) {
+    constexpr int64_t kTall = 16;
+    for (int64_t first = begin; first < end; first += kTall) add(first, std::min(first + kTall, end));
+  };
+  if (kVecBytes == 64 && c % V::kLanes == 0) {
+    const bool whole = visit<6, 8>(c / V::kLanes, [&]<int kVectors>() {
+      each_group(
+          [&](int64_t first, int64_t last) { add_strip.template operator()<kVectors>(first, last, 0, AllLanes{}); });
+    });
+    if (whole) return;
+  }
+  constexpr int64_t kLong = 2048 / sizeof(typename F::Element);
+  if (F::kStreams == 1 && c >= kLong) {
+    return each_group([&](int64_t first, int64_t last) {
+      int64_t ch = 0;
+      for (; ch + 2 * V::kLanes <= c; ch += 2 * V::kLanes) {
+        add_strip.template operator()<2>(first, last, ch, AllLanes{});
+      }
+      for_each_vector<V>(c - ch,
+                         [&](int64_t k, auto lanes) { add_strip.template operator()<1>(first, last, ch + k, lanes); });
+    });
+  }
   const auto add = [&]<int kRows>(int64_t row) {
     for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
       const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });

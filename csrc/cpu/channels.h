@@ -80,78 +80,51 @@ struct Split {
   }
 };
 
-// ---- sums over hw: groups of kGroup terms as a tree, the groups of a chunk in order, then the chunks in order ----
+// ---- sums over hw: of groups of kSumRows terms, then of the groups of a chunk, then of the chunks ----
 
-constexpr int kGroup = 8;
-
-template <class V, class Term, class At>
-inline V sum_group(const Term& term, int64_t first, int64_t c, int64_t ch, At lanes) {
-  V t[kGroup];
-  for (int k = 0; k < kGroup; ++k) t[k] = term(first + k * c + ch, ch, lanes);
-  return ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
-}
-
-// Few channels: the sums of all kVectors vectors of a row stay in registers. c <= kVectors * kLanes.
-template <int kVectors, class V, class Term>
-void sum_narrow_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
-  V sums[kVectors];
-  std::fill_n(sums, kVectors, V(0));
-  const FirstLanes last{int(c - (kVectors - 1) * V::kLanes)};
-  const auto each = [&](auto add) {
-    for (int v = 0; v + 1 < kVectors; ++v) add(v, AllLanes{});
-    last.count == V::kLanes ? add(kVectors - 1, AllLanes{}) : add(kVectors - 1, last);
-  };
-  int64_t hw = begin;
-  for (; hw + kGroup <= end; hw += kGroup) {
-    each([&](int v, auto lanes) { sums[v] += sum_group<V>(term, offset + hw * c, c, v * V::kLanes, lanes); });
-  }
-  for (; hw < end; ++hw) {
-    each([&](int v, auto lanes) { sums[v] += term(offset + hw * c + v * V::kLanes, v * V::kLanes, lanes); });
-  }
-  each([&](int v, auto lanes) { store(out + v * V::kLanes, sums[v], lanes); });
-}
-
-// Many channels: rows are read one after another, from end to end, since the processor fetches ahead of one stream
-// only; the pairs of a group wait in L1, the sums in `out`.
-template <class V, class Term>
-void sum_wide_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
-  constexpr int64_t kBlock = 1024;  // channels
-  std::fill_n(out, c, typename V::Lane(0));
-  V pairs[kGroup / 2][kBlock / V::kLanes];
-  for (int64_t block = 0; block < c; block += kBlock) {
-    const int64_t width = std::min(kBlock, c - block);
-    const auto row = [&](int64_t hw, auto f) {  // f(ch, term, lanes) for the channels of one row
-      for_each_vector<V>(
-          width, [&](int64_t ch, auto lanes) { f(ch, term(offset + hw * c + block + ch, block + ch, lanes), lanes); });
-    };
-    int64_t hw = begin;
-    for (; hw + kGroup <= end; hw += kGroup) {
-      for (int k = 0; k < kGroup / 2; ++k) {
-        row(hw + 2 * k, [&](int64_t ch, V t, auto) { pairs[k][ch / V::kLanes] = t; });
-        if (k == kGroup / 2 - 1) break;
-        row(hw + 2 * k + 1, [&](int64_t ch, V t, auto) { pairs[k][ch / V::kLanes] += t; });
-      }
-      row(hw + kGroup - 1, [&](int64_t ch, V t, auto lanes) {
-        const int64_t v = ch / V::kLanes;
-        const V sum = (pairs[0][v] + pairs[1][v]) + (pairs[2][v] + (pairs[3][v] + t));
-        store(out + block + ch, load<V>(out + block + ch, lanes) + sum, lanes);
-      });
-    }
-    for (; hw < end; ++hw) {
-      row(hw,
-          [&](int64_t ch, V t, auto lanes) { store(out + block + ch, load<V>(out + block + ch, lanes) + t, lanes); });
-    }
-  }
-}
+constexpr int64_t kSumRows = 16;
 
 // out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
-// elements.
-template <class V, class Term>
+// elements of the type of sums, T is that of the rows. Short rows are read one after another, from end to end, and
+// their sums wait in L1; of long ones as many vectors as fit the registers are read from all rows of a group. Either is
+// up to twice as fast as the other where its memory is not in the caches (benchmarks/LOG.md, 2026-11-25).
+template <class T, class V, class Term>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
-  const bool narrow = visit<1, 2, 3, 4>((c + V::kLanes - 1) / V::kLanes, [&]<int kVectors>() {
-    sum_narrow_rows<kVectors, V>(term, offset, begin, end, c, out);
-  });
-  if (!narrow) sum_wide_rows<V>(term, offset, begin, end, c, out);
+  constexpr int64_t kShort = 2048 / int64_t(sizeof(T));
+  constexpr int kStrip = 4;
+  std::fill_n(out, c, typename V::Lane(0));
+  for (int64_t first = begin; first < end; first += kSumRows) {
+    const int64_t last = std::min(first + kSumRows, end);
+    const auto strip = [&]<int kVectors>(int64_t ch, auto lanes) {
+      V sums[kVectors];
+      std::fill_n(sums, kVectors, V(0));
+      for (int64_t i = offset + first * c + ch; i < offset + last * c + ch; i += c) {
+        for (int v = 0; v < kVectors; ++v) sums[v] += term(i + v * V::kLanes, ch + v * V::kLanes, lanes);
+      }
+      for (int v = 0; v < kVectors; ++v) {
+        auto* sum = out + ch + v * V::kLanes;
+        store(sum, load<V>(sum, lanes) + sums[v], lanes);
+      }
+    };
+    const bool narrow = c % V::kLanes == 0 && visit<1, 2>(c / V::kLanes, [&]<int kVectors>() {
+                          strip.template operator()<kVectors>(0, AllLanes{});
+                        });
+    if (narrow) continue;
+    if (c < kShort) {
+      alignas(kVecBytes) typename V::Lane sums[kShort] = {};
+      for (int64_t i = offset + first * c; i < offset + last * c; i += c) {
+        for_each_vector<V>(
+            c, [&](int64_t ch, auto lanes) { store(sums + ch, load<V>(sums + ch) + term(i + ch, ch, lanes)); });
+      }
+      for_each_vector<V>(
+          c, [&](int64_t ch, auto lanes) { store(out + ch, load<V>(out + ch, lanes) + load<V>(sums + ch), lanes); });
+      continue;
+    }
+    constexpr int64_t kWidth = kStrip * V::kLanes;
+    for (int64_t ch = 0; ch + kWidth <= c; ch += kWidth) strip.template operator()<kStrip>(ch, AllLanes{});
+    const int64_t rest = c / kWidth * kWidth;
+    for_each_vector<V>(c - rest, [&](int64_t ch, auto lanes) { strip.template operator()<1>(rest + ch, lanes); });
+  }
 }
 
 // The sum of part(k) for k in [begin, end), as a tree of few at a time: errors do not grow with the size of images.
@@ -186,7 +159,7 @@ typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t 
 
 // The (sample, channel) sums of term(i, ch) of items [begin, end): chunks of rows for channels_last, planes for
 // contiguous. `out` is acc [n, reduce_chunks, stride], of which c elements are written.
-template <class V, class Term>
+template <class T, class V, class Term>
 void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term, typename V::Lane* out, int64_t begin,
                int64_t end) {
   const bool planes = m.layout == Layout::kContiguous;
@@ -197,7 +170,7 @@ void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term
       out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw);
     } else {
       const int64_t first = at.remainder * kReduceChunk;
-      sum_rows<V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride);
+      sum_rows<T, V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride);
     }
   }
 }
