@@ -111,7 +111,8 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
                         });
     if (narrow) continue;
     if (c < kShort) {
-      alignas(kVecBytes) typename V::Lane sums[kShort] = {};
+      alignas(kVecBytes) typename V::Lane sums[kShort];
+      for (int64_t ch = 0; ch < c; ch += V::kLanes) store(sums + ch, V(0));
       for (int64_t i = offset + first * c; i < offset + last * c; i += c) {
         for_each_vector<V>(
             c, [&](int64_t ch, auto lanes) { store(sums + ch, load<V>(sums + ch) + term(i + ch, ch, lanes)); });
