@@ -72,6 +72,8 @@ FUSEDTRAIN_HD bool is_plain(const OptimizerStep& a, const StepTensor& t) {
   return t.dtype == DType::kFloat32 || (a.rounding == Rounding::kNearest && !a.random);
 }
 
+static_assert(RandomBits::kParamUse >= kMaxStates);
+
 // Of the tensor at that place in the list.
 FUSEDTRAIN_HD RandomBits random_bits(const OptimizerStep& a, const StepTensor& t, int64_t place) {
   return RandomBits(a.seed, t.step != nullptr ? int64_t(*t.step) + 1 : 0, place);

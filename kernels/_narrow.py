@@ -1,4 +1,4 @@
-"""csrc/core/narrow.h in Triton, bit for bit: numbers computed in float32 that are stored in 16 or 8 bits."""
+"""csrc/core/narrow.h in Triton, bit for bit but for NaN: numbers computed in float32 that are stored in 16 or 8 bits."""
 
 import triton
 import triton.language as tl
@@ -63,7 +63,7 @@ def _round_float16(x, random):
     normal = _number((_bits(a) + (random >> 3)) & 0xFFFFE000)
     # Below 2^-14 the numbers of float16 are the multiples of 2^-24, to which adding 0.5 rounds.
     tail = ((random >> 4).to(tl.float32) + 0.5) * 2.0**-36 - 2.0**-25
-    small = (a + tail + 0.5) - 0.5
+    small = tl.abs((a + tail + 0.5) - 0.5)  # of 0 it may be -2^-25, which is stored as 0
     rounded = _number(_bits(tl.where(a < 2.0**-14, small, normal)) | sign)
     return tl.where(x - x == 0.0, rounded, x).to(tl.float16)
 

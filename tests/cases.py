@@ -4,6 +4,7 @@ import itertools
 import random
 
 import harness
+import torch
 from hypothesis import strategies as st
 
 # [N, C, H, W]. 16 is the widest vector in float32, 256 the positions that the kernels add up in one go.
@@ -21,6 +22,14 @@ SHAPES = {
     "no_pixels": (2, 8, 0, 4),  # the mean of nothing is NaN
     "no_channels": (2, 0, 3, 3),
 }
+
+# Channels of channels_last images about the ends of what the CPU kernels do in one way: rows of one and two vectors, of
+# 6 and 8, rows of 2 KiB and a rest of their strips.
+ROWS = [
+    *((torch.float32, c) for c in (16, 32, 48, 96, 128, 511, 512, 515, 593)),
+    *((torch.bfloat16, c) for c in (32, 96, 1023, 1024, 1093)),
+    *((torch.float64, c) for c in (8, 48, 255, 257)),
+]
 
 
 def pairwise(**choices) -> list[dict]:

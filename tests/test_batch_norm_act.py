@@ -89,6 +89,26 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
     )
 
 
+@pytest.mark.parametrize(("dtype", "channels"), cases.ROWS)
+def test_rows_of_any_length_are_summed(device, kernels, dtype, channels):
+    harness.skip_unless_runs(kernels, device, "batch_norm_act", dtype)
+    draws = harness.draws(
+        lambda seed: make(device, (2, channels, 7, 5), "channels_last", dtype, seed=seed), device, kernels
+    )
+    calls = (of(draws[0], running=True) for of in (function, reference_of))
+    harness.assert_op_as_good_as_torch(*calls, draws, "batch_norm_act")
+
+
+@pytest.mark.parametrize("channels", [3, 12, 24, 64, 80, 96, 144])
+def test_few_channels_are_folded_into_rows_that_the_registers_hold(device, kernels, channels):
+    if harness.interpreted(kernels, device):
+        pytest.skip("too much for Triton's interpreter")
+    side = int((2**17 / channels / 2) ** 0.5) // 4 * 4 + 4
+    draw = make(device, (2, channels, side, side), "channels_last")
+    calls = (of(draw, running=True) for of in (function, reference_of))
+    harness.assert_op_as_good_as_torch(*calls, draw, "few channels")
+
+
 def test_images_that_outgrow_the_caches(device, kernels):  # 8 MiB: the CPU kernels may then take rows one by one
     if harness.interpreted(kernels, device):
         pytest.skip("too much for Triton's interpreter")

@@ -47,6 +47,13 @@ def test_output_and_gradient_are_as_good_as_torch(device, backend, case):
     harness.assert_op_as_good_as_torch(function(**options), reference_of(**options), draws, "channel_pool")
 
 
+@pytest.mark.parametrize(("dtype", "channels"), cases.ROWS)
+def test_rows_of_any_length_are_summed(device, kernels, dtype, channels):
+    harness.skip_unless_runs(kernels, device, "channel_pool", dtype)
+    draws = harness.draws(lambda seed: make(device, (2, channels, 7, 5), "channels_last", dtype, seed), device, kernels)
+    harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "channel_pool")
+
+
 @given(
     case=cases.strided(),
     dtype=st.sampled_from(harness.DTYPES[:3]),

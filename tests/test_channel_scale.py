@@ -47,6 +47,14 @@ def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
     harness.assert_op_as_good_as_torch(function(in_act), reference_of(in_act), draws, "channel_scale")
 
 
+@pytest.mark.parametrize(("dtype", "channels"), cases.ROWS)
+def test_rows_of_any_length_are_summed(device, kernels, dtype, channels):
+    harness.skip_unless_runs(kernels, device, "channel_scale", dtype)
+    shape = (2, channels, 7, 5)
+    draws = harness.draws(lambda seed: make(device, shape, "channels_last", dtype, seed=seed), device, kernels)
+    harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "channel_scale")
+
+
 @given(
     case=cases.strided(), dtype=st.sampled_from(harness.DTYPES[:3]), in_act=st.sampled_from(_codes.INPUT_ACTIVATIONS)
 )

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtrain import optim
 from fusedtrain.backend import current_backend, use_backend
 from fusedtrain.ops import _codes, _narrow, optimizer_step_
 from fusedtrain.ops.optimizer_step import (
@@ -324,6 +325,7 @@ def test_bad_arguments_are_named(changes, message):
 FORMATS = {
     "bf16 states": (torch.float32, torch.bfloat16, {}),
     "fp32 states": (torch.float16, torch.float32, {}),
+    "fp16 states": (torch.float16, torch.float16, {}),
     "8-bit states": (torch.float32, torch.uint8, {}),
     "stochastic": (torch.bfloat16, torch.bfloat16, {"rounding": "stochastic"}),
     "stochastic fp16, 8-bit states": (torch.float16, torch.uint8, {"rounding": "stochastic"}),
@@ -421,6 +423,44 @@ def test_every_backend_stores_the_same_bits(device, kernels, name):
             optimizer_step_(*own.values(), rule="momentum", **options | held)
         runs.append(by_name(own | held))
     harness.assert_bitwise_equal(*runs, name)
+
+
+def test_averages_take_in_what_became_of_the_parameter(device, kernels):
+    """Also where stochastic rounding makes it infinite."""
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    options = {"rule": "sgd", "coefficients": (), "lr": 1.0, "rounding": "stochastic", "seed": 1, "ema_decay": 0.5}
+    for dtype, value in ((torch.float16, 65504.0), (torch.bfloat16, torch.finfo(torch.bfloat16).max)):
+        p = torch.full((17,), value, dtype=dtype, device=device)
+        ema = torch.ones(17, device=device)
+        optimizer_step_([p], [-p / 8], [], [], [ema], **options)
+        assert p.isinf().all() and ema.isinf().all()
+
+
+def test_a_step_of_lamb_without_eps_does_not_depend_on_how_many_vectors_a_parameter_fills(device, kernels):
+    """Lanes behind the last element divide 0 by 0."""
+    steps = []
+    for size in (15, 16, 17, 8193):
+        p = torch.full((size,), 2.0, device=device)
+        p.grad = torch.full((size,), 0.5, device=device)
+        with use_backend(kernels):
+            optim.Lamb([p], lr=0.1, eps=0.0, weight_decay=0.0, max_grad_norm=None, always_adapt=True).step()
+        steps.append(p[0].item())
+    assert steps == pytest.approx([2.0 - 0.1 * 2.0] * len(steps))  # of the length of the parameter
+
+
+def test_a_block_of_codes_that_is_not_finite_leaves_the_others_alone(device, kernels):
+    harness.skip_unless_runs(kernels, device, "optimizer_step_narrow")
+    interpreter_runs(kernels, device, True)
+    lists, options = make_narrow("momentum", device, "8-bit states")
+    place = next(i for i, g in enumerate(lists["grads"]) if g.numel() == 8193)
+    lists["grads"][place][300], lists["grads"][place][8192] = torch.inf, torch.nan
+    ours = run_narrow("momentum", lists, options)
+    with use_backend("reference"):
+        stock = run_narrow("momentum", lists, options)
+    broken = ~ours[f"states[{place}]"].isfinite()
+    assert broken[256:512].all() and broken[8192] and broken.sum() == 257
+    for name in stock:
+        torch.testing.assert_close(ours[name], stock[name], rtol=0.15, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -27,7 +27,8 @@ Batch batch_of(const Tensor& x) {
   if (m.layout == Layout::kContiguous && m.hw > 1) return {m};
   int64_t columns = m.c;
   while (2 * columns <= kRegisterColumns) columns *= 2;
-  const bool registers = active_isa() >= Isa::kAvx512 && (columns == kRegisterColumns || columns == 96);
+  const bool registers = active_isa() >= Isa::kAvx512 && m.dtype != DType::kFloat64 &&
+                         (columns == kRegisterColumns || columns == kRegisterColumns / 4 * 3);
   const int64_t wanted = registers ? columns : 256;
   Batch b{{1, m.c, m.n * m.hw, m.dtype, Layout::kChannelsLast, {}}};
   while (x.is_cpu() && b.images.hw % 2 == 0 && b.images.hw > 0 &&

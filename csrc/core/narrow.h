@@ -110,7 +110,7 @@ FUSEDTRAIN_HD V round_to_float16(V x, Word<V> random) {
   const V a = B::to(B::of(x) ^ sign), normal = B::to((B::of(a) + random_tail(random, 13)) & ~0x1fffu);
   // Below 2^-14 the numbers of float16 are the multiples of 2^-24, to which adding 0.5 rounds.
   const V tail = (B::number(random >> 4) + V(0.5f)) * V(0x1p-36f) - V(0x1p-25f);
-  const V small = (a + tail + V(0.5f)) - V(0.5f);
+  const V small = magnitude((a + tail + V(0.5f)) - V(0.5f));  // of 0 it may be -2^-25, which is stored as 0
   const V rounded = vselect(a < V(0x1p-14f), small, normal);
   return vselect(x - x == V(0), B::to(B::of(rounded) | sign), x);
 }

@@ -309,6 +309,23 @@ inline void for_each_vector(int64_t count, F&& f) {
   }
 }
 
+// x with zeros in the lanes that a load left out.
+template <class V>
+inline V keep(V x, AllLanes) {
+  return x;
+}
+template <class V>
+inline V keep(V x, FirstLanes lanes) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
+  if constexpr (std::is_same_v<V, Vec<double>>) return V(_mm512_maskz_mov_pd(__mmask8((1u << lanes.count) - 1), x.v));
+#endif
+  using Int = typename V::Int;
+  RawVec<Int> index;
+  for (int i = 0; i < V::kLanes; ++i) index[i] = Int(i);
+  return V(index < Int(lanes.count) ? x.v : V(0).v);
+}
+
 // A value as it reads back from an array of T.
 template <class T, class V>
 inline V round_to(V x) {

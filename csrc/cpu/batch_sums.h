@@ -3,30 +3,13 @@
 // maps. Internal linkage, as in core/simd.h.
 //
 // A functor holds its images; f.params(at) gathers what a channel brings, where at(p) is the vector of p[c], repeated
-// for contiguous images. Rows are taken a few at a time, with the next ones fetched ahead: the processor by itself
-// follows few streams, and not across pages.
+// for contiguous images. Rows that the registers hold are taken one after another, others a few at a time, with the
+// next ones fetched ahead: the processor by itself follows few streams, and not across pages.
 #include "batch_norm_act.h"
 #include "cpu/channels.h"
 
 namespace fusedtrain::cpu {
 namespace {
-
-// x with zeros in the lanes that a load left out.
-template <class V>
-inline V keep(V x, AllLanes) {
-  return x;
-}
-template <class V>
-inline V keep(V x, FirstLanes lanes) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<V, Vec<float>>) return V(_mm512_maskz_mov_ps(__mmask16((1u << lanes.count) - 1), x.v));
-  if constexpr (std::is_same_v<V, Vec<double>>) return V(_mm512_maskz_mov_pd(__mmask8((1u << lanes.count) - 1), x.v));
-#endif
-  using Int = typename V::Int;
-  RawVec<Int> index;
-  for (int i = 0; i < V::kLanes; ++i) index[i] = Int(i);
-  return V(index < Int(lanes.count) ? x.v : V(0).v);
-}
 
 // Whether functor F has vectors computed in turn, of several rows: F::kInTurn, where the vector is a whole one.
 template <class F, class Lanes>
@@ -120,20 +103,17 @@ void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups
       s.store(out + ch + v * V::kLanes, c, lanes);
     }
   };
-  const auto each_group = [=](auto add) {
-    constexpr int64_t kTall = 16;
-    for (int64_t first = begin; first < end; first += kTall) add(first, std::min(first + kTall, end));
-  };
   if (kVecBytes == 64 && c % V::kLanes == 0) {
     const bool whole = visit<6, 8>(c / V::kLanes, [&]<int kVectors>() {
-      each_group(
-          [&](int64_t first, int64_t last) { add_strip.template operator()<kVectors>(first, last, 0, AllLanes{}); });
+      for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
+        add_strip.template operator()<kVectors>(first, last, 0, AllLanes{});
+      });
     });
     if (whole) return;
   }
   constexpr int64_t kLong = 2048 / sizeof(typename F::Element);
-  if (F::kStreams == 1 && c >= kLong) {
-    return each_group([&](int64_t first, int64_t last) {
+  if (F::kStreams == 1 && c >= kLong) {  // strips of two vectors from all rows of a group
+    return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
       int64_t ch = 0;
       for (; ch + 2 * V::kLanes <= c; ch += 2 * V::kLanes) {
         add_strip.template operator()<2>(first, last, ch, AllLanes{});

@@ -80,38 +80,44 @@ struct Split {
   }
 };
 
-// ---- sums over hw: of groups of kSumRows terms, then of the groups of a chunk, then of the chunks ----
+// ---- sums over hw: of groups of terms, then of the groups of a chunk, then of the chunks ----
 
-constexpr int64_t kSumRows = 16;
+// f(first, last) for groups of rows [begin, end).
+template <class F>
+void for_sum_groups(int64_t begin, int64_t end, F&& f) {
+  constexpr int64_t kSumRows = 16;
+  for (; begin < end; begin += kSumRows) f(begin, std::min(begin + kSumRows, end));
+}
 
 // out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
 // elements of the type of sums, T is that of the rows. Short rows are read one after another, from end to end, and
-// their sums wait in L1; of long ones as many vectors as fit the registers are read from all rows of a group. Either is
-// up to twice as fast as the other where its memory is not in the caches (benchmarks/LOG.md, 2026-11-25).
+// their sums wait in L1, or in registers those of one or two vectors; long rows are read in strips of a few vectors
+// from all rows of a group. Each is up to twice as fast as the others where its memory is not in the caches
+// (benchmarks/LOG.md, 2026-11-25).
 template <class T, class V, class Term>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
-  constexpr int64_t kShort = 2048 / int64_t(sizeof(T));
-  constexpr int kStrip = 4;
   std::fill_n(out, c, typename V::Lane(0));
-  for (int64_t first = begin; first < end; first += kSumRows) {
-    const int64_t last = std::min(first + kSumRows, end);
-    const auto strip = [&]<int kVectors>(int64_t ch, auto lanes) {
-      V sums[kVectors];
-      std::fill_n(sums, kVectors, V(0));
-      for (int64_t i = offset + first * c + ch; i < offset + last * c + ch; i += c) {
-        for (int v = 0; v < kVectors; ++v) sums[v] += term(i + v * V::kLanes, ch + v * V::kLanes, lanes);
-      }
-      for (int v = 0; v < kVectors; ++v) {
-        auto* sum = out + ch + v * V::kLanes;
-        store(sum, load<V>(sum, lanes) + sums[v], lanes);
-      }
-    };
-    const bool narrow = c % V::kLanes == 0 && visit<1, 2>(c / V::kLanes, [&]<int kVectors>() {
-                          strip.template operator()<kVectors>(0, AllLanes{});
-                        });
-    if (narrow) continue;
-    if (c < kShort) {
-      alignas(kVecBytes) typename V::Lane sums[kShort];
+  const auto strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes) {
+    V sums[kVectors];
+    std::fill_n(sums, kVectors, V(0));
+    for (int64_t i = offset + first * c + ch; i < offset + last * c + ch; i += c) {
+      for (int v = 0; v < kVectors; ++v) sums[v] += term(i + v * V::kLanes, ch + v * V::kLanes, lanes);
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      auto* sum = out + ch + v * V::kLanes;
+      store(sum, load<V>(sum, lanes) + sums[v], lanes);
+    }
+  };
+  const bool whole = c % V::kLanes == 0 && visit<1, 2>(c / V::kLanes, [&]<int kVectors>() {
+                       for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
+                         strip.template operator()<kVectors>(first, last, 0, AllLanes{});
+                       });
+                     });
+  if (whole) return;
+  constexpr int64_t kShort = 2048 / int64_t(sizeof(T)), kStrip = 4 * V::kLanes;
+  if (c < kShort) {
+    alignas(kVecBytes) typename V::Lane sums[kShort];
+    return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
       for (int64_t ch = 0; ch < c; ch += V::kLanes) store(sums + ch, V(0));
       for (int64_t i = offset + first * c; i < offset + last * c; i += c) {
         for_each_vector<V>(
@@ -119,13 +125,14 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
       }
       for_each_vector<V>(
           c, [&](int64_t ch, auto lanes) { store(out + ch, load<V>(out + ch, lanes) + load<V>(sums + ch), lanes); });
-      continue;
-    }
-    constexpr int64_t kWidth = kStrip * V::kLanes;
-    for (int64_t ch = 0; ch + kWidth <= c; ch += kWidth) strip.template operator()<kStrip>(ch, AllLanes{});
-    const int64_t rest = c / kWidth * kWidth;
-    for_each_vector<V>(c - rest, [&](int64_t ch, auto lanes) { strip.template operator()<1>(rest + ch, lanes); });
+    });
   }
+  for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
+    int64_t ch = 0;
+    for (; ch + kStrip <= c; ch += kStrip) strip.template operator()<4>(first, last, ch, AllLanes{});
+    for_each_vector<V>(c - ch,
+                       [&](int64_t k, auto lanes) { strip.template operator()<1>(first, last, ch + k, lanes); });
+  });
 }
 
 // The sum of part(k) for k in [begin, end), as a tree of few at a time: errors do not grow with the size of images.

@@ -1,5 +1,5 @@
-// optimizer_step on the CPU: parameter, gradient and states are read and written once, a vector at a time. New states in
-// blocks of 8 bits wait in the cache until a block of them is whole.
+// optimizer_step on the CPU: parameter, gradient and states are read and written once, a vector at a time. New states
+// in blocks of 8 bits wait in the cache until a block of them is whole.
 #include "optimizer_step.h"
 
 #include "cpu/lists.h"
@@ -36,7 +36,7 @@ void norms(const R& rule, const StepTensor& t, double factor, int64_t first, int
         for (int k = 0; k < R::kStates; ++k) s[k] = round_to<T>(s[k]);  // as the second pass reads them
       }
       rule.norms(p, g, s, squares);
-      for (int k = 0; k < kSummed<R>; ++k) sums[k] += squares[k];
+      for (int k = 0; k < kSummed<R>; ++k) sums[k] += keep(squares[k], lanes);
     });
     for (int k = 0; k < kSummed<R>; ++k) result[k] += lane_sum(sums[k]);
   }
@@ -111,8 +111,7 @@ Vec<float> store_randomly_as(DType dtype, void* p, int64_t i, Vec<float> x, Word
     return Bits<Vec<float>>::to(words & ~0xffffu);
   }
   if (dtype == DType::kFloat16) x = round_to_float16(x, random);
-  store_as(dtype, p, i, x, lanes);
-  return x;
+  return store_rounded_as(dtype, p, i, x, lanes);
 }
 
 // A parameter and what belongs to it as vectors of float32. Branches on types cost next to nothing beside the memory:
@@ -125,14 +124,15 @@ class Stored {
     alignas(kVecBytes) float numbers[R::kStates + 1][kCodeBlock];
   };
 
-  Stored(const OptimizerStep& a, const StepTensor& t, States& block)
+  // `block` is written to between `open` and `close`.
+  Stored(const OptimizerStep& a, const StepTensor& t, States* block)
       : t_(t),
-        block_(&block),
+        block_(block),
         bits_(random_bits(a, t, &t - a.tensors)),
         near_(bits_),
         kahan_(a.rounding == Rounding::kKahan),
-        random_param_(a.rounding == Rounding::kStochastic),
-        random_states_(a.random),
+        random_param_(a.rounding == Rounding::kStochastic && t.dtype != DType::kFloat32),
+        random_states_(a.random && (is_coded(t) || t.state_dtype != DType::kFloat32)),
         zero_grads_(a.zero_grads),
         ema_rate_(float(1 - a.ema_decay)) {}
 
@@ -249,7 +249,7 @@ void norms_stored(const R& rule, const Stored<R>& stored, double factor, int64_t
       stored.states(i, s, lanes);
       if constexpr (R::kStatesFirst) rule.advance(g, s);
       rule.norms(p, g, s, squares);
-      for (int k = 0; k < kSummed<R>; ++k) sums[k] += squares[k];
+      for (int k = 0; k < kSummed<R>; ++k) sums[k] += keep(squares[k], lanes);
     });
     for (int k = 0; k < kSummed<R>; ++k) result[k] += lane_sum(sums[k]);
   }
@@ -289,8 +289,7 @@ void optimizer_step_norms<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t b
             const R rule = rule_of<R>(a, t);
             if (is_plain(a, t)) return norms<T>(rule, t, factor, first, last, result);
             if constexpr (!std::is_same_v<T, double>) {
-              typename Stored<R>::States block;
-              norms_stored(rule, Stored<R>(a, t, block), factor, first, last, result);
+              norms_stored(rule, Stored<R>(a, t, nullptr), factor, first, last, result);
             }
           }
         });
@@ -313,7 +312,7 @@ void optimizer_step<Isa::FUSEDTRAIN_ISA>(const OptimizerStep& a, int64_t begin, 
     }
     visit_rule<float>(a.rule, [&]<class R>() {
       typename Stored<R>::States block;
-      update_stored(rule_of<R>(a, t), Stored<R>(a, t, block), factor, first, last);
+      update_stored(rule_of<R>(a, t), Stored<R>(a, t, &block), factor, first, last);
     });
   });
 }

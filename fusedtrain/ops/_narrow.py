@@ -1,4 +1,7 @@
-"""How numbers computed in float32 are stored in fewer bits: csrc/core/narrow.h in plain PyTorch, bit for bit."""
+"""How numbers computed in float32 are stored in fewer bits: csrc/core/narrow.h in plain PyTorch, bit for bit but for NaN.
+
+Numbers over tensors, and on a GPU tensors over numbers, are rounded twice; here tensors are divided by tensors.
+"""
 
 import torch
 from torch import Tensor
@@ -89,7 +92,7 @@ def encode_(codes: Tensor, scales: Tensor, x: Tensor, signed: bool, random: Tens
     values, random = (torch.nn.functional.pad(t, padding).view(shape) for t in (values, random))
     largest = values.abs().amax(1, keepdim=True)
     largest = torch.where(largest.isfinite(), torch.where(largest < _LEAST, 0.0, largest), torch.nan)
-    scale = torch.full_like(largest, _TOP) / largest  # a number over a tensor would be rounded twice
+    scale = torch.full_like(largest, _TOP) / largest
     y = (values.abs() * scale).clamp(max=_TOP)
     digits = (_cut(y, random, _SHIFT) >> _SHIFT) - _BASE[signed]
     smallest = _smallest(signed)
@@ -108,7 +111,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     code = flat(codes).long()
     digits = code & 0x7F if signed else code
     values = torch.where(digits == 0, 0.0, _float((digits + _BASE[signed]) << _SHIFT))
-    values = values * (scales / _TOP).repeat_interleave(BLOCK)[: codes.numel()]
+    values = values * (scales / torch.full_like(scales, _TOP)).repeat_interleave(BLOCK)[: codes.numel()]
     made = torch.empty_like(codes, dtype=torch.float32)
     flat(made).copy_(torch.where(code > 127, -values, values) if signed else values)
     return made

@@ -28,7 +28,7 @@ from fusedtrain.ops.depthwise_conv2d import IMPLS as CONV_IMPLS
 from fusedtrain.ops.depthwise_conv2d import _check as _check_conv
 from fusedtrain.ops.depthwise_conv2d import _fake as _fake_convolved
 from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
-from fusedtrain.ops.depthwise_conv2d import _geometry, depthwise_conv2d
+from fusedtrain.ops.depthwise_conv2d import _geometry, choose, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
 from fusedtrain.ops.pointwise_conv2d import IMPLS as PROJECTION_IMPLS
 from fusedtrain.ops.pointwise_conv2d import _product
@@ -145,21 +145,20 @@ def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
 
 
-def _convolve(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, stride, *args) -> Callable:
-    """The convolution; inside the block the kernels straight from channels_last images gain where alone stock does."""
-    (d, _, kh, kw), c = weight.shape, x.shape[1]
+def _convolutions(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, geometry) -> tuple[Callable, Callable | None]:
+    """The convolution and its gradient, None where dz is handed over in cache. Inside the block the kernels straight
+    from channels_last images gain where alone stock does."""
+    (d, _, kh, kw), c, stride = weight.shape, x.shape[1], geometry[0]
+    channels_last = _common.is_channels_last(x)
     square = kh == kw in (3, 5, 7) and stride[0] == stride[1] and d == c
-    if impl is IMPLS["cpu"] and square and c * x.element_size() >= 64 and _common.is_channels_last(x):
-        return CONV_IMPLS["cpu"].forward
-    return select("depthwise_conv2d", CONV_IMPLS, x, weight, bias, stride, *args).forward
-
-
-def _conv_backward(impl: _BlockImpl, x: Tensor, *args) -> Callable | None:
-    """The convolution's gradient where stock may have the faster one; None where dz is handed over in cache."""
-    if impl.conv_backward is not None and _common.is_channels_last(x):
-        return None
-    chosen = select("depthwise_conv2d_backward", CONV_BACKWARD_IMPLS, x, *args)
-    return None if impl.conv_backward is not None and chosen is CONV_BACKWARD_IMPLS["cpu"] else chosen.forward
+    straight = channels_last and impl is IMPLS["cpu"] and square and c * x.element_size() >= 64
+    in_cache = channels_last and impl.conv_backward is not None
+    if straight and in_cache:
+        return CONV_IMPLS["cpu"].forward, None
+    forward, backward = choose(x, weight, bias, geometry)
+    if in_cache or (impl.conv_backward is not None and backward is CONV_BACKWARD_IMPLS["cpu"].forward):
+        backward = None
+    return CONV_IMPLS["cpu"].forward if straight else forward, backward
 
 
 class _DepthwiseBnActSe(torch.autograd.Function):
@@ -376,7 +375,7 @@ def depthwise_bn_act_se(
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
     norm, moments = impl.norm, ()
     with torch.no_grad():
-        convolve = _convolve(impl, x, weight, bias, *geometry)
+        convolve, conv_backward = _convolutions(impl, x, weight, bias, geometry)
         if training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward):
             z, *moments = impl.convolve(x, weight, bias, *geometry)
         else:  # stock convolutions may be faster on CPUs
@@ -389,7 +388,7 @@ def depthwise_bn_act_se(
     if not recording:
         y = _common.in_format_of(again(*kept), x)
         return _product(y, *after, [1, 1])[0] if after else y
-    options = impl, _conv_backward(impl, x, weight, bias, *geometry), codes, count, geometry, group
+    options = impl, conv_backward, codes, count, geometry, group
     if se is None:
         y = _DepthwiseBnAct.apply(x, weight, bias, *affine, z, mean, rstd, options)
     else:

@@ -5,13 +5,14 @@ r"""depthwise_conv2d: every channel convolved with its own kernels.
     x_{n,\,c,\;o s + k d - \mathrm{top},\; p s + l d - \mathrm{left}}
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedtrain import _extension
-from fusedtrain.backend import Impl, register, select
+from fusedtrain.backend import Impl, is_automatic, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema, _windows
 
 
@@ -185,6 +186,32 @@ BACKWARD_IMPLS = register(
 )
 
 
+# What the rules chose for a call on a CPU: they take longer than the rest of it (benchmarks/LOG.md, 2026-11-25).
+_chosen: dict[tuple, tuple[Callable, Callable]] = {}
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MOST_CHOSEN = 4096
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[list[int], ...]
+) -> tuple[Callable, Callable]:
+    """The implementations of both directions."""
+    key = None
+    if not torch.compiler.is_compiling() and is_automatic() and type(x) in _PLAIN and x.is_cpu:
+        stride, padding, dilation = geometry
+        key = (x.shape, x.stride(), x.dtype, weight.shape, *stride, *padding, *dilation)
+        found = _chosen.get(key)
+        if found is not None:
+            return found
+    forward = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry).forward
+    found = forward, select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
+    if key is not None:
+        if len(_chosen) >= _MOST_CHOSEN:
+            _chosen.clear()
+        _chosen[key] = found
+    return found
+
+
 class _DepthwiseConv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, geometry, forward, backward):
@@ -269,15 +296,15 @@ def depthwise_conv2d(
     _check(x, weight, bias, groups)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
-    impl = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry)
-    stock, backward = impl.forward is reference, reference_backward
-    if _common.records(x, weight, bias):
-        backward = select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
+    forward, backward = choose(x, weight, bias, geometry)
+    stock = forward is reference
+    if not _common.records(x, weight, bias):
+        backward = reference_backward
     recording = not (stock and backward is reference_backward) and _common.needs_autograd(x, weight, bias)
     if stock and not recording:
         return reference(x, weight, bias, *geometry, act_code)
     x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
     if not recording:
-        return _common.in_format_of(impl.forward(x, weight, bias, *geometry, act_code), x)
-    y = _DepthwiseConv2d.apply(x, weight, bias, geometry, impl.forward, backward)
+        return _common.in_format_of(forward(x, weight, bias, *geometry, act_code), x)
+    y = _DepthwiseConv2d.apply(x, weight, bias, geometry, forward, backward)
     return _activation.REFERENCE[act](_common.in_format_of(y, x))
