@@ -1,4 +1,4 @@
-"""csrc/core/narrow.h in Triton, bit for bit but for NaN: numbers computed in float32 that are stored in 16 or 8 bits."""
+"""csrc/core/narrow.h in Triton, bit for bit but for NaN: numbers computed in float32 and stored in 16 or 8 bits."""
 
 import triton
 import triton.language as tl
