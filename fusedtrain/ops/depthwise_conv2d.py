@@ -102,7 +102,12 @@ _STOCK_FASTER = {
 # over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
-        "forward": {("channels_last", dtype, 2): {3: _NEVER, 5: _NEVER} for dtype in (torch.float32, torch.bfloat16)},
+        "forward": {
+            ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER},
+            ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
+            ("channels_last", torch.bfloat16, 1): {3: _RAGGED._replace(least=33), 5: _RAGGED, 7: _RAGGED},
+            ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
+        },
     },
     5: {
         "forward": {
