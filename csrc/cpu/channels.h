@@ -92,9 +92,9 @@ void for_sum_groups(int64_t begin, int64_t end, F&& f) {
 // out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
 // elements of the type of sums, T is that of the rows. Short rows are read one after another, from end to end, and
 // their sums wait in L1, or in registers those of one or two vectors; long rows are read in strips of a few vectors
-// from all rows of a group. Each is up to twice as fast as the others where its memory is not in the caches
-// (benchmarks/LOG.md, 2026-11-25).
-template <class T, class V, class Term>
+// from all rows of a group, unless kStreams images are read at once. Each is up to twice as fast as the others where
+// its memory is not in the caches (benchmarks/LOG.md, 2026-11-25).
+template <class T, int kStreams, class V, class Term>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
   std::fill_n(out, c, typename V::Lane(0));
   const auto strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes) {
@@ -114,17 +114,24 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
                        });
                      });
   if (whole) return;
-  constexpr int64_t kShort = 2048 / int64_t(sizeof(T)), kStrip = 4 * V::kLanes;
-  if (c < kShort) {
-    alignas(kVecBytes) typename V::Lane sums[kShort];
+  constexpr int64_t kShort = 2304 / int64_t(sizeof(T)), kStrip = 4 * V::kLanes, kMost = 2048;
+  if (c < kShort || kStreams > 1) {
+    alignas(kVecBytes) typename V::Lane sums[kMost];
+    const int64_t parts = (c + kMost - 1) / kMost, some = (c + parts - 1) / parts;
+    const int64_t width = (some + V::kLanes - 1) / V::kLanes * V::kLanes;
     return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
-      for (int64_t ch = 0; ch < c; ch += V::kLanes) store(sums + ch, V(0));
-      for (int64_t i = offset + first * c; i < offset + last * c; i += c) {
-        for_each_vector<V>(
-            c, [&](int64_t ch, auto lanes) { store(sums + ch, load<V>(sums + ch) + term(i + ch, ch, lanes)); });
+      for (int64_t at = 0; at < c; at += width) {
+        const int64_t count = std::min(width, c - at);
+        for (int64_t ch = 0; ch < count; ch += V::kLanes) store(sums + ch, V(0));
+        for (int64_t i = offset + first * c + at; i < offset + last * c; i += c) {
+          for_each_vector<V>(count, [&](int64_t ch, auto lanes) {
+            store(sums + ch, load<V>(sums + ch) + term(i + ch, at + ch, lanes));
+          });
+        }
+        for_each_vector<V>(count, [&](int64_t ch, auto lanes) {
+          store(out + at + ch, load<V>(out + at + ch, lanes) + load<V>(sums + ch), lanes);
+        });
       }
-      for_each_vector<V>(
-          c, [&](int64_t ch, auto lanes) { store(out + ch, load<V>(out + ch, lanes) + load<V>(sums + ch), lanes); });
     });
   }
   for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
@@ -167,7 +174,7 @@ typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t 
 
 // The (sample, channel) sums of term(i, ch) of items [begin, end): chunks of rows for channels_last, planes for
 // contiguous. `out` is acc [n, reduce_chunks, stride], of which c elements are written.
-template <class T, class V, class Term>
+template <class T, int kStreams, class V, class Term>
 void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term, typename V::Lane* out, int64_t begin,
                int64_t end) {
   const bool planes = m.layout == Layout::kContiguous;
@@ -178,7 +185,8 @@ void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term
       out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw);
     } else {
       const int64_t first = at.remainder * kReduceChunk;
-      sum_rows<T, V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride);
+      sum_rows<T, kStreams, V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c,
+                               out + item * stride);
     }
   }
 }
