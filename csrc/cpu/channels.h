@@ -117,7 +117,7 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
   constexpr int64_t kShort = 2304 / int64_t(sizeof(T)), kStrip = 4 * V::kLanes, kMost = 2048;
   if (c < kShort || kStreams > 1) {
     alignas(kVecBytes) typename V::Lane sums[kMost];
-    const int64_t parts = (c + kMost - 1) / kMost, some = (c + parts - 1) / parts;
+    const int64_t parts = std::max<int64_t>((c + kMost - 1) / kMost, 1), some = (c + parts - 1) / parts;
     const int64_t width = (some + V::kLanes - 1) / V::kLanes * V::kLanes;
     return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
       for (int64_t at = 0; at < c; at += width) {
