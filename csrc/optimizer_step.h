@@ -88,7 +88,11 @@ FUSEDTRAIN_HD Hyper hyper_of(const OptimizerStep& a) {
 FUSEDTRAIN_HD bool is_lamb(Rule rule) { return rule == Rule::kLamb || rule == Rule::kLambCautious; }
 
 // The factor f on the gradients, +-1 / grad_scale where there is no norm.
-FUSEDTRAIN_HD double grad_factor(const OptimizerStep& a) {
+#ifndef __CUDACC__
+[[gnu::always_inline]]  // a variant of the CPU kernels must not define it for the others, tests/test_csrc.py
+#endif
+FUSEDTRAIN_HD double
+grad_factor(const OptimizerStep& a) {
   const double scale = a.grad_scale != nullptr ? double(*a.grad_scale) : 1.0;
   double factor = (a.maximize ? -1.0 : 1.0) / scale;
   if (a.norm != nullptr) {
