@@ -2,11 +2,15 @@
 
 Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1,
 relu6'(0) = relu6'(6) = 0.
-libdevice is not available in Triton's interpreter: only what triton.language has itself is used.
+Only ``exp`` comes from libdevice, which Triton's interpreter lacks: triton.language's own loses digits with growing |x|,
+and its ``/`` those of denominators beyond 2^126.
 """
+
+import os
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from fusedtrain.ops import _codes
 
@@ -26,16 +30,29 @@ ONE_SIXTH = tl.constexpr(1.0 / 6.0)
 ONE_THIRD = tl.constexpr(1.0 / 3.0)
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def _exp(x):
+        return tl.exp(x)
+
+else:
+
+    @triton.jit
+    def _exp(x):
+        return libdevice.exp(x)
+
+
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return tl.div_rn(1.0, 1.0 + _exp(-x))
 
 
 @triton.jit
 def _sigmoid_slope(x):
     # s (1 - s) loses its digits to cancellation at large |x|, e / (1 + e)^2 to rounding at small |x|.
-    e = tl.exp(-tl.abs(x))
-    s = 1.0 / (1.0 + e)
+    e = _exp(-tl.abs(x))
+    s = tl.div_rn(1.0, 1.0 + e)
     return tl.where(e > 0.25, s * (1.0 - s), e * s * s)
 
 
@@ -48,7 +65,7 @@ def _hard_sigmoid(x):
 
 @triton.jit
 def _bell(x):
-    return tl.exp(-0.5 * x * x)
+    return _exp(-0.5 * x * x)
 
 
 @triton.jit
@@ -77,7 +94,7 @@ def _tanh(x):
     p = p * z - 5.37397155531e-2
     p = p * z + 1.33314422036e-1
     p = p * z - 3.33332819422e-1
-    return tl.where(tl.abs(x) < 0.625, p * z * x + x, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    return tl.where(tl.abs(x) < 0.625, p * z * x + x, 1.0 - 2.0 / (_exp(2.0 * x) + 1.0))
 
 
 @triton.jit
@@ -88,7 +105,7 @@ def value(x, ACT: tl.constexpr):
     elif ACT == RELU:
         y = tl.where(x < 0.0, 0.0, x)
     elif ACT == SILU:
-        y = x / (1.0 + tl.exp(-x))
+        y = tl.div_rn(x, 1.0 + _exp(-x))
     elif ACT == GELU:
         y = x * _normal_cdf(x, _bell(x))
     elif ACT == HARD_SWISH:

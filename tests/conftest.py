@@ -15,6 +15,7 @@ import gc
 import importlib.util
 import os
 from importlib import metadata
+from unittest import mock
 
 # The workers of pytest-xdist share the cores; read when OpenMP starts, also by the processes that tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -34,8 +35,13 @@ if not torch.cuda.is_available() and any(
 
 os.environ.setdefault("FUSEDTRAIN_TUNED", "0")  # a table measured on this machine would decide what is tested here
 
-with contextlib.suppress(ImportError):  # it needs expecttest; what tests need of it, they import themselves
+with (
+    contextlib.suppress(ImportError),  # it needs expecttest; what tests need of it, they import themselves
+    mock.patch.object(torch.backends, "disable_global_flags"),  # of cuDNN, which training runs set
+):
     import torch.testing._internal.common_utils  # changes the settings of hypothesis
+
+torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
 
 import harness
 from zoo import Zoo
@@ -70,6 +76,24 @@ def pytest_collection_finish():
     """What stands here stays: passes of the garbage collector, of which a diagnosis makes many, need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def faults_of_this_test():
+    """Kernels run on after their launch: what one of them did wrong is raised here and not in a later test."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def pytest_runtest_logfinish():
+    """After an illegal access no CUDA call of this process works any more: xdist goes on with a new worker."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        os._exit(1)
 
 
 def pytest_generate_tests(metafunc):

@@ -57,7 +57,8 @@ void dot_rows(const DotRows<T>& task) {
     const T* dy = task.dy + row * task.wo * task.pitch;
     const auto step = [&](auto pixels, auto inside, int64_t col) __attribute__((always_inline)) {
       Column<T, kDeep> gradient(dy + col * task.pitch, task.wo * task.pitch, task.pitch, is_row);
-      In g[pixels][kVecs];
+      constexpr int count = decltype(pixels)::value;  // from GCC 13 on `pixels` is no constant in the lambdas below
+      In g[count][kVecs];
       unroll<pixels>([&](auto i) __attribute__((always_inline)) {
         get(gradient, g[i]);
         gradient.next();

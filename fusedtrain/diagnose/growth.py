@@ -158,8 +158,8 @@ def named():
             children = [(f"[{key!r}]", child) for key, child in itertools.islice(value.items(), ITEMS)]
         elif type(value) in (list, tuple, deque):
             children = [(f"[{i}]", child) for i, child in enumerate(itertools.islice(value, ITEMS))]
-        elif not isinstance(value, type) and type(value).__dictoffset__:
-            children = [(f".{name}", child) for name, child in [*value.__dict__.items()]]
+        elif not isinstance(value, type) and type(value).__dictoffset__:  # some types of Python 3.12 hide it
+            children = [(f".{name}", child) for name, child in [*getattr(value, "__dict__", {}).items()]]
         queue += [(path + step, child, frame, depth + 1) for step, child in children]
 
 
