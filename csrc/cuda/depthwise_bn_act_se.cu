@@ -1,12 +1,13 @@
 // depthwise_bn_act_se on CUDA: the convolution with its statistics, and what follows it; see the header for the maths.
 //
-//   conv      x -> z, and the moments of z for the kernels of up to 5 columns that networks have
+//   conv      x -> z, and the moments of z for the kernels that networks have
 //   pool      z -> pooled                        the gate network is that of squeeze_excite.cu
 //   scale     z, gate, residual -> y
 //   reduce    dy, z -> five sums per plane       combine adds four of them up over the batch
 //   backward  dy, z -> dz
 #include "cuda/batch_sums.h"
 #include "cuda/depthwise_pass.h"
+#include "cuda/depthwise_strips.h"
 #include "depthwise_bn_act_se.h"
 
 namespace fusedtrain::cuda {
@@ -39,18 +40,32 @@ struct MomentsFinish {
   }
 };
 
+template <class A>
+int finish_moments(const BnActConv& a, int64_t parts, void* stream) {
+  const DepthwiseSizes& s = a.sizes;
+  const MomentsFinish<A> finish{static_cast<const A*>(a.partial), s.c * s.m, static_cast<A*>(a.mean),
+                                static_cast<A*>(a.m2), static_cast<double>(s.n * s.ho * s.wo)};
+  return finish_batch(finish, parts, finish.c, stream);
+}
+
 template <class T, int N, int K, int S>
 int convolve(const BnActConv& a, void* stream) {
-  using A = Acc<T>;
   const DepthwiseSizes& s = a.sizes;
   Pass<T> pass = forward_pass<T>(s, a.x, a.weight, a.bias, a.z);
-  pass.moments = static_cast<A*>(a.partial);
+  pass.moments = static_cast<Acc<T>*>(a.partial);
   const int code = run<T, N, Direct<K, S>, Then::kMoments>(pass, s, stream);
-  if (code != cudaSuccess) return code;
-  const Tiles g = tiles_of<N, A>(s, pass.channels, s.ho, s.wo, true);
-  const MomentsFinish<A> finish{pass.moments, pass.channels, static_cast<A*>(a.mean), static_cast<A*>(a.m2),
-                                static_cast<double>(s.n * s.ho * s.wo)};
-  return finish_batch(finish, s.n * g.chunks, pass.channels, stream);
+  const Tiles g = tiles_of<N, Acc<T>>(s, pass.channels, s.ho, s.wo, true);
+  return code != cudaSuccess ? code : finish_moments<Acc<T>>(a, s.n * g.chunks, stream);
+}
+
+template <class T, int K, int S>
+int convolve_strips(const BnActConv& a, void* stream) {
+  const DepthwiseSizes& s = a.sizes;
+  StripPass<T> pass = strip_pass<T>(s, a.x, a.weight, a.bias, a.z);
+  pass.moments = static_cast<float*>(a.partial);
+  const StripTiles g = forward_tiles<K, kStripCols<K, S>>(s);
+  const int code = run_strips<T, K, S, true>(pass, g, stream);
+  return code != cudaSuccess ? code : finish_moments<float>(a, g.blocks, stream);
 }
 
 // The images of z as statistics over the batch see them.
@@ -357,11 +372,21 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
                                     : tiles_of<8, float>(s, s.c * s.m, s.ho, s.wo, true).chunks;
     parts = std::max(parts, s.n * chunks);
   }
+  if (is_strip_shape(s)) {
+    const int code = visit_strips(s, [&]<class T, int K, int S>() -> int {
+      parts = std::max(parts, forward_tiles<K, kStripCols<K, S>>(s).blocks);
+      return cudaSuccess;
+    });
+    if (code != cudaSuccess) return 0;
+  }
   return 4 * parts * s.c * s.m;
 }
 
 int bn_act_conv(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (s.n > 0 && takes_strips(s, a.x, a.z)) {
+    return visit_strips(s, [&]<class T, int K, int S>() { return convolve_strips<T, K, S>(a, stream); });
+  }
   if (!gathers_moments(s)) {
     const DepthwiseConv2d conv{s, Activation::kIdentity, a.x, a.weight, a.bias, a.z, nullptr};
     const BatchNormStats stats{batch_of(s), 1, a.z, a.partial, a.mean, a.m2};

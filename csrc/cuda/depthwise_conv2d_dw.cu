@@ -5,7 +5,7 @@
 //
 // A thread keeps the sums of one kernel row (of up to 7 taps), so x and dy come from memory once and from L1 for the
 // other rows. Blocks sum over chunks of all images; a second kernel adds the chunks in order: no atomics.
-#include "cuda/depthwise_tiles.h"
+#include "cuda/depthwise_strips.h"
 
 namespace fusedtrain::cuda {
 namespace {
@@ -173,28 +173,94 @@ __global__ void __launch_bounds__(kThreads, 1) weight_kernel(WeightPass<T> a, We
   }
 }
 
-// Adds the chunks in order.
+// Adds up the chunks, in an order of its own for each number of them: kFinishLanes threads share an output.
+constexpr int kFinishLanes = kThreads / kWarp;
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    weight_finish_kernel(WeightPass<T> a, T* dw, T* db, int64_t outputs, int64_t chunks) {
-  const int64_t o = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (o >= outputs) return;
-  const int64_t area = int64_t{a.kh} * a.kw, slot = o / a.channels, channel = o - slot * a.channels;
-  T* out =
-      slot < area ? (dw == nullptr ? nullptr : dw + channel * area + slot) : (db == nullptr ? nullptr : db + channel);
-  if (out == nullptr) return;
-  Acc<T> sum = 0;
-#pragma unroll 4
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += a.sums[chunk * outputs + o];
+struct Finish {
+  const Acc<T>* sums;  // [chunks, area + 1, channels]
+  T* dw;               // [channels, area] or null
+  T* db;               // [channels] or null
+  int64_t channels, area, chunks;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) weight_finish_kernel(Finish<T> a) {
+  using A = Acc<T>;
+  A* shared = shared_memory<A>();  // [kFinishLanes, kWarp]
+  const int column = threadIdx.x % kWarp, lane = threadIdx.x / kWarp;
+  const int64_t o = int64_t{blockIdx.x} * kWarp + column, outputs = (a.area + 1) * a.channels;
+  const int64_t slot = o / a.channels, channel = o - slot * a.channels;
+  T* out = nullptr;
+  if (slot < a.area && a.dw != nullptr) out = a.dw + channel * a.area + slot;
+  if (slot == a.area && a.db != nullptr) out = a.db + channel;
+  A sum = 0;
+  if (out != nullptr) {
+#pragma unroll 8
+    for (int64_t chunk = lane; chunk < a.chunks; chunk += kFinishLanes) sum += a.sums[chunk * outputs + o];
+  }
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  if (lane > 0 || out == nullptr) return;
+  for (int i = 1; i < kFinishLanes; ++i) sum += shared[i * kWarp + column];
   from_acc(sum, *out);
+}
+
+template <class T>
+int finish(const DepthwiseConv2dBackward& a, int64_t chunks, void* stream) {
+  const Finish<T> finish{static_cast<const Acc<T>*>(a.partial),
+                         static_cast<T*>(a.dw),
+                         static_cast<T*>(a.db),
+                         a.sizes.c * a.sizes.m,
+                         a.sizes.kh * a.sizes.kw,
+                         chunks};
+  return launch(weight_finish_kernel<T>, ceil_div<int64_t>((finish.area + 1) * finish.channels, kWarp), kThreads,
+                kThreads * sizeof(Acc<T>), stream, finish);
+}
+
+template <int K, int S>
+StripTiles dots_tiles(const DepthwiseSizes& s) {
+  constexpr int64_t kBlocks = 512;
+  StripTiles g = forward_tiles<K, kDotsCols<K, S>>(s);
+  g.blocks = std::min<int64_t>(g.blocks, std::max<int64_t>(1, kBlocks / g.tiles));
+  return g;
+}
+
+template <class T, int K, int S>
+int strips_dw(const DepthwiseConv2dBackward& a, void* stream) {
+  const DepthwiseSizes& s = a.sizes;
+  StripDots<T> dots{};
+  dots.dy = static_cast<const T*>(a.dy);
+  dots.x = static_cast<const T*>(a.x);
+  dots.sums = static_cast<float*>(a.partial);
+  dots.c = s.c;
+  const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
+  set(dots.h, s.h), set(dots.w, s.w), set(dots.ho, s.ho), set(dots.wo, s.wo);
+  set(dots.top, s.top), set(dots.left, s.left);
+  const StripTiles g = dots_tiles<K, S>(s);
+  const int code = launch(strip_dots_kernel<T, K, S, kDotsCols<K, S>>, g.blocks * g.tiles, g.threads(),
+                          K * kPair * g.threads() * sizeof(float), stream, dots, g);
+  return code != cudaSuccess ? code : finish<T>(a, g.blocks, stream);
 }
 
 }  // namespace
 
-int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) { return chunks_of(s) * (s.kh * s.kw + 1) * s.c * s.m; }
+int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
+  int64_t chunks = chunks_of(s);  // which kernels run depends on the pointers, too
+  if (is_strip_shape(s)) {
+    const int code = visit_strips(s, [&]<class T, int K, int S>() -> int {
+      chunks = std::max(chunks, dots_tiles<K, S>(s).blocks);
+      return cudaSuccess;
+    });
+    if (code != cudaSuccess) return 0;
+  }
+  return chunks * (s.kh * s.kw + 1) * s.c * s.m;
+}
 
 int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (a.dw != nullptr && takes_strips(s, a.dy, a.x)) {
+    return visit_strips(s, [&]<class T, int K, int S>() { return strips_dw<T, K, S>(a, stream); });
+  }
   return visit_pack(s, is_aligned(a.dy, a.x), [&]<class T, int N>() {
     return visit_taps<T>(s.kw, s.sw, s.dil_w, [&]<int K, int S>() -> int {
       WeightPass<T> pass{};
@@ -215,9 +281,7 @@ int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
       const int code =
           launch(weight_kernel<T, N, K, S>, blocks, threads, sizeof(Acc<T>) * N * threads, stream, pass, g);
       if (code != cudaSuccess) return code;
-      const int64_t outputs = (s.kh * s.kw + 1) * pass.channels;
-      return launch(weight_finish_kernel<T>, ceil_div<int64_t>(outputs, kThreads), kThreads, 0, stream, pass,
-                    static_cast<T*>(a.dw), static_cast<T*>(a.db), outputs, int64_t{g.chunks});
+      return finish<T>(a, g.chunks, stream);
     });
   });
 }

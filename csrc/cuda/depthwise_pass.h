@@ -2,6 +2,7 @@
 // The pass over images that the depthwise convolution and its input gradient are on CUDA: every output is a sum of taps
 // times inputs; a Rule says which. Moments of the outputs may be gathered on the way.
 #include "core/cuda_images.h"
+#include "cuda/depthwise_moments.h"
 #include "cuda/depthwise_tiles.h"
 
 namespace fusedtrain::cuda {
@@ -26,33 +27,6 @@ struct Pass {
   bool turned;  // the taps, in both directions
   Activation act;
   Acc<T>* moments;  // [n * chunks, 4, channels], with Then::kMoments
-};
-
-// count, shift, mean - shift and m2 of values, by Welford's rule and Chan's for two sets. The shift is one of the
-// values, so that nothing cancels however large the mean is.
-template <class A>
-struct Moments {
-  static constexpr int kParts = 4;
-  A part[kParts] = {};
-
-  __device__ void add(A v, A count, A inverse) {
-    if (part[0] == A(0)) part[1] = v;
-    const A shifted = v - part[1], d = shifted - part[2];
-    part[0] = count;
-    part[2] += d * inverse;
-    part[3] += d * (shifted - part[2]);
-  }
-  __device__ void merge(const Moments& o) {
-    if (part[0] == A(0) || o.part[0] == A(0)) {
-      if (part[0] == A(0)) *this = o;
-      return;
-    }
-    const A count = part[0] + o.part[0], share = o.part[0] / count;
-    const A d = (o.part[1] - part[1]) + (o.part[2] - part[2]);
-    part[2] += d * share;
-    part[3] += o.part[3] + d * d * part[0] * share;
-    part[0] = count;
-  }
 };
 
 // A block is `columns` packs of channels by `lanes` runs of one image, and goes over a chunk of its runs.
