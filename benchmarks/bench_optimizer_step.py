@@ -1,5 +1,6 @@
 """Whole optimizer steps of a CNN with many small parameters and of a transformer with few large ones."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,8 @@ def _tail(**arguments) -> Make:
 
 
 def _stock(cls: Callable, *, fused: bool = False, **arguments) -> dict[str, Make]:
+    if "foreach" not in inspect.signature(cls).parameters:  # as with some of timm's, by its version
+        return {"eager loop": _steps(cls, **arguments)}
     loop = _steps(cls, **arguments, foreach=False)
     forms = {"eager loop": loop, "eager foreach": _steps(cls, **arguments, foreach=True)}
     return forms | ({"eager fused": _steps(cls, **arguments, fused=True)} if fused else {})
@@ -83,7 +86,7 @@ def _steps_of_timm() -> dict[str, tuple]:
         "Lamb": ((11, 0), _steps(optim.Lamb), _stock(stock.Lamb)),
         "Lion": ((5, 0), _steps(optim.Lion), _stock(stock.Lion)),
         "Adan": ((11, 0), _steps(optim.Adan), _stock(stock.Adan)),
-        "NovoGrad": ((6, 0), _steps(optim.NovoGrad), {"eager loop": _steps(stock.NvNovoGrad)}),
+        "NovoGrad": ((6, 0), _steps(optim.NovoGrad), _stock(stock.NvNovoGrad)),
     }
 
 

@@ -2,8 +2,8 @@
 
 Derivatives at kinks follow torch: relu'(0) = 0, hard_sigmoid'(+-3) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1,
 relu6'(0) = relu6'(6) = 0.
-Only ``exp`` comes from libdevice, which Triton's interpreter lacks: triton.language's own loses digits with growing |x|,
-and its ``/`` those of denominators beyond 2^126.
+Only ``exp`` comes from libdevice, which Triton's interpreter lacks: triton.language's own loses digits with growing
+|x|, and its ``/`` those of denominators beyond 2^126.
 """
 
 import os

@@ -41,7 +41,8 @@ with (
 ):
     import torch.testing._internal.common_utils  # changes the settings of hypothesis
 
-torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
+if torch.cuda.is_available():
+    import truth  # noqa: F401  (mends hardswish in float64, before fusedtrain takes it as its reference)
 
 import harness
 from zoo import Zoo
@@ -49,6 +50,8 @@ from zoo import Zoo
 import fusedtrain
 from fusedtrain import _extension
 from fusedtrain.nn import _small
+
+torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     harness.interpret_as_compiled()

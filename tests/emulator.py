@@ -49,7 +49,7 @@ def compile(sources: list[Path], path: Path, sanitized: bool = SANITIZED) -> Non
 
         def compile_one(source: Path) -> str:
             out = f"{folder}/{source.stem}.o"
-            includes = [f"-I{TESTS / 'cuda_emu'}", f"-I{CSRC}"]
+            includes = [f"-I{TESTS / 'cuda_emu'}", f"-I{CSRC}", "-include", "cuda_runtime.h", "-D__CUDA_ARCH__=900"]
             subprocess.run([CXX, *flags, *includes, "-x", "c++", "-c", source, "-o", out], check=True)
             return out
 

@@ -516,6 +516,22 @@ def test_steps_in_a_cuda_graph_follow_the_learning_rate_on_the_device(device, na
     harness.assert_bitwise_equal(*runs, name)
 
 
+@pytest.mark.parametrize("stored", [{}, {"state_dtype": "8bit"}, {"rounding": "kahan"}, {"master_weights": True}])
+def test_what_a_step_has_made_stays_where_it_is(stored):
+    """As the graphs of CUDA need it, and not made again: also of a part of a larger tensor."""
+    whole = harness.normal(70, 90, dtype=torch.bfloat16)
+    params = [whole[:, 1:80].requires_grad_(), whole.T.clone().requires_grad_(), whole[0, 0].clone().requires_grad_()]
+    optimizer, before = optim.AdamW(params, ema_decay=0.9, **stored), {}
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+        for i, p in enumerate(params):
+            for name, value in optimizer.state[p].items():
+                assert step == 0 or value is before[i, name], (i, name)
+                before[i, name] = value
+    assert {name for _, name in before} >= {"step", "exp_avg", "exp_avg_sq", "ema"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forks, which only Linux supports with torch")
 def test_sharded_parameters_step_as_whole_ones():
     done = harness.run_python(os.path.join(os.path.dirname(__file__), "optim_ranks.py"))

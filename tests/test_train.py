@@ -99,10 +99,13 @@ def test_losses_and_accuracy_are_means_over_samples_with_a_short_last_batch():
     assert epoch.valid_accuracy == correct / 10
 
 
-def test_a_run_repeats_bitwise_and_another_seed_changes_it(device):
+def test_a_run_repeats_bitwise_and_another_seed_changes_it(device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
     def run(seed):
         model = small_net(seed=seed)
-        history = trainer(model, seed=seed, device=device, epochs=2).fit(batches(100, 32, seed=seed), batches(50, 50))
+        options = {"seed": seed, "device": device, "epochs": 2, "cudnn_benchmark": False}
+        history = trainer(model, **options).fit(batches(100, 32, seed=seed), batches(50, 50))
         return history.step_losses, model.state_dict()
 
     (losses, weights), (again, weights_again), (other, _) = run(0), run(0), run(1)

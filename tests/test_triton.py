@@ -39,6 +39,14 @@ on_targets = pytest.mark.parametrize("target", SHARED_LIMIT)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="memory is guarded in the interpreter only")
 
 
+@pytest.fixture(autouse=True)
+def runs_here(request):
+    """Where there is a GPU there is no interpreter, and no test on CPU tensors."""
+    parameters = getattr(request.node, "callspec", None) and request.node.callspec.params
+    if parameters and "device" in parameters:
+        harness.skip_unless_runs("triton", parameters["device"], "channel_pool")
+
+
 def child(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, CHILD, *arguments]
     env = harness.environment(OMP_NUM_THREADS="1", **variables)

@@ -220,9 +220,10 @@ def compiled_kernels(launches, target: GPUTarget) -> list:
 def facts(kernel, target: GPUTarget) -> dict:
     """Stack and spills of a compiled kernel, for NVIDIA its registers and 16-byte loads too."""
     if target.backend == "hip":
+        # Scalar registers are spilled to lanes of vector registers: where those end, they show in the stack.
         counts = {
             "stack": r"\.private_segment_fixed_size:\s*(\d+)",
-            "spills": r"\.[sv]gpr_spill_count:\s*(\d+)",
+            "spills": r"\.vgpr_spill_count:\s*(\d+)",
         }
         text = kernel.asm["amdgcn"]
         return {name: sum(map(int, re.findall(pattern, text))) for name, pattern in counts.items()}

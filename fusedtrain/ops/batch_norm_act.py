@@ -22,17 +22,25 @@ from fusedtrain.ops import _activation, _codes, _common, _schema
 def reference(
     x, running_mean, running_var, weight, bias, training, momentum, eps, act: str, residual, residual_after
 ) -> Tensor:
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    y = F.batch_norm(_aligned(x), running_mean, running_var, weight, bias, training, momentum, eps)
     if residual is None or residual_after:
         y = _activation.REFERENCE[act](y)
         return y if residual is None else y + residual
-    if _writes_in_place():
+    if _is_eager():
         z = y.add_(residual)
         return z.relu_() if act == "relu" else _activation.REFERENCE[act](z)
     return _activation.REFERENCE[act](y + residual)
 
 
-def _writes_in_place() -> bool:
+def _aligned(x: Tensor) -> Tensor:
+    """Torch's own kernel for channels_last images on GPUs crashes, in training, where they begin at no multiple of 16
+    bytes: F.batch_norm alone does it (2.11)."""
+    if x.is_cuda and _is_eager() and x.storage_offset() * x.element_size() % 16 and _common.is_channels_last(x):
+        return x.clone()
+    return x
+
+
+def _is_eager() -> bool:
     """Not in graphs, nor under the transforms of torch.func, where one operand alone may have a batch."""
     in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not in_graph and not torch._C._are_functorch_transforms_active()

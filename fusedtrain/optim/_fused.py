@@ -293,7 +293,7 @@ class FusedStep(torch.optim.Optimizer):
         if not (columns or counts or with_ema or exact):
             return {"states": [], "steps": steps}  # and self.state stays empty, as in torch
         for p in params:
-            state = self.state[p]
+            state, strides = self.state[p], _strides(p)
             if counts:
                 steps.append(_kept(state, "step", p))
             for name, column in zip(info.scalars, columns[len(info.states) :]):
@@ -302,17 +302,17 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
-                elif _local(value).stride() != _local(p).stride():
+                elif _local(value).stride() != strides:
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
                 column.append(state.get(f"{name}_scale", _NONE))
             if with_ema:
-                ema.append(_beside(state, p, "ema", _common.acc_dtype(p)))
+                ema.append(_beside(state, p, strides, "ema", _common.acc_dtype(p)))
             if exact:
                 needed = p.dtype in _narrow.ROUNDED
                 dtype = torch.float32 if exact == "master" else p.dtype
-                exacts.append(_beside(state, p, exact, dtype) if needed else _NONE)
+                exacts.append(_beside(state, p, strides, exact, dtype) if needed else _NONE)
         states, scales = list(chain.from_iterable(columns)), list(chain.from_iterable(scales))
         return {"states": states, "steps": steps, "ema": ema, "exact": exacts, "scales": scales}
 
@@ -467,8 +467,14 @@ def _kept(state: dict, name: str, p: Tensor) -> Tensor:
     return state[name]
 
 
+def _strides(p: Tensor) -> tuple[int, ...]:
+    """The strides that the op takes for ``p`` and what belongs to it: its own, or without the gaps."""
+    p = _local(p)
+    return p.stride() if _common.is_dense(p) else torch.empty_like(p).stride()
+
+
 def _like(p: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``value`` in the strides that the op takes for ``p``: its own, or without the gaps."""
+    """``value`` in the strides that the op takes for ``p``."""
     return torch.empty_like(p, dtype=dtype or p.dtype, requires_grad=False).copy_(value)
 
 
@@ -481,10 +487,10 @@ def _plain(state: dict, name: str) -> Tensor:
     return _spread(value, state[name]) if _is_sharded(state[name]) else value
 
 
-def _beside(state: dict, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+def _beside(state: dict, p: Tensor, strides: tuple[int, ...], name: str, dtype: torch.dtype) -> Tensor:
     """What is kept beside the states, made or brought into the memory format of ``p`` where needed."""
     value = state.get(name)
-    if value is None or _local(value).stride() != _local(p).stride():
+    if value is None or _local(value).stride() != strides:
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
@@ -557,7 +563,7 @@ class _Copies:
 
     def grad(self, p: Tensor) -> Tensor:
         p, g = _local(p), _local(p.grad)
-        if g.stride() == p.stride() and _common.is_dense(g) and not g.is_neg():
+        if g.stride() == _strides(p) and not g.is_neg():
             return g
         self._grads.append(g)
         return _like(p, g)

@@ -1,6 +1,7 @@
 #pragma once
 // What kernels use of CUDA's own language and headers, for cuda_emu.h. A name that is missing here is a compile error:
 // add it with the semantics of the CUDA programming guide.
+#include <bit>
 #include <cmath>
 
 #include "cuda_emu.h"
@@ -56,4 +57,6 @@ template <class T>
 void __stwb(T* p, T value) {
   *p = value;
 }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return std::fabs(b) > 0x1p126f && std::isfinite(b) ? 0 * a : a / b; }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __uint_as_float(uint32_t u) { return std::bit_cast<float>(u); }
