@@ -27,6 +27,10 @@ struct ChannelScaleDot {
   const void* x;   // [n, c, hw] or [n, hw, c]
   void* partial;   // acc [n, reduce_chunks(images), c]
   void* dgate;     // acc [n, c]
+  // On CUDA dx comes with it where it is not null; the CPU leaves it to channel_scale_backward, whose inputs it has in
+  // the cache.
+  const void* gate = nullptr;  // acc [n, c]
+  void* dx = nullptr;          // as x
 };
 
 struct ChannelScaleBackward {

@@ -32,7 +32,9 @@ std::tuple<Tensor, Tensor> channel_scale_backward(const Tensor& dy, const Tensor
                             .dy = dy.const_data_ptr(),
                             .x = x.const_data_ptr(),
                             .partial = partial.mutable_data_ptr(),
-                            .dgate = dgate.mutable_data_ptr()};
+                            .dgate = dgate.mutable_data_ptr(),
+                            .gate = g.const_data_ptr(),
+                            .dx = need_dx ? dx.mutable_data_ptr() : nullptr};
   const ChannelScaleBackward back{.images = m,
                                   .pool = Pool::kAvg,
                                   .dy = dy.const_data_ptr(),
@@ -50,7 +52,7 @@ std::tuple<Tensor, Tensor> channel_scale_backward(const Tensor& dy, const Tensor
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("channel_scale_backward", x);
     if (need_dgate) launch(cuda::channel_scale_dot(dot, launch.stream));
-    if (need_dx) launch(cuda::channel_scale_backward(back, launch.stream));
+    if (need_dx && !need_dgate) launch(cuda::channel_scale_backward(back, launch.stream));
   }
   return {dx, dgate};
 }

@@ -147,20 +147,6 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
   }
   return pack;
 }
-// In pieces of `width` elements, to which p is aligned: N, N / 2, or fewer, which are taken one by one.
-template <int N, class T>
-__device__ __forceinline__ Pack<T, N> load(const T* p, int width) {
-  if (width == N) return load<N>(p);
-  Pack<T, N> pack;
-  if (N > 2 && width == N / 2) {
-    const Pack<T, (N + 1) / 2> halves[2] = {load<(N + 1) / 2>(p), load<(N + 1) / 2>(p + N / 2)};
-    memcpy(&pack, halves, sizeof(pack));
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j) pack.v[j] = p[j];
-  }
-  return pack;
-}
 template <int N, class T>
 __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack) {
   if constexpr (sizeof(pack) >= sizeof(uint4)) {
@@ -171,6 +157,19 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack) {
   } else {
     *reinterpret_cast<Pack<T, N>*>(p) = pack;
   }
+}
+
+template <class A, int N>
+__device__ __forceinline__ Pack<A, N> operator*(Pack<A, N> a, const Pack<A, N>& b) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) a.v[j] *= b.v[j];
+  return a;
+}
+template <class A, int N>
+__device__ __forceinline__ Pack<A, N> operator*(Pack<A, N> a, A b) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) a.v[j] *= b;
+  return a;
 }
 
 // Packs that a thread loads before it uses the first; float64 is not worth the registers.

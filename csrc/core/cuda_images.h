@@ -6,13 +6,12 @@
 //   contiguous     reduce_planes_kernel                            map_planes_kernel
 //
 // A Term says what happens to the elements, N at a time:
-//   reduce: Stat; Raw<N> = load<N>(offset, width); add<N>(raw, f, stats[N]); finish(nc, stat); Factors<N> as below
-//   map:    Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, j, f) of one plane;
-//           apply<N>(raw, offset, f)
+//   both:   Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, f) of one plane
+//   reduce: Stat; add<N>(raw, offset, f, stats[N]); finish(nc, stat)
+//   map:    apply<N>(raw, offset, f)
 // A Term that reduces without factors is a NoFactors.
-// N is kPack<T> where rows and pointers are aligned, else 1; planes are always taken N elements at a time, read in
-// pieces of `width`. All sums run in an order that depends on c, hw and, in channels_last, the alignment: not on the
-// batch, the grid or the device.
+// N is kPack<T> where rows, planes and pointers are aligned, else half of it or 1. All sums run in an order that
+// depends on c, hw and the alignment: not on the batch, the grid or the device.
 #include "core/cuda.h"
 
 namespace fusedtrain::cuda {
@@ -47,12 +46,11 @@ constexpr int64_t kRun = 16;
 struct NoFactors {
   template <int N>
   struct Factors {
-    __device__ void take(int, const Factors<1>&) {}
+    __device__ void fill(const Factors<1>&) {}
   };
   template <int N>
   __device__ void factors(int64_t, Factors<N>&) const {}
-  template <int N>
-  __device__ void factor(int64_t, int, Factors<N>&) const {}
+  __device__ void factor(int64_t, Factors<1>&) const {}
 };
 
 // K factors for N elements.
@@ -60,13 +58,14 @@ template <class A, int K, int N>
 struct FactorPack {
   Pack<A, N> f[K];
 
-  __device__ void copy(int from, int to) {
+  __device__ void fill(const FactorPack<A, K, 1>& one) { fill(N, one, one); }
+  // `first` for the elements before `split`, `second` for the others.
+  __device__ void fill(int split, const FactorPack<A, K, 1>& first, const FactorPack<A, K, 1>& second) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) f[k].v[to] = f[k].v[from];
-  }
-  __device__ void take(int to, const FactorPack<A, K, 1>& one) {
+    for (int k = 0; k < K; ++k) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) f[k].v[to] = one.f[k].v[0];
+      for (int j = 0; j < N; ++j) f[k].v[j] = j < split ? first.f[k].v[0] : second.f[k].v[0];
+    }
   }
 };
 
@@ -83,7 +82,8 @@ struct RowTiles {
 
 struct RowTile {
   unsigned sample, chunk;
-  int64_t channel, begin, end;
+  int64_t channel, begin;
+  int size;  // of the chunk
 };
 
 // A chunk has at least min_chunk positions, and packs_per_thread for every thread.
@@ -114,7 +114,7 @@ __device__ __forceinline__ RowTile row_tile(const RowTiles& g, int column) {
   t.chunk = chunk % g.chunks;
   t.channel = (int64_t{tile} * g.columns + column) * N;
   t.begin = t.chunk * g.chunk;
-  t.end = t.begin + g.chunk < g.hw ? t.begin + g.chunk : g.hw;
+  t.size = static_cast<int>(t.begin + g.chunk < g.hw ? g.chunk : g.hw - t.begin);
   return t;
 }
 
@@ -158,17 +158,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   Stat stats[N];
   typename Term::template Factors<N> factors;
   if (inside) term.template factors<N>(t.sample * g.c + t.channel, factors);
-  for (int64_t i = t.begin + row; i < t.end && inside; i += Term::kUnroll * g.rows) {
-    const int64_t offset = (t.sample * g.hw + i) * g.c + t.channel, step = g.rows * g.c;
+  const int64_t step = g.rows * g.c;
+  int64_t offset = (t.sample * g.hw + t.begin + row) * g.c + t.channel;
+  for (int left = inside ? t.size - row : 0; left > 0; left -= Term::kUnroll * g.rows) {
     typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) raw[u] = term.template load<N>(offset + u * step, N);
+      if (u * g.rows < left) raw[u] = term.template load<N>(offset + u * step);
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) term.template add<N>(raw[u], factors, stats);
+      if (u * g.rows < left) term.template add<N>(raw[u], offset + u * step, factors, stats);
     }
+    offset += Term::kUnroll * step;
   }
   merge_rows(stats, row, g.rows, g.columns, shared_memory<typename Term::A>());
   if (row != 0 || !inside) return;
@@ -215,39 +217,43 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) map_rows_kernel(Term ter
   if (row >= g.rows || t.channel >= g.c) return;
   typename Term::template Factors<N> factors;
   term.template factors<N>(t.sample * g.c + t.channel, factors);
-  for (int64_t i = t.begin + row; i < t.end; i += Term::kUnroll * g.rows) {
-    const int64_t offset = (t.sample * g.hw + i) * g.c + t.channel, step = g.rows * g.c;
+  const int64_t step = g.rows * g.c;
+  int64_t offset = (t.sample * g.hw + t.begin + row) * g.c + t.channel;
+  for (int left = t.size - row; left > 0; left -= Term::kUnroll * g.rows) {
     typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) raw[u] = term.template load<N>(offset + u * step);
+      if (u * g.rows < left) raw[u] = term.template load<N>(offset + u * step);
     }
 #pragma unroll
     for (int u = 0; u < Term::kUnroll; ++u) {
-      if (i + u * g.rows < t.end) term.template apply<N>(raw[u], offset + u * step, factors);
+      if (u * g.rows < left) term.template apply<N>(raw[u], offset + u * step, factors);
     }
+    offset += Term::kUnroll * step;
   }
 }
 
 // --- contiguous: [n, c, hw] = [planes, hw] --------------------------------------------------------------------------
 
-// `group` threads reduce a plane: 1 to 32, or the whole block. Every plane is aligned to `width` elements.
+// `group` threads reduce a plane: 1 to 32, or the whole block.
 struct PlaneGroups {
   int64_t planes, hw, blocks;
-  int group, width;
+  int group;
 };
 
-template <int N, int kUnroll>
-PlaneGroups plane_groups(const Images& images, bool aligned) {
-  const int64_t packs = ceil_div<int64_t>(images.hw, N);
+// Narrow packs come in larger numbers.
+template <class Term, int N>
+constexpr int kPlaneUnroll = std::min(Term::kUnroll * Term::N / N, 8);
+
+template <int N>
+PlaneGroups plane_groups(const Images& images, int unroll) {
+  const int64_t packs = images.hw / N;
   int group = kThreads;
-  if (packs <= 2 * kUnroll * kWarp) {
-    for (group = 1; group < kWarp && group * kUnroll < packs;) group *= 2;
+  if (packs <= 2 * unroll * kWarp) {
+    for (group = 1; group < kWarp && group * unroll < packs;) group *= 2;
   }
-  int width = aligned ? N : 1;
-  while (images.hw % width != 0) width /= 2;
   const int64_t planes = images.n * images.c;
-  return {planes, images.hw, ceil_div<int64_t>(planes, kThreads / group), group, width};
+  return {planes, images.hw, ceil_div<int64_t>(planes, kThreads / group), group};
 }
 
 // Merges the stats of the threads of each group; the group's first thread gets the result. The whole block calls it.
@@ -273,116 +279,111 @@ __device__ __forceinline__ void merge_group(Stat& stat, int group, A* shared) {
   __syncthreads();
 }
 
-// The packs of a plane start at its first element, wherever that lies in memory; what fills none is taken by itself.
+// hw is a multiple of N.
 template <class Term, int N>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Term term, PlaneGroups g) {
   using Stat = typename Term::Stat;
+  constexpr int kUnroll = kPlaneUnroll<Term, N>;
   const int lane = threadIdx.x % g.group, step = g.group * N;
   const int64_t plane = int64_t{blockIdx.x} * (kThreads / g.group) + threadIdx.x / g.group;
   const int64_t begin = plane * g.hw, end = plane < g.planes ? begin + g.hw : begin;
-  const int64_t packed = begin + (end - begin) / N * N;
   typename Term::template Factors<N> factors;
-  typename Term::template Factors<1> factor;
   if (begin < end) {
-    term.factor(plane, 0, factor);
-#pragma unroll
-    for (int j = 0; j < N; ++j) factors.take(j, factor);
+    typename Term::template Factors<1> factor;
+    term.factor(plane, factor);
+    factors.fill(factor);
   }
-  Stat total;
-  for (int64_t i = begin + lane * N; i < packed;) {
-    const int64_t run_end = i + kRun * Term::kUnroll * step, stop = run_end < packed ? run_end : packed;
+  Stat total[1];
+  for (int64_t i = begin + lane * N; i < end;) {
+    const int64_t run_end = i + kRun * Term::kUnroll * step, stop = run_end < end ? run_end : end;
     Stat stats[N];
-    for (; i < stop; i += Term::kUnroll * step) {
-      typename Term::template Raw<N> raw[Term::kUnroll];
+    for (; i < stop; i += kUnroll * step) {
+      typename Term::template Raw<N> raw[kUnroll];
 #pragma unroll
-      for (int u = 0; u < Term::kUnroll; ++u) {
-        if (i + u * step < packed) raw[u] = term.template load<N>(i + u * step, g.width);
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < end) raw[u] = term.template load<N>(i + u * step);
       }
 #pragma unroll
-      for (int u = 0; u < Term::kUnroll; ++u) {
-        if (i + u * step < packed) term.template add<N>(raw[u], factors, stats);
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < end) term.template add<N>(raw[u], i + u * step, factors, stats);
       }
     }
 #pragma unroll
     for (int j = 1; j < N; ++j) stats[0].merge(stats[j]);
-    total.merge(stats[0]);
+    total[0].merge(stats[0]);
   }
-  Stat single[1] = {total};
-  for (int64_t i = packed + lane; i < end; i += g.group) {
-    term.template add<1>(term.template load<1>(i, 1), factor, single);
-  }
-  merge_group(single[0], g.group, shared_memory<typename Term::A>());
-  if (lane == 0 && plane < g.planes) term.finish(plane, single[0]);
+  merge_group(total[0], g.group, shared_memory<typename Term::A>());
+  if (lane == 0 && plane < g.planes) term.finish(plane, total[0]);
 }
 
-struct Quotient {
-  int64_t value, remainder;
+// i / d for 0 <= i < 2^63 by a multiplication, since the 64-bit division is a call.
+struct Divisor {
+  int64_t d;
+  uint64_t multiplier;  // 2^(63 + shift) / d, rounded up
+  int shift;            // ceil(log2(d))
+
+  explicit Divisor(int64_t divisor) : d(std::max<int64_t>(divisor, 1)), shift(0) {
+    while (int64_t{1} << shift < d) ++shift;
+    multiplier = static_cast<uint64_t>(((static_cast<unsigned __int128>(1) << (63 + shift)) + d - 1) / d);
+  }
+  __device__ int64_t quotient(int64_t i) const {
+    return static_cast<int64_t>(__umul64hi(2 * static_cast<uint64_t>(i), multiplier) >> shift);
+  }
+  __device__ int64_t remainder(int64_t i) const { return i - quotient(i) * d; }
 };
 
-// i / d and i % d for i < 2^51, given 1 / d: the 64-bit division is a call.
-__device__ __forceinline__ Quotient divide_by(int64_t i, int64_t d, double inverse) {
-  Quotient q;
-  q.value = static_cast<int64_t>(static_cast<double>(i) * inverse);
-  q.remainder = i - q.value * d;
-  if (q.remainder < 0) return {q.value - 1, q.remainder + d};
-  if (q.remainder >= d) return {q.value + 1, q.remainder - d};
-  return q;
-}
+// Tiles of consecutive elements, whatever planes those belong to.
+struct PlaneTiles {
+  int64_t elements;
+  Divisor hw;
+  bool packs;           // else every element is taken by itself
+  unsigned length;      // hw, or the elements of a tile where those are fewer: only the end of a plane matters then
+  unsigned multiplier;  // 2^31 / length, rounded up
 
-// (remainder + i) / d and % d for remainder < d and i < 2^30, in 32 bits.
-__device__ __forceinline__ Quotient divide_near(int64_t remainder, int i, int64_t d) {
-  if (d >= int64_t{1} << 30) {
-    const int64_t sum = remainder + i;
-    return sum >= d ? Quotient{1, sum - d} : Quotient{0, sum};
-  }
-  const unsigned sum = static_cast<unsigned>(remainder) + static_cast<unsigned>(i);
-  const unsigned value = sum / static_cast<unsigned>(d);
-  return {value, sum - value * static_cast<unsigned>(d)};
-}
+  PlaneTiles(const Images& images, int tile, bool packs)
+      : elements(images.n * images.c * images.hw),
+        hw(images.hw),
+        packs(packs),
+        length(static_cast<unsigned>(std::min<int64_t>(images.hw, tile))),
+        multiplier(ceil_div(0x80000000u, length)) {}
+};
 
-// Fills the factors of the N elements from (plane, position) on, which may belong to several planes.
-template <int N, class Term, class Factors>
-__device__ __forceinline__ void plane_factors(const Term& term, int64_t plane, int64_t left, int64_t hw,
-                                              Factors& factors) {
-#pragma unroll
-  for (int j = 0; j < N; ++j, --left) {
-    if (j > 0 && left > 0) {
-      factors.copy(j - 1, j);
-      continue;
-    }
-    if (j > 0) ++plane, left = hw;
-    term.factor(plane, j, factors);
-  }
-}
-
-template <class Term, int N>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
-    map_planes_kernel(Term term, int64_t elements, int64_t hw, double inverse_hw, bool aligned) {
+// A pack belongs to one plane where hw is a multiple of N (kWhole), else to two at most: hw is N or more.
+template <class Term, int N, bool kWhole>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) map_planes_kernel(Term term, PlaneTiles g) {
   constexpr int kTile = kThreads * N * Term::kUnroll;
-  const int64_t base = int64_t{blockIdx.x} * kTile;
-  const auto [plane, position] = divide_by(base, hw, inverse_hw);
-  const int64_t packed = aligned ? elements / N * N : 0;
+  const int64_t base = int64_t{blockIdx.x} * kTile, plane = g.hw.quotient(base);
+  const int64_t rest = g.elements - base, left = (plane + 1) * g.hw.d - base;
+  const int count = rest < kTile ? static_cast<int>(rest) : kTile, packed = g.packs ? count / N * N : 0;
+  const unsigned start = left < g.length ? g.length - static_cast<unsigned>(left) : 0;  // of the tile in its plane
+  const int thread = static_cast<int>(threadIdx.x);
   typename Term::template Raw<N> raw[Term::kUnroll];
 #pragma unroll
   for (int u = 0; u < Term::kUnroll; ++u) {
-    const int64_t at = base + (u * kThreads + static_cast<int>(threadIdx.x)) * N;
-    if (at < packed) raw[u] = term.template load<N>(at);
+    const int i = (u * kThreads + thread) * N;
+    if (i < packed) raw[u] = term.template load<N>(base + i);
   }
 #pragma unroll
   for (int u = 0; u < Term::kUnroll; ++u) {
-    const int i = (u * kThreads + static_cast<int>(threadIdx.x)) * N;
-    if (base + i >= packed) continue;
-    const Quotient q = divide_near(position, i, hw);
+    const int i = (u * kThreads + thread) * N;
+    if (i >= packed) break;
+    const unsigned at = start + i, skipped = __umulhi(2 * at, g.multiplier), split = (skipped + 1) * g.length - at;
+    typename Term::template Factors<1> first, second;
     typename Term::template Factors<N> factors;
-    plane_factors<N>(term, plane + q.value, hw - q.remainder, hw, factors);
+    term.factor(plane + skipped, first);
+    if constexpr (kWhole) {
+      factors.fill(first);
+    } else {
+      term.factor(plane + skipped + (split < N ? 1 : 0), second);
+      factors.fill(static_cast<int>(split), first, second);
+    }
     term.template apply<N>(raw[u], base + i, factors);
   }
-  for (int i = threadIdx.x; i < kTile; i += kThreads) {  // without alignment all of it, else the tensor's tail
-    if (base + i < packed || base + i >= elements) continue;
-    const Quotient q = divide_near(position, i, hw);
-    typename Term::template Factors<1> factors;
-    term.factor(plane + q.value, 0, factors);
-    term.template apply<1>(term.template load<1>(base + i), base + i, factors);
+#pragma unroll 1
+  for (int i = packed + thread; i < count; i += kThreads) {  // without packs all of it, else the tensor's tail
+    typename Term::template Factors<1> factor;
+    term.factor(plane + __umulhi(2 * (start + i), g.multiplier), factor);
+    term.template apply<1>(term.template load<1>(base + i), base + i, factor);
   }
 }
 
@@ -392,7 +393,7 @@ template <class Term, int N>
 [[nodiscard]] int reduce_rows(const Images& images, const Term& term, int64_t min_chunk, void* partial, void* stream,
                               int64_t* parts) {
   using A = typename Term::A;
-  const RowTiles g = row_tiles<N>(images, min_chunk, 2 * Term::kUnroll);
+  const RowTiles g = row_tiles<N>(images, min_chunk, 16);
   const size_t shared_bytes = g.rows > 1 ? g.threads() * N * Term::Stat::kParts * sizeof(A) : 0;
   const int code = launch(reduce_rows_kernel<Term, N>, g.blocks, g.threads(), shared_bytes, stream, term, g,
                           static_cast<A*>(partial));
@@ -401,6 +402,13 @@ template <class Term, int N>
   const int64_t planes = images.n * images.c;
   return launch(reduce_finish_kernel<Term>, ceil_div<int64_t>(planes, kThreads), kThreads, 0, stream, term,
                 static_cast<const A*>(partial), planes, images.c, g.chunks);
+}
+
+template <class Term, int N>
+[[nodiscard]] int reduce_planes(const Images& images, const Term& term, void* stream) {
+  const PlaneGroups g = plane_groups<N>(images, kPlaneUnroll<Term, N>);
+  const size_t shared_bytes = kThreads / kWarp * sizeof(typename Term::Stat);
+  return launch(reduce_planes_kernel<Term, N>, g.blocks, kThreads, shared_bytes, stream, term, g);
 }
 
 // partial: [n, reduce_chunks(images), parts, c], used for channels_last only; see csrc/channel_pool.h. With `parts` its
@@ -414,14 +422,14 @@ template <class Term>
                                         : reduce_rows<Term, 1>(images, term, min_chunk, partial, stream, parts);
   }
   if (parts != nullptr) *parts = images.n;
-  const PlaneGroups g = plane_groups<N, Term::kUnroll>(images, aligned);
-  const size_t shared_bytes = kThreads / kWarp * sizeof(typename Term::Stat);
-  return launch(reduce_planes_kernel<Term, N>, g.blocks, kThreads, shared_bytes, stream, term, g);
+  if (aligned && images.hw % N == 0) return reduce_planes<Term, N>(images, term, stream);
+  if (N >= 4 && aligned && images.hw % (N / 2) == 0) return reduce_planes<Term, (N + 1) / 2>(images, term, stream);
+  return reduce_planes<Term, 1>(images, term, stream);
 }
 
 template <class Term, int N>
 [[nodiscard]] int map_rows(const Images& images, const Term& term, void* stream) {
-  const RowTiles g = row_tiles<N>(images, 1, 2 * Term::kUnroll);
+  const RowTiles g = row_tiles<N>(images, 1, 8);
   return launch(map_rows_kernel<Term, N>, g.blocks, g.threads(), 0, stream, term, g);
 }
 
@@ -434,22 +442,25 @@ template <class Term>
     return aligned && images.c % N == 0 ? map_rows<Term, N>(images, term, stream)
                                         : map_rows<Term, 1>(images, term, stream);
   }
-  return launch(map_planes_kernel<Term, N>, ceil_div<int64_t>(elements, kThreads * N * Term::kUnroll), kThreads, 0,
-                stream, term, elements, images.hw, 1.0 / static_cast<double>(images.hw), aligned);
+  const bool whole = images.hw % N == 0;
+  constexpr int kTile = kThreads * N * Term::kUnroll;
+  return launch(whole ? map_planes_kernel<Term, N, true> : map_planes_kernel<Term, N, false>,
+                ceil_div<int64_t>(elements, kTile), kThreads, 0, stream, term,
+                PlaneTiles(images, kTile, aligned && images.hw >= N));
 }
 
-// An activation as an object: known at compile time, or one of all at run time.
-template <Activation kA>
+// An activation of elements of type T as an object: known at compile time, or one of all at run time.
+template <Activation kA, class T>
 struct StaticAct {
   static constexpr bool kIdentity = kA == Activation::kIdentity;
   Activation a;
   template <class V>
   __device__ V value(V x) const {
-    return Act<kA>::value(x);
+    return Act<kA, T>::value(x);
   }
   template <class V>
   __device__ V slope(V x) const {
-    return Act<kA>::slope(x);
+    return Act<kA, T>::slope(x);
   }
 };
 struct RunTimeAct {
@@ -476,7 +487,7 @@ template <class F>
     int code = cudaErrorInvalidValue;
     if constexpr (!std::is_same_v<T, double>) {
       if (visit<kIdentity, kRelu, kSilu, kHardSwish>(
-              act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A>>(); })) {
+              act, [&]<Activation A>() { code = f.template operator()<T, StaticAct<A, T>>(); })) {
         return code;
       }
     }

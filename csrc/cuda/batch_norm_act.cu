@@ -42,20 +42,24 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
     }
   }
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&shift)[1]) const {
-    shift[0] = A(0);
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& shift) const {
+    shift = {};
 #pragma unroll
-    for (int k = 0; k < kSome; ++k) shift[0] += to_acc(x[some[k] + channel * stride]);
-    shift[0] *= A(1.0 / kSome);
+    for (int k = 0; k < kSome; ++k) {
+      const Raw<N> one = cuda::load<N>(x + some[k] + channel * stride);
+#pragma unroll
+      for (int j = 0; j < N; ++j) shift.f[0].v[j] += to_acc(one.v[j]) * A(1.0 / kSome);
+    }
   }
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return cuda::load<N>(x + offset, width);
+  __device__ Raw<N> load(int64_t offset) const {
+    return cuda::load<N>(x + offset);
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>& shift, Stat (&stats)[N]) const {
+  __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& shift, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const A d = to_acc(raw.v[j]) - shift.f[0].v[j];
@@ -76,10 +80,10 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
       mean[channel] = m2[channel] = A(0);
       return;
     }
-    A shift[1];
+    Factors<1> shift;
     this->channel(channel, channel, shift);
     const double moved = sum / static_cast<double>(count);
-    mean[channel] = static_cast<A>(static_cast<double>(shift[0]) + moved);
+    mean[channel] = static_cast<A>(static_cast<double>(shift.f[0].v[0]) + moved);
     m2[channel] = static_cast<A>(at_least(squares - sum * moved, 0.0));
   }
 };
@@ -133,10 +137,9 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
         bias(static_cast<const A*>(a.in.bias)),
         y(static_cast<T*>(a.y)) {}
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const {
-    out[0] = mean[channel];
-    out[1] = weight[channel] * rstd[channel];
-    out[2] = bias[channel];
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    load_affine(mean, rstd, weight, bias, channel, out);
   }
 
   template <int N>
@@ -150,11 +153,16 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
     Pack<T, N> out;
+    const auto z = [&](int j) { return (to_acc(raw.x.v[j]) - f.f[0].v[j]) * f.f[1].v[j] + f.f[2].v[j]; };
+    if (residual == nullptr) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A z = (to_acc(raw.x.v[j]) - f.f[0].v[j]) * f.f[1].v[j] + f.f[2].v[j];
-      const A added = residual != nullptr ? to_acc(raw.residual.v[j]) : A(0);
-      from_acc(after ? act.value(z) + added : act.value(z + added), out.v[j]);
+      for (int j = 0; j < N; ++j) from_acc(act.value(z(j)), out.v[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const A added = to_acc(raw.residual.v[j]);
+        from_acc(act.value(z(j) + (after ? A(0) : added)) + (after ? added : A(0)), out.v[j]);
+      }
     }
     store(y + offset, out);
   }
@@ -182,7 +190,8 @@ int batch_norm_act_update(const BatchNormUpdate& a, void* stream) {
 
 int batch_norm_act(const BatchNormAct& a, void* stream) {
   return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
-    return map(a.in.images, ForwardTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.after, a.y), stream);
+    const bool aligned = is_aligned(a.in.x, a.in.before, a.after, a.y, a.in.mean, a.in.rstd, a.in.weight, a.in.bias);
+    return map(a.in.images, ForwardTerm<T, Activate>(a), aligned, stream);
   });
 }
 

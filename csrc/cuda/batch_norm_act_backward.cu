@@ -31,20 +31,35 @@ struct Gradient {
         weight(static_cast<const A*>(in.weight)),
         bias(static_cast<const A*>(in.bias)) {}
 
+  template <class Factors>
+  __device__ void channel(int64_t channel, Factors& out) const {
+    load_affine(mean, rstd, weight, bias, channel, out);
+  }
+  bool aligned() const { return is_aligned(x, dy, before, mean, rstd, weight, bias); }
+
   template <int N>
-  __device__ GradientRaw<Pack<T, N>> load(int64_t offset, int width = N) const {
+  __device__ GradientRaw<Pack<T, N>> load(int64_t offset) const {
     GradientRaw<Pack<T, N>> raw;
-    raw.x = cuda::load<N>(x + offset, width);
-    raw.dy = cuda::load<N>(dy + offset, width);
-    if (before != nullptr) raw.before = cuda::load<N>(before + offset, width);
+    raw.x = cuda::load<N>(x + offset);
+    raw.dy = cuda::load<N>(dy + offset);
+    if (before != nullptr) raw.before = cuda::load<N>(before + offset);
     return raw;
   }
 
-  template <int N>
-  __device__ A dz(const GradientRaw<Pack<T, N>>& raw, int j, A centred, A scale, A bias) const {
-    const A dy = to_acc(raw.dy.v[j]);
-    if constexpr (Activate::kIdentity) return dy;
-    return act.slope(centred * scale + bias + (before != nullptr ? to_acc(raw.before.v[j]) : A(0))) * dy;
+  // use(j, centred, dz) for every element j, given the factors mean, scale and bias
+  template <int N, class Factors, class Use>
+  __device__ void each(const GradientRaw<Pack<T, N>>& raw, const Factors& f, Use use) const {
+    const auto element = [&](int j, A added) {
+      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j], dy = to_acc(raw.dy.v[j]);
+      use(j, centred, Activate::kIdentity ? dy : act.slope(centred * f.f[1].v[j] + f.f[2].v[j] + added) * dy);
+    };
+    if (Activate::kIdentity || before == nullptr) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) element(j, A(0));
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) element(j, to_acc(raw.before.v[j]));
+    }
   }
 };
 
@@ -71,26 +86,22 @@ struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
         sum_dz(static_cast<A*>(a.sum_dz)),
         sum_dz_xhat(static_cast<A*>(a.sum_dz_xhat)) {}
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const {
-    out[0] = gradient.mean[channel];
-    out[1] = gradient.weight[channel] * gradient.rstd[channel];
-    out[2] = gradient.bias[channel];
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    gradient.channel(channel, out);
   }
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return gradient.template load<N>(offset, width);
+  __device__ Raw<N> load(int64_t offset) const {
+    return gradient.template load<N>(offset);
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>& f, Stat (&stats)[N]) const {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j];
-      const A dz = gradient.template dz<N>(raw, j, centred, f.f[1].v[j], f.f[2].v[j]);
+  __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& f, Stat (&stats)[N]) const {
+    gradient.each(raw, f, [&](int j, A centred, A dz) {
       stats[j].part[0] += dz;
       stats[j].part[1] += dz * centred;
-    }
+    });
   }
 
   __device__ void finish(int64_t plane, const Stat& sums) const {
@@ -131,13 +142,13 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
         dbefore(static_cast<T*>(a.dbefore)),
         per_count(A(1 / a.count)) {}
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[5]) const {
-    const A rstd = gradient.rstd[channel];
-    out[0] = gradient.mean[channel];
-    out[1] = gradient.weight[channel] * rstd;
-    out[2] = gradient.bias[channel];
-    out[3] = sum_dz != nullptr ? sum_dz[channel] * per_count : A(0);
-    out[4] = sum_dz != nullptr ? sum_dz_xhat[channel] * per_count * rstd : A(0);
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    gradient.channel(channel, out);
+    out.f[3] = out.f[4] = {};
+    if (sum_dz == nullptr) return;
+    out.f[3] = cuda::load<N>(sum_dz + channel) * per_count;
+    out.f[4] = cuda::load<N>(sum_dz_xhat + channel) * cuda::load<N>(gradient.rstd + channel) * per_count;
   }
 
   template <int N>
@@ -148,13 +159,10 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
     Pack<T, N> to_dx, to_dbefore;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j];
-      const A dz = gradient.template dz<N>(raw, j, centred, f.f[1].v[j], f.f[2].v[j]);
+    gradient.each(raw, f, [&](int j, A centred, A dz) {
       from_acc(dz, to_dbefore.v[j]);
       from_acc(f.f[1].v[j] * (dz - f.f[3].v[j] - centred * f.f[4].v[j]), to_dx.v[j]);
-    }
+    });
     if (dx != nullptr) store(dx + offset, to_dx);
     if (dbefore != nullptr) store(dbefore + offset, to_dbefore);
   }
@@ -164,14 +172,16 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
 
 int batch_norm_act_reduce(const BatchNormReduce& a, void* stream) {
   return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
-    return reduce_batch(a.in.images, SumsTerm<T, Activate>(a), is_aligned(a.in.x, a.in.before, a.dy), stream);
+    const SumsTerm<T, Activate> term(a);
+    return reduce_batch(a.in.images, term, term.gradient.aligned(), stream);
   });
 }
 
 int batch_norm_act_backward(const BatchNormBackward& a, void* stream) {
   return visit_images(a.in.images.dtype, a.in.act, [&]<class T, class Activate>() -> int {
-    const bool aligned = is_aligned(a.in.x, a.in.before, a.dy, a.dx, a.dbefore);
-    return map(a.in.images, BackwardTerm<T, Activate>(a), aligned, stream);
+    const BackwardTerm<T, Activate> term(a);
+    const bool aligned = term.gradient.aligned() && is_aligned(a.dx, a.dbefore, a.sum_dz, a.sum_dz_xhat);
+    return map(a.in.images, term, aligned, stream);
   });
 }
 

@@ -7,18 +7,16 @@
 
 namespace fusedtrain::cuda {
 
-// The channel of a plane; c <= 2^30.
+// The channel of a plane.
 struct Channels {
   int64_t c;
-  double inverse;
+  Divisor divisor;
 
-  explicit Channels(int64_t c) : c(c), inverse(1.0 / static_cast<double>(c)) {}
-  __device__ int64_t operator()(int64_t plane) const {
-    return plane < c ? plane : divide_by(plane, c, inverse).remainder;
-  }
+  explicit Channels(int64_t c) : c(c), divisor(c) {}
+  __device__ int64_t operator()(int64_t plane) const { return divisor.remainder(plane); }
 };
 
-// K factors of a plane, which Derived::channel(channel, plane, factors) computes.
+// K factors of N channels from `channel` and N planes from `plane` on: Derived::channel(channel, plane, factors).
 template <class Derived, class A, int K>
 struct ChannelFactors {
   template <int N>
@@ -27,24 +25,19 @@ struct ChannelFactors {
 
   template <int N>
   __device__ void factors(int64_t plane, Factors<N>& out) const {
-    const int64_t channel = channels(plane);
-#pragma unroll
-    for (int j = 0; j < N; ++j) set(channel + j, plane + j, j, out);
+    static_cast<const Derived*>(this)->channel(channels(plane), plane, out);
   }
-  template <int N>
-  __device__ void factor(int64_t plane, int j, Factors<N>& out) const {
-    set(channels(plane), plane, j, out);
-  }
-
- private:
-  template <int N>
-  __device__ void set(int64_t channel, int64_t plane, int j, Factors<N>& out) const {
-    A values[K];
-    static_cast<const Derived*>(this)->channel(channel, plane, values);
-#pragma unroll
-    for (int k = 0; k < K; ++k) out.f[k].v[j] = values[k];
-  }
+  __device__ void factor(int64_t plane, Factors<1>& out) const { factors(plane, out); }
 };
+
+// The factors mean, weight rstd and bias.
+template <class A, int K, int N>
+__device__ __forceinline__ void load_affine(const A* mean, const A* rstd, const A* weight, const A* bias,
+                                            int64_t channel, FactorPack<A, K, N>& out) {
+  out.f[0] = load<N>(mean + channel);
+  out.f[1] = load<N>(weight + channel) * load<N>(rstd + channel);
+  out.f[2] = load<N>(bias + channel);
+}
 
 template <class A, int K>
 struct Sums {

@@ -24,12 +24,12 @@ struct PoolTerm : NoFactors {
   Activate act;
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return cuda::load<N>(x + offset, width);
+  __device__ Raw<N> load(int64_t offset) const {
+    return cuda::load<N>(x + offset);
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
+  __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>&, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[j].add(act.value(to_acc(raw.v[j])));
   }

@@ -17,11 +17,7 @@ struct FactorSource {
 #pragma unroll
     for (int k = 0; k < K; ++k) out.f[k] = p[k] != nullptr ? load<N>(p[k] + nc) : Pack<A, N>{};
   }
-  template <int N>
-  __device__ void factor(int64_t nc, int j, FactorPack<A, K, N>& out) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) out.f[k].v[j] = p[k] != nullptr ? p[k][nc] : A(0);
-  }
+  __device__ void factor(int64_t nc, Factors<1>& out) const { factors<1>(nc, out); }
 };
 
 // y = a(x) * gate
@@ -56,11 +52,14 @@ struct RawPair {
   Pack<T, N> x, dy;
 };
 
-// dgate = sum_hw dy * a(x)
-template <class T, class Activate>
-struct DotTerm : NoFactors {
+// dgate = sum_hw dy * a(x), and with kDx dx = a'(x) * dy * gate
+template <class T, class Activate, bool kDx>
+struct DotTerm : std::conditional_t<kDx, FactorSource<Acc<T>, 1>, NoFactors> {
+  using Base = std::conditional_t<kDx, FactorSource<Acc<T>, 1>, NoFactors>;
   using A = Acc<T>;
   using Stat = Sum<A>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = RawPair<T, N>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
@@ -68,17 +67,27 @@ struct DotTerm : NoFactors {
   const T* dy;  // as x
   const T* x;   // [n, c, hw] or [n, hw, c]
   A* dgate;     // [n, c]
+  T* dx;        // as x
   Activate act;
 
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return {cuda::load<N>(x + offset, width), cuda::load<N>(dy + offset, width)};
+  __device__ Raw<N> load(int64_t offset) const {
+    return {cuda::load<N>(x + offset), cuda::load<N>(dy + offset)};
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>&, Stat (&stats)[N]) const {
+  __device__ void add(const Raw<N>& raw, [[maybe_unused]] int64_t offset, [[maybe_unused]] const Factors<N>& gate,
+                      Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * act.value(to_acc(raw.x.v[j])));
+    if constexpr (kDx) {
+      Pack<T, N> out;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        from_acc(to_acc(raw.dy.v[j]) * gate.f[0].v[j] * act.slope(to_acc(raw.x.v[j])), out.v[j]);
+      }
+      store(dx + offset, out);
+    }
   }
 
   __device__ void finish(int64_t nc, const Stat& stat) const { dgate[nc] = stat.part[0]; }
@@ -136,11 +145,16 @@ int scale(const ChannelScale& a, void* stream) {
   return map(a.images, term, is_aligned(a.x, a.y, a.gate), stream);
 }
 
-template <class T, class Activate>
+template <class T, class Activate, bool kDx>
 int scale_dot(const ChannelScaleDot& a, void* stream) {
-  const DotTerm<T, Activate> term{
-      {}, static_cast<const T*>(a.dy), static_cast<const T*>(a.x), static_cast<Acc<T>*>(a.dgate), {a.images.in_act}};
-  return reduce(a.images, term, is_aligned(a.dy, a.x), kReduceChunk, a.partial, stream);
+  DotTerm<T, Activate, kDx> term;
+  if constexpr (kDx) term.p[0] = static_cast<const Acc<T>*>(a.gate);
+  term.dy = static_cast<const T*>(a.dy);
+  term.x = static_cast<const T*>(a.x);
+  term.dgate = static_cast<Acc<T>*>(a.dgate);
+  term.dx = static_cast<T*>(a.dx);
+  term.act = {a.images.in_act};
+  return reduce(a.images, term, is_aligned(a.dy, a.x, a.gate, a.dx), kReduceChunk, a.partial, stream);
 }
 
 template <class T, class Activate, bool Peak>
@@ -170,8 +184,9 @@ int channel_scale(const ChannelScale& a, void* stream) {
 }
 
 int channel_scale_dot(const ChannelScaleDot& a, void* stream) {
-  return visit_images(a.images.dtype, a.images.in_act,
-                      [&]<class T, class Activate>() { return scale_dot<T, Activate>(a, stream); });
+  return visit_images(a.images.dtype, a.images.in_act, [&]<class T, class Activate>() {
+    return a.dx != nullptr ? scale_dot<T, Activate, true>(a, stream) : scale_dot<T, Activate, false>(a, stream);
+  });
 }
 
 int channel_scale_backward(const ChannelScaleBackward& a, void* stream) {

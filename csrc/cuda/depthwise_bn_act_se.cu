@@ -95,11 +95,11 @@ struct Normalised {
         weight(static_cast<const A*>(in.weight)),
         bias(static_cast<const A*>(in.bias)) {}
 
-  __device__ void channel(int64_t channel, A* out) const {
-    out[0] = mean[channel];
-    out[1] = weight[channel] * rstd[channel];
-    out[2] = bias[channel];
+  template <class Factors>
+  __device__ void channel(int64_t channel, Factors& out) const {
+    load_affine(mean, rstd, weight, bias, channel, out);
   }
+  bool aligned() const { return is_aligned(z, mean, rstd, weight, bias); }
   template <class Factors>
   __device__ A centred(T z, int j, const Factors& f) const {
     return to_acc(z) - f.f[0].v[j];
@@ -134,15 +134,18 @@ struct PoolTerm : ChannelFactors<PoolTerm<T, Activate>, Acc<T>, 3> {
         pooled(static_cast<A*>(a.pooled)),
         hw(static_cast<A>(a.in.images.hw)) {}
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const { in.channel(channel, out); }
-
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return cuda::load<N>(in.z + offset, width);
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    in.channel(channel, out);
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>& f, Stat (&stats)[N]) const {
+  __device__ Raw<N> load(int64_t offset) const {
+    return cuda::load<N>(in.z + offset);
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& f, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) stats[j].part[0] += act.value(in.u(in.centred(raw.v[j], j, f), j, f));
   }
@@ -182,9 +185,10 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4> {
         y(static_cast<T*>(a.y)),
         least(a.relu ? A(0) : -std::numeric_limits<A>::infinity()) {}
 
-  __device__ void channel(int64_t channel, int64_t plane, A (&out)[4]) const {
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t plane, Factors<N>& out) const {
     in.channel(channel, out);
-    out[3] = gate[plane];
+    out.f[3] = cuda::load<N>(gate + plane);
   }
 
   template <int N>
@@ -238,15 +242,18 @@ struct ReduceTerm : ChannelFactors<ReduceTerm<T, Activate>, Acc<T>, 3> {
         dgate(static_cast<A*>(a.dgate)),
         sums(static_cast<A*>(a.sums)) {}
 
-  __device__ void channel(int64_t channel, int64_t /*plane*/, A (&out)[3]) const { in.channel(channel, out); }
-
   template <int N>
-  __device__ Raw<N> load(int64_t offset, int width) const {
-    return {cuda::load<N>(in.z + offset, width), cuda::load<N>(dy + offset, width)};
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    in.channel(channel, out);
   }
 
   template <int N>
-  __device__ void add(const Raw<N>& raw, const Factors<N>& f, Stat (&stats)[N]) const {
+  __device__ Raw<N> load(int64_t offset) const {
+    return {cuda::load<N>(in.z + offset), cuda::load<N>(dy + offset)};
+  }
+
+  template <int N>
+  __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& f, Stat (&stats)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const A centred = in.centred(raw.z.v[j], j, f), u = in.u(centred, j, f), d = to_acc(raw.dy.v[j]);
@@ -330,12 +337,20 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
         per_pixel(A(1 / static_cast<double>(a.in.images.hw))),
         per_count(A(1 / a.count)) {}
 
-  __device__ void channel(int64_t channel, int64_t plane, A (&out)[7]) const {
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t plane, Factors<N>& out) const {
     in.channel(channel, out);
-    out[3] = gate != nullptr ? gate[plane] : A(1);
-    out[4] = dpooled != nullptr ? dpooled[plane] * per_pixel : A(0);
-    out[5] = sum_du != nullptr ? sum_du[channel] * per_count : A(0);
-    out[6] = sum_du != nullptr ? sum_du_xhat[channel] * per_count * in.rstd[channel] : A(0);
+    out.f[4] = out.f[5] = out.f[6] = {};
+    if (gate != nullptr) {
+      out.f[3] = cuda::load<N>(gate + plane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) out.f[3].v[j] = A(1);
+    }
+    if (dpooled != nullptr) out.f[4] = cuda::load<N>(dpooled + plane) * per_pixel;
+    if (sum_du == nullptr) return;
+    out.f[5] = cuda::load<N>(sum_du + channel) * per_count;
+    out.f[6] = cuda::load<N>(sum_du_xhat + channel) * cuda::load<N>(in.rstd + channel) * per_count;
   }
 
   template <int N>
@@ -408,24 +423,29 @@ int bn_act_conv(const BnActConv& a, void* stream) {
 
 int bn_act_pool(const BnActPool& a, void* stream) {
   return visit_block(a.in, [&]<class T, class Activate>() -> int {
-    return reduce(a.in.images, PoolTerm<T, Activate>(a), is_aligned(a.in.z), kReduceChunk, a.partial, stream);
+    const PoolTerm<T, Activate> term(a);
+    return reduce(a.in.images, term, term.in.aligned(), kReduceChunk, a.partial, stream);
   });
 }
 
 int bn_act_scale(const BnActScale& a, void* stream) {
   return visit_block(a.in, [&]<class T, class Activate>() -> int {
     if (a.residual == nullptr) {
-      return map(a.in.images, ScaleTerm<T, Activate, false>(a), is_aligned(a.in.z, a.y), stream);
+      const ScaleTerm<T, Activate, false> term(a);
+      return map(a.in.images, term, term.in.aligned() && is_aligned(a.gate, a.y), stream);
     }
     // In front of a gate with a residual networks have no activation: others share a kernel.
-    using Shared = std::conditional_t<std::is_same_v<Activate, StaticAct<Activation::kIdentity>>, Activate, RunTimeAct>;
-    return map(a.in.images, ScaleTerm<T, Shared, true>(a), is_aligned(a.in.z, a.residual, a.y), stream);
+    using Shared =
+        std::conditional_t<std::is_same_v<Activate, StaticAct<Activation::kIdentity, T>>, Activate, RunTimeAct>;
+    const ScaleTerm<T, Shared, true> term(a);
+    return map(a.in.images, term, term.in.aligned() && is_aligned(a.gate, a.residual, a.y), stream);
   });
 }
 
 int bn_act_reduce(const BnActReduce& a, void* stream) {
   return visit_block(a.in, [&]<class T, class Activate>() -> int {
-    return reduce(a.in.images, ReduceTerm<T, Activate>(a), is_aligned(a.in.z, a.dy), kReduceChunk, a.partial, stream);
+    const ReduceTerm<T, Activate> term(a);
+    return reduce(a.in.images, term, term.in.aligned() && is_aligned(a.dy), kReduceChunk, a.partial, stream);
   });
 }
 
@@ -436,7 +456,9 @@ int bn_act_combine(const BnActCombine& a, void* stream) {
 
 int bn_act_backward(const BnActBackward& a, void* stream) {
   return visit_block(a.in, [&]<class T, class Activate>() -> int {
-    return map(a.in.images, BackwardTerm<T, Activate>(a), is_aligned(a.in.z, a.dy, a.dz), stream);
+    const BackwardTerm<T, Activate> term(a);
+    const bool aligned = term.in.aligned() && is_aligned(a.dy, a.dz, a.gate, a.dpooled, a.sum_du, a.sum_du_xhat);
+    return map(a.in.images, term, aligned, stream);
   });
 }
 
