@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+from collections import Counter
 from importlib import metadata
 from unittest import mock
 
@@ -73,6 +74,18 @@ def pytest_report_header():
         f"torch {torch.__version__}, devices {', '.join(harness.DEVICES)}, {torch.get_num_threads()} threads",
         f"fusedtrain {fusedtrain.__version__} in {os.path.dirname(fusedtrain.__file__)}; compiled kernels {state}",
     )
+
+
+# Files by the time they take, where their numbers of tests do not tell.
+_SLOW = ("test_nvcc.py", "test_cuda_emu.py", "test_triton.py", "test_diagnose.py", "test_tune.py", "test_benchmarks.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The longest files first: xdist hands out whole files, and what begins last should be short."""
+    count = Counter(item.path.name for item in items)
+    slow = {name: rank for rank, name in enumerate(_SLOW)}
+    items.sort(key=lambda item: (slow.get(item.path.name, len(_SLOW)), -count[item.path.name], item.path.name))
 
 
 def pytest_collection_finish():
