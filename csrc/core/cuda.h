@@ -39,6 +39,11 @@ template <class... P, class... A>
   const dim3 grid(static_cast<unsigned>(blocks));
   const dim3 block(static_cast<unsigned>(threads));
 #ifdef __CUDACC__
+  if (shared_bytes > 48 << 10) {
+    const int code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (code != cudaSuccess) return code;
+  }
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
 #else
   cuda_emu::launch(kernel, grid, block, shared_bytes, stream, args...);

@@ -7,7 +7,7 @@
 //   backward  dy, z -> dz
 #include "cuda/batch_sums.h"
 #include "cuda/depthwise_pass.h"
-#include "cuda/depthwise_strips.h"
+#include "cuda/depthwise_patches.h"
 #include "depthwise_bn_act_se.h"
 
 namespace fusedtrain::cuda {
@@ -59,12 +59,12 @@ int convolve(const BnActConv& a, void* stream) {
 }
 
 template <class T, int K, int S>
-int convolve_strips(const BnActConv& a, void* stream) {
+int convolve_patches(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  StripPass<T> pass = strip_pass<T>(s, a.x, a.weight, a.bias, a.z);
+  PatchPass<T> pass = patch_pass<T>(s, a.x, a.weight, a.bias, a.z);
   pass.moments = static_cast<float*>(a.partial);
-  const StripTiles g = forward_tiles<K, kStripCols<K, S>>(s);
-  const int code = run_strips<T, K, S, true>(pass, g, stream);
+  const PatchTiles g = forward_patches<K, S>(s);
+  const int code = run_patches<T, K, S, true>(pass, g, stream);
   return code != cudaSuccess ? code : finish_moments<float>(a, g.blocks, stream);
 }
 
@@ -75,8 +75,10 @@ Images batch_of(const DepthwiseSizes& s) {
   return {1, c, s.n * hw, s.dtype, s.layout, {}};
 }
 
+constexpr int kMostMomentTaps = 5;  // of a row of the kernel
+
 bool gathers_moments(const DepthwiseSizes& s) {
-  return s.kw <= 5 && s.sw <= 2 && s.dil_w == 1 && s.dtype != DType::kFloat64 && s.n > 0;
+  return s.kw <= kMostMomentTaps && s.sw <= 2 && s.dil_w == 1 && s.dtype != DType::kFloat64 && s.n > 0;
 }
 
 // --- what follows ---------------------------------------------------------------------------------------------------
@@ -387,9 +389,9 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
                                     : tiles_of<8, float>(s, s.c * s.m, s.ho, s.wo, true).chunks;
     parts = std::max(parts, s.n * chunks);
   }
-  if (is_strip_shape(s)) {
-    const int code = visit_strips(s, [&]<class T, int K, int S>() -> int {
-      parts = std::max(parts, forward_tiles<K, kStripCols<K, S>>(s).blocks);
+  if (has_patches(s)) {
+    const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
+      parts = std::max(parts, forward_patches<K, S>(s).blocks);
       return cudaSuccess;
     });
     if (code != cudaSuccess) return 0;
@@ -399,8 +401,13 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
 
 int bn_act_conv(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (s.n > 0 && takes_strips(s, a.x, a.z)) {
-    return visit_strips(s, [&]<class T, int K, int S>() { return convolve_strips<T, K, S>(a, stream); });
+  if (gathers_moments(s) && has_patches(s) && is_aligned(a.x, a.z)) {
+    return visit_patches(s, [&]<class T, int K, int S>() -> int {
+      if constexpr (K > kMostMomentTaps)
+        return cudaErrorInvalidValue;
+      else
+        return convolve_patches<T, K, S>(a, stream);
+    });
   }
   if (!gathers_moments(s)) {
     const DepthwiseConv2d conv{s, Activation::kIdentity, a.x, a.weight, a.bias, a.z, nullptr};

@@ -4,7 +4,7 @@
 //   dx for stride 1       the same with the taps turned round, over the m outputs of each channel
 //   dx for other strides  out[o, iy, ix] = sum over the taps for which (iy + top - ky * dil_h) / sh is an output row
 #include "cuda/depthwise_pass.h"
-#include "cuda/depthwise_strips.h"
+#include "cuda/depthwise_patches.h"
 
 namespace fusedtrain::cuda {
 namespace {
@@ -41,24 +41,20 @@ struct Transposed {
   }
 };
 
-// dx by strips: for stride 1 the forward pass over dy with the taps turned round.
+// dx by patches: for stride 1 the forward pass over dy with the taps turned round.
 template <class T, int K, int S>
-int strips_dx(const DepthwiseConv2dBackward& a, void* stream) {
+int patches_dx(const DepthwiseConv2dBackward& a, void* stream) {
   DepthwiseSizes s = a.sizes;
   std::swap(s.h, s.ho), std::swap(s.w, s.wo);
+  if constexpr (S == 1) s.top = K - 1 - s.top, s.left = K - 1 - s.left;
+  PatchPass<T> pass = patch_pass<T>(s, a.dy, a.weight, nullptr, a.dx);
   if constexpr (S == 1) {
-    s.top = K - 1 - s.top, s.left = K - 1 - s.left;
-    StripPass<T> pass = strip_pass<T>(s, a.dy, a.weight, nullptr, a.dx);
     pass.turned = true;
-    return run_strips<T, K, 1, false>(pass, forward_tiles<K, kStripCols<K, S>>(s), stream);
+    return run_patches<T, K, 1, false>(pass, forward_patches<K, 1>(s), stream);
   } else {
-    constexpr int kCols = kSpreadCols;
-    const auto pairs = [](int64_t size, int64_t before) { return (size - 1 + before) / 2 + 1 - before / 2; };
-    const StripTiles g =
-        strip_tiles(s.n, s.c, pairs(s.ho, s.top), ceil_div<int64_t>(pairs(s.wo, s.left), kCols / 2), kStripThreads<K>);
-    return launch(spread_kernel<T, K, kCols>, g.blocks * g.tiles, g.threads(),
-                  K * K * g.columns * kPair * sizeof(float), stream, strip_pass<T>(s, a.dy, a.weight, nullptr, a.dx),
-                  g);
+    const PatchTiles g = patch_tiles(s, s.ho + s.top % 2, s.wo + s.left % 2, kStagedBytes<K> * most_channels(s),
+                                     [](int rows, int cols) { return spread_reads<K>(rows) * spread_reads<K>(cols); });
+    return launch(spread_kernel<T, K>, g.blocks * g.slices, g.threads(), g.shared_bytes, stream, pass, g);
   }
 }
 
@@ -66,10 +62,10 @@ int strips_dx(const DepthwiseConv2dBackward& a, void* stream) {
 
 int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (a.act == Activation::kIdentity && takes_strips(s, a.x, a.y)) {
-    return visit_strips(s, [&]<class T, int K, int S>() {
-      return run_strips<T, K, S, false>(strip_pass<T>(s, a.x, a.weight, a.bias, a.y),
-                                        forward_tiles<K, kStripCols<K, S>>(s), stream);
+  if (a.act == Activation::kIdentity && has_patches(s) && is_aligned(a.x, a.y)) {
+    return visit_patches(s, [&]<class T, int K, int S>() {
+      return run_patches<T, K, S, false>(patch_pass<T>(s, a.x, a.weight, a.bias, a.y), forward_patches<K, S>(s),
+                                         stream);
     });
   }
   return visit_pack(s, is_aligned(a.x, a.y), [&]<class T, int N>() {
@@ -87,8 +83,8 @@ int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
 
 int depthwise_conv2d_dx(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (takes_strips(s, a.dy, a.dx)) {
-    return visit_strips(s, [&]<class T, int K, int S>() { return strips_dx<T, K, S>(a, stream); });
+  if (has_patches(s) && is_aligned(a.dy, a.dx)) {
+    return visit_patches(s, [&]<class T, int K, int S>() { return patches_dx<T, K, S>(a, stream); });
   }
   return visit_pack(s, is_aligned(a.dy, a.dx), [&]<class T, int N>() {
     Pass<T> pass = pass_of<T>(s, a.weight);

@@ -5,7 +5,7 @@
 //
 // A thread keeps the sums of one kernel row (of up to 7 taps), so x and dy come from memory once and from L1 for the
 // other rows. Blocks sum over chunks of all images; a second kernel adds the chunks in order: no atomics.
-#include "cuda/depthwise_strips.h"
+#include "cuda/depthwise_patches.h"
 
 namespace fusedtrain::cuda {
 namespace {
@@ -218,17 +218,19 @@ int finish(const DepthwiseConv2dBackward& a, int64_t chunks, void* stream) {
 }
 
 template <int K, int S>
-StripTiles dots_tiles(const DepthwiseSizes& s) {
-  constexpr int64_t kBlocks = 512;
-  StripTiles g = forward_tiles<K, kDotsCols<K, S>>(s);
-  g.blocks = std::min<int64_t>(g.blocks, std::max<int64_t>(1, kBlocks / g.tiles));
+PatchTiles dots_patches(const DepthwiseSizes& s) {
+  constexpr int64_t kBlocks = 528;  // two or three on each multiprocessor of a large GPU, twice
+  PatchTiles g = patch_tiles(s, s.ho, s.wo, 0,
+                             [](int rows, int cols) { return rows * cols + reads<K, S>(rows) * reads<K, S>(cols); });
+  g.blocks = std::min<int64_t>(g.blocks, std::max<int64_t>(1, kBlocks / g.slices));
+  g.shared_bytes = std::max(g.shared_bytes, K * kPair * g.threads() * sizeof(float));
   return g;
 }
 
 template <class T, int K, int S>
-int strips_dw(const DepthwiseConv2dBackward& a, void* stream) {
+int patches_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  StripDots<T> dots{};
+  PatchDots<T> dots{};
   dots.dy = static_cast<const T*>(a.dy);
   dots.x = static_cast<const T*>(a.x);
   dots.sums = static_cast<float*>(a.partial);
@@ -236,9 +238,8 @@ int strips_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
   set(dots.h, s.h), set(dots.w, s.w), set(dots.ho, s.ho), set(dots.wo, s.wo);
   set(dots.top, s.top), set(dots.left, s.left);
-  const StripTiles g = dots_tiles<K, S>(s);
-  const int code = launch(strip_dots_kernel<T, K, S, kDotsCols<K, S>>, g.blocks * g.tiles, g.threads(),
-                          K * kPair * g.threads() * sizeof(float), stream, dots, g);
+  const PatchTiles g = dots_patches<K, S>(s);
+  const int code = launch(dots_kernel<T, K, S>, g.blocks * g.slices, g.threads(), g.shared_bytes, stream, dots, g);
   return code != cudaSuccess ? code : finish<T>(a, g.blocks, stream);
 }
 
@@ -246,9 +247,9 @@ int strips_dw(const DepthwiseConv2dBackward& a, void* stream) {
 
 int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
   int64_t chunks = chunks_of(s);  // which kernels run depends on the pointers, too
-  if (is_strip_shape(s)) {
-    const int code = visit_strips(s, [&]<class T, int K, int S>() -> int {
-      chunks = std::max(chunks, dots_tiles<K, S>(s).blocks);
+  if (has_patches(s)) {
+    const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
+      chunks = std::max(chunks, dots_patches<K, S>(s).blocks);
       return cudaSuccess;
     });
     if (code != cudaSuccess) return 0;
@@ -258,8 +259,8 @@ int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
 
 int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (a.dw != nullptr && takes_strips(s, a.dy, a.x)) {
-    return visit_strips(s, [&]<class T, int K, int S>() { return strips_dw<T, K, S>(a, stream); });
+  if (a.dw != nullptr && has_patches(s) && is_aligned(a.dy, a.x)) {
+    return visit_patches(s, [&]<class T, int K, int S>() { return patches_dw<T, K, S>(a, stream); });
   }
   return visit_pack(s, is_aligned(a.dy, a.x), [&]<class T, int N>() {
     return visit_taps<T>(s.kw, s.sw, s.dil_w, [&]<int K, int S>() -> int {
