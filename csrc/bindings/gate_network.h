@@ -8,7 +8,7 @@ namespace fusedtrain::bindings {
 
 // The type in which kernels take the weights of x, of which w1 is one: on CUDA that which they have.
 inline ScalarType weight_type(const Tensor& x, const Tensor& w1) {
-  return x.is_cuda() && x.scalar_type() != ScalarType::Double ? w1.scalar_type() : acc_type(x);
+  return x.is_cuda() && acc_type(w1) == acc_type(x) ? w1.scalar_type() : acc_type(x);
 }
 
 // Dense copies of the weights, which live as long as the kernels run, and what is computed; pooled is to be filled.
