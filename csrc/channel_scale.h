@@ -29,8 +29,8 @@ struct ChannelScaleDot {
   void* dgate;     // acc [n, c]
   // On CUDA dx comes with it where it is not null; the CPU leaves it to channel_scale_backward, whose inputs it has in
   // the cache.
-  const void* gate = nullptr;  // acc [n, c]
-  void* dx = nullptr;          // as x
+  const void* gate;  // acc [n, c]
+  void* dx;          // as x
 };
 
 struct ChannelScaleBackward {

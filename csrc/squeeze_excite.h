@@ -11,7 +11,8 @@
 //   dw2 = dlogits^T act(hidden)             dw1 = dhidden^T pooled                     db2, db1: their sums over n
 //
 // and dpooled reaches x in channel_scale_backward.
-// Everything here is small and of the accumulation type acc: float, double for kFloat64.
+// Everything here is small and of the accumulation type acc: float, double for kFloat64. The weights and their
+// gradients are acc on the CPU and of type `weights` on CUDA, where a conversion would take as long as the network.
 #include "core/isa.h"
 #include "core/types.h"
 
@@ -19,37 +20,40 @@ namespace fusedtrain {
 
 struct SqueezeExcite {
   int64_t n, c, r;
-  DType dtype;  // kFloat32 or kFloat64
+  DType dtype;    // kFloat32 or kFloat64
+  DType weights;  // kFloat64 where dtype is
   Activation act, gate_act;
   const void* pooled;  // acc [n, c]
-  const void* w1;      // acc [r, c]
-  const void* b1;      // acc [r] or null
-  const void* w2;      // acc [c, r]
-  const void* b2;      // acc [c] or null
+  const void* w1;      // weights [r, c]
+  const void* b1;      // weights [r] or null
+  const void* w2;      // weights [c, r]
+  const void* b2;      // weights [c] or null
   void* hidden;        // acc [n, r], before act
+  void* activated;     // acc [n, r], act(hidden); CUDA only
   void* logits;        // acc [n, c], before gate_act
   void* gate;          // acc [n, c]
 };
 
 struct SqueezeExciteBackward {
   int64_t n, c, r;
-  DType dtype;  // kFloat32 or kFloat64
+  DType dtype;    // kFloat32 or kFloat64
+  DType weights;  // kFloat64 where dtype is
   Activation act, gate_act;
   const void* dgate;   // acc [n, c]
   const void* pooled;  // acc [n, c]
   const void* hidden;  // acc [n, r]
   const void* logits;  // acc [n, c]
-  const void* w1;      // acc [r, c]
-  const void* w2;      // acc [c, r]
+  const void* w1;      // weights [r, c]
+  const void* w2;      // weights [c, r]
   void* gate;          // acc [n, c], gate_act(logits) again, for channel_scale_backward
   void* activated;     // acc [n, r], act(hidden) again, for dw2
   void* dlogits;       // acc [n, c]
   void* dhidden;       // acc [n, r]
   void* dpooled;       // acc [n, c]
-  void* dw1;           // acc [r, c]
-  void* db1;           // acc [r]
-  void* dw2;           // acc [c, r]
-  void* db2;           // acc [c]
+  void* dw1;           // weights [r, c]
+  void* db1;           // weights [r]
+  void* dw2;           // weights [c, r]
+  void* db2;           // weights [c]
 };
 
 namespace cpu {

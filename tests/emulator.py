@@ -165,27 +165,41 @@ def channel_scale(x, gate, in_act):
     return y
 
 
-def _scale_dot(dy, x, in_act):
+def _scale_dot(dy, x, in_act, **with_dx):
     dgate, partial = _acc(x, *x.shape[:2]), _partial(x, 1)
     images = _images(x, in_act)
-    call("channel_scale_dot", "ChannelScaleDot", images=images, dy=dy, x=x, partial=partial, dgate=dgate)
+    call("channel_scale_dot", "ChannelScaleDot", images=images, dy=dy, x=x, partial=partial, dgate=dgate, **with_dx)
     return dgate
 
 
 def channel_scale_backward(dy, x, gate, in_act, need_dx, need_dgate):
-    dgate = _scale_dot(dy, x, in_act) if need_dgate else _acc(x, 0)
-    dx = _scale_backward(x, in_act, 0, dy=dy, gate=_small(gate, x)) if need_dx else x.new_empty(0)
-    return dx, dgate
+    gate = _small(gate, x)
+    if not need_dgate:
+        return _scale_backward(x, in_act, 0, dy=dy, gate=gate) if need_dx else x.new_empty(0), _acc(x, 0)
+    dx = torch.empty_like(x).fill_(torch.nan) if need_dx else x.new_empty(0)
+    return dx, _scale_dot(dy, x, in_act, gate=gate, dx=dx)
+
+
+def _weights(weights: dict[str, Tensor | None]) -> dict:
+    """Dense, in their own dtype: that of the first."""
+    dtype = next(iter(weights.values())).dtype
+    return {"weights": _DTYPES[dtype]} | {
+        k: None if t is None else t.to(dtype).contiguous() for k, t in weights.items()
+    }
+
+
+def _excite(pooled, hidden, logits, gates, weights, act, gate):
+    (n, c), r = pooled.shape, hidden.shape[1]
+    codes = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
+    results = {"hidden": hidden, "activated": torch.full_like(hidden, torch.nan), "logits": logits, "gate": gates}
+    call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **_weights(weights), **results)
 
 
 def squeeze_excite(x, w1, b1, w2, b2, act, gate, pool, in_act):
     n, c, r = *x.shape[:2], w1.shape[0]
     pooled, peak, ties = channel_pool(x, pool, in_act)
     hidden, logits, gates = _acc(x, n, r), _acc(x, n, c), _acc(x, n, c)
-    codes = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
-    weights = {name: _small(t, x) for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()}
-    results = {"hidden": hidden, "logits": logits, "gate": gates}
-    call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **weights, **results)
+    _excite(pooled, hidden, logits, gates, {"w1": w1, "b1": b1, "w2": w2, "b2": b2}, act, gate)
     return channel_scale(x, gates, in_act), pooled, hidden, logits, peak, ties
 
 
@@ -194,14 +208,15 @@ def _excite_backward(dgate, x, w1, w2, pooled, hidden, logits, act, gate, need_d
     n, c, r = *x.shape[:2], w1.shape[0]
     small = {name: _acc(x, n, c) for name in ("gate", "dlogits", "dpooled")}
     small |= {name: _acc(x, n, r) for name in ("activated", "dhidden")}
-    dw = {"dw1": _acc(x, *w1.shape), "db1": _acc(x, r), "dw2": _acc(x, *w2.shape), "db2": _acc(x, c)}
+    shapes = {"dw1": w1.shape, "db1": (r,), "dw2": w2.shape, "db2": (c,)}
+    dw = {name: torch.full(shape, torch.nan, dtype=w1.dtype) for name, shape in shapes.items()}
     fields = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": act, "gate_act": gate}
     fields |= {"dgate": dgate, "pooled": pooled, "hidden": hidden, "logits": logits}
-    fields |= {"w1": _small(w1, x), "w2": _small(w2, x)} | small | dw
+    fields |= _weights({"w1": w1, "w2": w2}) | small | dw
     call("squeeze_excite_backward", "SqueezeExciteBackward", **fields)
     if need_dw:
         call("squeeze_excite_weight_backward", "SqueezeExciteBackward", **fields)
-    return small, [d.to(w1.dtype) if need_dw else w1.new_empty(0) for d in dw.values()]
+    return small, list(dw.values()) if need_dw else [w1.new_empty(0)] * len(dw)
 
 
 def squeeze_excite_backward(
@@ -379,10 +394,7 @@ def depthwise_bn_act_se(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act
     pooled, hidden, logits, gates = _acc(z, n, c), _acc(z, n, r), _acc(z, n, c), _acc(z, n, c)
     y = torch.empty_like(z).fill_(torch.nan)
     call("bn_act_pool", "BnActPool", **{"in": inputs}, partial=_partial(z, 1), pooled=pooled)
-    codes = {"n": n, "c": c, "r": r, "dtype": _DTYPES[pooled.dtype], "act": se_act, "gate_act": gate}
-    weights = {name: _small(t, z) for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()}
-    results = {"hidden": hidden, "logits": logits, "gate": gates}
-    call("squeeze_excite", "SqueezeExcite", **codes, pooled=pooled, **weights, **results)
+    _excite(pooled, hidden, logits, gates, {"w1": w1, "b1": b1, "w2": w2, "b2": b2}, se_act, gate)
     call("bn_act_scale", "BnActScale", **{"in": inputs}, gate=gates, residual=residual, relu=relu, y=y)
     return y, pooled, hidden, logits
 

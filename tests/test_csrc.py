@@ -67,7 +67,7 @@ def test_macros_take_no_arguments(path):
 def test_every_cuda_kernel_states_its_block_size():
     for path in [*CSRC.glob("cuda/*"), *CUDA_CORE]:
         for kernel in re.findall(r"__global__ [^;{]*?\w+_kernel\(", path.read_text()):
-            assert "__launch_bounds__(kThreads" in kernel, f"{relative(path)}: {kernel}"
+            assert re.search(r"__launch_bounds__\(k\w+", kernel), f"{relative(path)}: {kernel}"
 
 
 @needs_compiler
@@ -80,11 +80,11 @@ def test_contracts_compile_alone(path, tmp_path):
 
 def test_instructions_beyond_a_variant_are_not_executed_early():
     """GCC takes an asm that is not volatile for harmless and may move it before the check for the instruction. The
-    empty one has no instruction: it hides a value from the compiler."""
+    empty one has no instruction: it hides a value from the compiler. What nvcc alone sees is of another kind."""
     pattern = re.compile(r'\basm (?!volatile\b)|\basm\("?(\w*)')
-    assert {"vdpbf16ps", ""} == {
-        match[1] for path in [*CONTRACTS, *KERNELS, *BINDINGS] for match in pattern.finditer(path.read_text())
-    }
+    texts = (path.read_text() for path in [*CONTRACTS, *KERNELS, *BINDINGS])
+    texts = (re.sub(r"^#ifdef __CUDA_ARCH__$.*?^#endif$", "", text, flags=re.DOTALL | re.MULTILINE) for text in texts)
+    assert {"vdpbf16ps", ""} == {match[1] for text in texts for match in pattern.finditer(text)}
 
 
 def test_codes_are_the_same_in_python_and_c():

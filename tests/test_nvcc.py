@@ -144,7 +144,9 @@ def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
 )
 def test_images_move_16_bytes_at_a_time(compiled, cuobjdump, stem, count):
     kernels = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
-    vectors = {name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*(TermIf.*ELi4E|ELi8E)", name)}
+    vectors = {
+        name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*(TermIf.*ELi4E|ELi8E)", name)
+    }
     assert len(vectors) >= count
     for name, code in vectors.items():
         assert re.search(r"LDG\.E\.128", code), name

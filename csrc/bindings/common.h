@@ -77,13 +77,17 @@ inline void check_same(const char* name, const Tensor& t, const Tensor& x) {
   STD_TORCH_CHECK(same, "fusedtrain: ", name, " must have the shape, dtype and strides of x");
 }
 
-// `t` as a dense tensor of the accumulation type of `x` on its device, with `count` elements.
-inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count) {
+// `t` as a dense tensor of `type` on the device of `x`, with `count` elements; without `type`, in the accumulation type
+// of `x`.
+inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count, ScalarType type) {
   STD_TORCH_CHECK(t.numel() == count, "fusedtrain: ", name, " must have ", count, " elements, got ", t.numel());
   STD_TORCH_CHECK(t.get_device() == x.get_device() && t.is_cuda() == x.is_cuda(), "fusedtrain: ", name,
                   " must be on the device of x");
   const Tensor dense = torch::stable::contiguous(t);
-  return dense.scalar_type() == acc_type(x) ? dense : torch::stable::to(dense, acc_type(x));
+  return dense.scalar_type() == type ? dense : torch::stable::to(dense, type);
+}
+inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count) {
+  return small_input(name, t, x, count, acc_type(x));
 }
 
 // Images as x, but for the sizes behind the first. By the dispatcher, as the stable ABI has no empty() with strides; a

@@ -6,23 +6,30 @@
 
 namespace fusedtrain::bindings {
 
+// The type in which kernels take the weights of x, of which w1 is one: on CUDA that which they have.
+inline ScalarType weight_type(const Tensor& x, const Tensor& w1) {
+  return x.is_cuda() && acc_type(w1) == acc_type(x) ? w1.scalar_type() : acc_type(x);
+}
+
 // Dense copies of the weights, which live as long as the kernels run, and what is computed; pooled is to be filled.
 struct GateNetwork {
-  Tensor w1, w2;                        // acc [r, c], [c, r]
-  std::optional<Tensor> b1, b2;         // acc [r], [c]
-  Tensor pooled, hidden, logits, gate;  // acc [n, c], [n, r], [n, c], [n, c]
+  Tensor w1, w2;                                   // weights [r, c], [c, r]
+  std::optional<Tensor> b1, b2;                    // weights [r], [c]
+  Tensor pooled, hidden, activated, logits, gate;  // acc [n, c], but for hidden and activated: [n, r]
   SqueezeExcite args;
 };
 
 inline GateNetwork gate_network(const Tensor& x, const Tensor& w1, const std::optional<Tensor>& b1, const Tensor& w2,
                                 const std::optional<Tensor>& b2, Activation act, Activation gate_act) {
   const int64_t n = x.size(0), c = x.size(1), r = w1.size(0);
-  GateNetwork g{.w1 = small_input("w1", w1, x, r * c),
-                .w2 = small_input("w2", w2, x, c * r),
-                .b1 = b1 ? std::optional(small_input("b1", *b1, x, r)) : std::nullopt,
-                .b2 = b2 ? std::optional(small_input("b2", *b2, x, c)) : std::nullopt,
+  const ScalarType type = weight_type(x, w1);
+  GateNetwork g{.w1 = small_input("w1", w1, x, r * c, type),
+                .w2 = small_input("w2", w2, x, c * r, type),
+                .b1 = b1 ? std::optional(small_input("b1", *b1, x, r, type)) : std::nullopt,
+                .b2 = b2 ? std::optional(small_input("b2", *b2, x, c, type)) : std::nullopt,
                 .pooled = empty_acc(x, {n, c}),
                 .hidden = empty_acc(x, {n, r}),
+                .activated = empty_acc(x, {x.is_cuda() ? n : 0, r}),
                 .logits = empty_acc(x, {n, c}),
                 .gate = empty_acc(x, {n, c}),
                 .args = {}};
@@ -30,6 +37,7 @@ inline GateNetwork gate_network(const Tensor& x, const Tensor& w1, const std::op
             .c = c,
             .r = r,
             .dtype = dtype_of(g.pooled),
+            .weights = dtype_of(g.w1),
             .act = act,
             .gate_act = gate_act,
             .pooled = g.pooled.const_data_ptr(),
@@ -38,6 +46,7 @@ inline GateNetwork gate_network(const Tensor& x, const Tensor& w1, const std::op
             .w2 = g.w2.const_data_ptr(),
             .b2 = g.b2 ? g.b2->const_data_ptr() : nullptr,
             .hidden = g.hidden.mutable_data_ptr(),
+            .activated = g.activated.mutable_data_ptr(),
             .logits = g.logits.mutable_data_ptr(),
             .gate = g.gate.mutable_data_ptr()};
   return g;
@@ -49,9 +58,9 @@ inline void excite_samples(const SqueezeExcite& a, int64_t begin, int64_t end) {
 
 // The same for the backward pass; dgate is to be filled, and the gradients of the weights are empty unless needed.
 struct GateGradients {
-  Tensor w1, w2;                                             // acc [r, c], [c, r]
+  Tensor w1, w2;                                             // weights [r, c], [c, r]
   Tensor dgate, gate, activated, dlogits, dhidden, dpooled;  // acc [n, c], but for activated and dhidden: [n, r]
-  Tensor dw1, db1, dw2, db2;                                 // acc
+  Tensor dw1, db1, dw2, db2;                                 // weights
   SqueezeExciteBackward args;
 };
 
@@ -59,12 +68,13 @@ inline GateGradients gate_gradients(const Tensor& x, const Tensor& w1, const Ten
                                     const Tensor& hidden, const Tensor& logits, Activation act, Activation gate_act,
                                     bool need_dw) {
   const int64_t n = x.size(0), c = x.size(1), r = w1.size(0);
+  const ScalarType type = weight_type(x, w1);
   const auto weight_gradient = [&](const Tensor& w) {
-    return need_dw ? torch::stable::new_empty(w, w.sizes(), acc_type(x)) : empty_acc(x, {0});
+    return need_dw ? torch::stable::new_empty(w, w.sizes(), type) : torch::stable::new_empty(w, {0}, type);
   };
-  const auto bias_gradient = [&](int64_t size) { return empty_acc(x, {need_dw ? size : 0}); };
-  GateGradients g{.w1 = small_input("w1", w1, x, r * c),
-                  .w2 = small_input("w2", w2, x, c * r),
+  const auto bias_gradient = [&](int64_t size) { return torch::stable::new_empty(w1, {need_dw ? size : 0}, type); };
+  GateGradients g{.w1 = small_input("w1", w1, x, r * c, type),
+                  .w2 = small_input("w2", w2, x, c * r, type),
                   .dgate = empty_acc(x, {n, c}),
                   .gate = empty_acc(x, {n, c}),
                   .activated = empty_acc(x, {n, r}),
@@ -80,6 +90,7 @@ inline GateGradients gate_gradients(const Tensor& x, const Tensor& w1, const Ten
             .c = c,
             .r = r,
             .dtype = dtype_of(pooled),
+            .weights = dtype_of(g.w1),
             .act = act,
             .gate_act = gate_act,
             .dgate = g.dgate.const_data_ptr(),

@@ -56,7 +56,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
                             .dy = dy.const_data_ptr(),
                             .x = x.const_data_ptr(),
                             .partial = partial.mutable_data_ptr(),
-                            .dgate = excite.dgate.mutable_data_ptr()};
+                            .dgate = excite.dgate.mutable_data_ptr(),
+                            .gate = nullptr,
+                            .dx = nullptr};
   const ChannelScaleBackward back{.images = m,
                                   .pool = pool_of(pool),
                                   .dy = dy.const_data_ptr(),

@@ -164,6 +164,32 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack) {
   }
 }
 
+// Pairs of 16-bit elements by their common word, which the compiler would take apart where it is loaded.
+template <class T, int N>
+__device__ __forceinline__ Pack<Acc<T>, N> to_acc(const Pack<T, N>& pack) {
+  Pack<Acc<T>, N> out;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      unsigned word;
+      memcpy(&word, &pack.v[j], sizeof(word));
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const unsigned low = word << 16, high = word & 0xffff0000u;
+        memcpy(&out.v[j], &low, sizeof(low));
+        memcpy(&out.v[j + 1], &high, sizeof(high));
+      } else {
+        T pair[2];
+        memcpy(pair, &word, sizeof(word));
+        out.v[j] = to_acc(pair[0]);
+        out.v[j + 1] = to_acc(pair[1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) out.v[j] = to_acc(pack.v[j]);
+  }
+  return out;
+}
 template <class A, int N>
 __device__ __forceinline__ Pack<A, N> operator*(Pack<A, N> a, const Pack<A, N>& b) {
 #pragma unroll

@@ -393,7 +393,7 @@ template <class Term, int N>
 [[nodiscard]] int reduce_rows(const Images& images, const Term& term, int64_t min_chunk, void* partial, void* stream,
                               int64_t* parts) {
   using A = typename Term::A;
-  const RowTiles g = row_tiles<N>(images, min_chunk, 16);
+  const RowTiles g = row_tiles<N>(images, min_chunk, 64 / sizeof(A));
   const size_t shared_bytes = g.rows > 1 ? g.threads() * N * Term::Stat::kParts * sizeof(A) : 0;
   const int code = launch(reduce_rows_kernel<Term, N>, g.blocks, g.threads(), shared_bytes, stream, term, g,
                           static_cast<A*>(partial));

@@ -47,9 +47,9 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
     shift = {};
 #pragma unroll
     for (int k = 0; k < kSome; ++k) {
-      const Raw<N> one = cuda::load<N>(x + some[k] + channel * stride);
+      const Pack<A, N> one = to_acc(cuda::load<N>(x + some[k] + channel * stride));
 #pragma unroll
-      for (int j = 0; j < N; ++j) shift.f[0].v[j] += to_acc(one.v[j]) * A(1.0 / kSome);
+      for (int j = 0; j < N; ++j) shift.f[0].v[j] += one.v[j] * A(1.0 / kSome);
     }
   }
 
@@ -60,9 +60,10 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
 
   template <int N>
   __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& shift, Stat (&stats)[N]) const {
+    const Pack<A, N> values = to_acc(raw);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A d = to_acc(raw.v[j]) - shift.f[0].v[j];
+      const A d = values.v[j] - shift.f[0].v[j];
       stats[j].part[0] += d;
       stats[j].part[1] += d * d;
     }
@@ -153,15 +154,16 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
     Pack<T, N> out;
-    const auto z = [&](int j) { return (to_acc(raw.x.v[j]) - f.f[0].v[j]) * f.f[1].v[j] + f.f[2].v[j]; };
+    const Pack<A, N> values = to_acc(raw.x);
+    const auto z = [&](int j) { return (values.v[j] - f.f[0].v[j]) * f.f[1].v[j] + f.f[2].v[j]; };
     if (residual == nullptr) {
 #pragma unroll
       for (int j = 0; j < N; ++j) from_acc(act.value(z(j)), out.v[j]);
     } else {
+      const Pack<A, N> added = to_acc(raw.residual);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const A added = to_acc(raw.residual.v[j]);
-        from_acc(act.value(z(j) + (after ? A(0) : added)) + (after ? added : A(0)), out.v[j]);
+        from_acc(act.value(z(j) + (after ? A(0) : added.v[j])) + (after ? added.v[j] : A(0)), out.v[j]);
       }
     }
     store(y + offset, out);

@@ -49,16 +49,19 @@ struct Gradient {
   // use(j, centred, dz) for every element j, given the factors mean, scale and bias
   template <int N, class Factors, class Use>
   __device__ void each(const GradientRaw<Pack<T, N>>& raw, const Factors& f, Use use) const {
+    const Pack<A, N> x = to_acc(raw.x), dy = to_acc(raw.dy);
     const auto element = [&](int j, A added) {
-      const A centred = to_acc(raw.x.v[j]) - f.f[0].v[j], dy = to_acc(raw.dy.v[j]);
-      use(j, centred, Activate::kIdentity ? dy : act.slope(centred * f.f[1].v[j] + f.f[2].v[j] + added) * dy);
+      const A centred = x.v[j] - f.f[0].v[j];
+      const A slope = Activate::kIdentity ? A(1) : act.slope(centred * f.f[1].v[j] + f.f[2].v[j] + added);
+      use(j, centred, slope * dy.v[j]);
     };
     if (Activate::kIdentity || before == nullptr) {
 #pragma unroll
       for (int j = 0; j < N; ++j) element(j, A(0));
     } else {
+      const Pack<A, N> added = to_acc(raw.before);
 #pragma unroll
-      for (int j = 0; j < N; ++j) element(j, to_acc(raw.before.v[j]));
+      for (int j = 0; j < N; ++j) element(j, added.v[j]);
     }
   }
 };

@@ -30,8 +30,9 @@ struct PoolTerm : NoFactors {
 
   template <int N>
   __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>&, Stat (&stats)[N]) const {
+    const Pack<A, N> values = to_acc(raw);
 #pragma unroll
-    for (int j = 0; j < N; ++j) stats[j].add(act.value(to_acc(raw.v[j])));
+    for (int j = 0; j < N; ++j) stats[j].add(act.value(values.v[j]));
   }
 
   __device__ void finish(int64_t nc, const Stat& stat) const {

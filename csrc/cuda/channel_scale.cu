@@ -40,9 +40,10 @@ struct ScaleTerm : FactorSource<Acc<T>, 1> {
 
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& factors) const {
+    const Pack<Acc<T>, N> values = to_acc(raw);
     Pack<T, N> out;
 #pragma unroll
-    for (int j = 0; j < N; ++j) from_acc(act.value(to_acc(raw.v[j])) * factors.f[0].v[j], out.v[j]);
+    for (int j = 0; j < N; ++j) from_acc(act.value(values.v[j]) * factors.f[0].v[j], out.v[j]);
     store(y + offset, out);
   }
 };
@@ -78,13 +79,14 @@ struct DotTerm : std::conditional_t<kDx, FactorSource<Acc<T>, 1>, NoFactors> {
   template <int N>
   __device__ void add(const Raw<N>& raw, [[maybe_unused]] int64_t offset, [[maybe_unused]] const Factors<N>& gate,
                       Stat (&stats)[N]) const {
+    const Pack<A, N> values = to_acc(raw.x), slopes = to_acc(raw.dy);
 #pragma unroll
-    for (int j = 0; j < N; ++j) stats[j].add(to_acc(raw.dy.v[j]) * act.value(to_acc(raw.x.v[j])));
+    for (int j = 0; j < N; ++j) stats[j].add(slopes.v[j] * act.value(values.v[j]));
     if constexpr (kDx) {
       Pack<T, N> out;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        from_acc(to_acc(raw.dy.v[j]) * gate.f[0].v[j] * act.slope(to_acc(raw.x.v[j])), out.v[j]);
+        from_acc(slopes.v[j] * gate.f[0].v[j] * act.slope(values.v[j]), out.v[j]);
       }
       store(dx + offset, out);
     }
@@ -121,17 +123,18 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
 
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& factors) const {
+    const Pack<A, N> values = to_acc(raw.x), slopes = to_acc(raw.dy);
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const A dpooled = factors.f[1].v[j];
       A slope = average * dpooled;
-      if (dy != nullptr) slope += to_acc(raw.dy.v[j]) * factors.f[0].v[j];
+      if (dy != nullptr) slope += slopes.v[j] * factors.f[0].v[j];
       if constexpr (Peak) {
-        const A at_peak = act.value(to_acc(raw.x.v[j])) == factors.f[2].v[j] ? A(1) : A(0);
+        const A at_peak = act.value(values.v[j]) == factors.f[2].v[j] ? A(1) : A(0);
         slope += at_peak * vdivide(A(0.5) * dpooled, factors.f[3].v[j]);  // a NaN has no ties: 0 / 0, as in torch
       }
-      if constexpr (!Activate::kIdentity) slope *= act.slope(to_acc(raw.x.v[j]));
+      if constexpr (!Activate::kIdentity) slope *= act.slope(values.v[j]);
       from_acc(slope, out.v[j]);
     }
     store(dx + offset, out);

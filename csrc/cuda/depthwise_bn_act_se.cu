@@ -103,8 +103,8 @@ struct Normalised {
   }
   bool aligned() const { return is_aligned(z, mean, rstd, weight, bias); }
   template <class Factors>
-  __device__ A centred(T z, int j, const Factors& f) const {
-    return to_acc(z) - f.f[0].v[j];
+  __device__ A centred(A z, int j, const Factors& f) const {
+    return z - f.f[0].v[j];
   }
   template <class Factors>
   __device__ A u(A centred, int j, const Factors& f) const {
@@ -148,8 +148,9 @@ struct PoolTerm : ChannelFactors<PoolTerm<T, Activate>, Acc<T>, 3> {
 
   template <int N>
   __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& f, Stat (&stats)[N]) const {
+    const Pack<A, N> z = to_acc(raw);
 #pragma unroll
-    for (int j = 0; j < N; ++j) stats[j].part[0] += act.value(in.u(in.centred(raw.v[j], j, f), j, f));
+    for (int j = 0; j < N; ++j) stats[j].part[0] += act.value(in.u(in.centred(z.v[j], j, f), j, f));
   }
 
   __device__ void finish(int64_t plane, const Stat& sum) const { pooled[plane] = sum.part[0] / hw; }
@@ -202,11 +203,12 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4> {
 
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
+    const Pack<A, N> z = to_acc(raw.z), added = to_acc(raw.residual);
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      A scaled = act.value(in.u(in.centred(raw.z.v[j], j, f), j, f)) * f.f[3].v[j];
-      if constexpr (kAdds) scaled = at_least(scaled + to_acc(raw.residual.v[j]), least);
+      A scaled = act.value(in.u(in.centred(z.v[j], j, f), j, f)) * f.f[3].v[j];
+      if constexpr (kAdds) scaled = at_least(scaled + added.v[j], least);
       from_acc(scaled, out.v[j]);
     }
     store(y + offset, out);
@@ -256,9 +258,10 @@ struct ReduceTerm : ChannelFactors<ReduceTerm<T, Activate>, Acc<T>, 3> {
 
   template <int N>
   __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& f, Stat (&stats)[N]) const {
+    const Pack<A, N> z = to_acc(raw.z), dy = to_acc(raw.dy);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A centred = in.centred(raw.z.v[j], j, f), u = in.u(centred, j, f), d = to_acc(raw.dy.v[j]);
+      const A centred = in.centred(z.v[j], j, f), u = in.u(centred, j, f), d = dy.v[j];
       const A slope = act.slope(u), through_y = d * slope;
       stats[j].part[0] += d * act.value(u);
       stats[j].part[1] += through_y;
@@ -362,11 +365,12 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
 
   template <int N>
   __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
+    const Pack<A, N> z = to_acc(raw.z), dy = to_acc(raw.dy);
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A centred = in.centred(raw.z.v[j], j, f), slope = act.slope(in.u(centred, j, f));
-      const A du = slope * (f.f[3].v[j] * to_acc(raw.dy.v[j]) + f.f[4].v[j]);
+      const A centred = in.centred(z.v[j], j, f), slope = act.slope(in.u(centred, j, f));
+      const A du = slope * (f.f[3].v[j] * dy.v[j] + f.f[4].v[j]);
       from_acc(f.f[1].v[j] * (du - f.f[5].v[j] - centred * f.f[6].v[j]), out.v[j]);
     }
     store(dz + offset, out);

@@ -7,17 +7,14 @@
 //   weights   dw1[r, c] = sum_n dhidden[n, r] pooled[n, c]                    db1[r] = sum_n dhidden[n, r]
 //             dw2[c, r] = sum_n dlogits[n, c] act(hidden[n, r])               db2[c] = sum_n dlogits[n, c]
 //
-// All sums run in an order that depends on c and r, and on n for the weights.
+// Everything is small: what counts is how often a thread waits for memory, so it asks for many weights at a time. These
+// are of type W, that of the parameters. All sums run in an order that depends on c and r and the alignment of the
+// weights, and on n for theirs.
 #include "core/cuda.h"
 #include "squeeze_excite.h"
 
 namespace fusedtrain::cuda {
 namespace {
-
-constexpr int kSamples = 4;  // samples that a block takes through one read of the weights
-constexpr int kDepth = 512;  // inputs of a layer that stand in shared memory at a time
-constexpr int kOutputs = 2;  // outputs that a warp of linear_kernel computes together
-constexpr int kWarps = kThreads / kWarp;
 
 using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
                    Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
@@ -27,112 +24,107 @@ struct Sizes {
   int64_t n, in, out;
 };
 
-// --- forward: y[n, out] = in_act(x[n, in]) w[out, in]^T + b
-// ------------------------------------------------------------
+// Lane l gets the sum over the warp of v[l], in a fixed order: half of the lanes keep half of the sums, and so on.
+template <int kHalf = kWarp / 2, class A>
+__device__ __forceinline__ A warp_sums(A (&v)[kWarp]) {
+  const bool upper = (threadIdx.x & kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const A kept = upper ? v[i + kHalf] : v[i], given = upper ? v[i] : v[i + kHalf];
+    v[i] = kept + __shfl_xor_sync(kFullWarp, given, kHalf);
+  }
+  if constexpr (kHalf > 1) {
+    return warp_sums<kHalf / 2>(v);
+  } else {
+    return v[0];
+  }
+}
 
+// --- forward: y[n, out] = x[n, in] w[out, in]^T + b ------------------------------------------------------------------
+
+constexpr int kSamples = 8;  // samples and outputs that a group of threads computes together
+constexpr int kOutputs = kWarp / kSamples;
 template <class A>
+constexpr int kMostThreads = 2048 / sizeof(A);
+
+template <class A, class W>
 struct Linear {
   Sizes s;
   const A* x;    // [n, in]
-  const A* w;    // [out, in]
-  const A* b;    // [out] or null
+  const W* w;    // [out, in]
+  const W* b;    // [out] or null
   A* y;          // [n, out]
-  A* activated;  // [n, out] or null, out_act(y)
-  Activation in_act, out_act;
-  bool aligned;  // rows of w may be loaded as packs
+  A* activated;  // [n, out], act(y)
+  Activation act;
 };
 
-// sum[o][s] += sum over the pack at w[o] of w * x[s]
-template <class A, int N>
-__device__ __forceinline__ void add_pack(const Pack<A, N> (&w)[kOutputs], const A* x, A (&sum)[kOutputs][kSamples]) {
-#pragma unroll
-  for (int s = 0; s < kSamples; ++s) {
-    const Pack<A, N> v = load<N>(x + s * kDepth);
-#pragma unroll
-    for (int o = 0; o < kOutputs; ++o) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[o][s] += w[o].v[j] * v.v[j];
-    }
-  }
-}
-
-// The lanes of a warp split the inputs of kOutputs rows of w.
-template <class A, int N>
-__device__ __forceinline__ void add_depth(const Linear<A>& a, const A* x, int64_t first, int64_t at, int depth,
-                                          A (&sum)[kOutputs][kSamples]) {
-#pragma unroll 2
-  for (int k = threadIdx.x % kWarp * N; k < depth; k += kWarp * N) {
-    Pack<A, N> w[kOutputs] = {};
-#pragma unroll
-    for (int o = 0; o < kOutputs; ++o) {
-      if (first + o < a.s.out) w[o] = load<N>(a.w + (first + o) * a.s.in + at + k);
-    }
-    add_pack(w, x + k, sum);
-  }
-}
-
-template <class A>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) linear_kernel(Linear<A> a, unsigned tiles) {
-  A* x = shared_memory<A>();  // [kSamples, kDepth]
-  const int lane = threadIdx.x % kWarp;
+// `lanes` threads split the inputs: a warp or the whole block.
+template <class A, class W, int N>
+__global__ void __launch_bounds__(kMostThreads<A>, 1) linear_kernel(Linear<A, W> a, int lanes, unsigned tiles) {
+  const int lane = threadIdx.x % kWarp, group = threadIdx.x / lanes, groups = blockDim.x / lanes;
   const int64_t sample = int64_t{blockIdx.x / tiles} * kSamples;
-  const int64_t first = (int64_t{blockIdx.x % tiles} * kWarps + threadIdx.x / kWarp) * kOutputs;
-  A sum[kOutputs][kSamples] = {};
-  for (int64_t at = 0; at < a.s.in; at += kDepth) {
-    const int depth = a.s.in - at < kDepth ? static_cast<int>(a.s.in - at) : kDepth;
-    __syncthreads();
+  const int64_t first = (int64_t{blockIdx.x % tiles} * groups + group) * kOutputs;
+  A sums[kWarp] = {};  // [kOutputs, kSamples]
+#pragma unroll 1
+  for (int64_t k = threadIdx.x % lanes * N; k < a.s.in; k += lanes * N) {
+    Pack<W, N> w[kOutputs] = {};
+    Pack<A, N> x[kSamples] = {};
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+      if (first + o < a.s.out) w[o] = load<N>(a.w + (first + o) * a.s.in + k);
+    }
 #pragma unroll
     for (int s = 0; s < kSamples; ++s) {
-      for (int k = threadIdx.x; k < depth; k += kThreads) {
-        x[s * kDepth + k] = sample + s < a.s.n ? Any::value(a.in_act, a.x[(sample + s) * a.s.in + at + k]) : A(0);
-      }
+      if (sample + s < a.s.n) x[s] = load<N>(a.x + (sample + s) * a.s.in + k);
     }
-    __syncthreads();
-    if (a.aligned) {
-      add_depth<A, kPack<A>>(a, x, first, at, depth, sum);
-    } else {
-      add_depth<A, 1>(a, x, first, at, depth, sum);
+#pragma unroll
+    for (int i = 0; i < kWarp; ++i) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sums[i] += to_acc(w[i / kSamples].v[j]) * x[i % kSamples].v[j];
     }
   }
-  A mine = A(0);  // lane o * kSamples + s finishes output `o` of sample `s`
-#pragma unroll
-  for (int o = 0; o < kOutputs; ++o) {
-#pragma unroll
-    for (int s = 0; s < kSamples; ++s) {
-      const A total = warp_sum(sum[o][s]);
-      if (lane == o * kSamples + s) mine = total;
-    }
+  A mine = warp_sums(sums);  // lane o * kSamples + s has output `o` of sample `s`
+  if (lanes > kWarp) {
+    A* shared = shared_memory<A>();  // [warps, 32]
+    shared[threadIdx.x] = mine;
+    __syncthreads();
+    if (threadIdx.x >= kWarp) return;
+    for (int i = lane + kWarp; i < lanes; i += kWarp) mine += shared[i];
   }
   const int64_t n = sample + lane % kSamples, out = first + lane / kSamples;
-  if (lane >= kOutputs * kSamples || n >= a.s.n || out >= a.s.out) return;
-  if (a.b != nullptr) mine += a.b[out];
+  if (n >= a.s.n || out >= a.s.out) return;
+  if (a.b != nullptr) mine += to_acc(a.b[out]);
   a.y[n * a.s.out + out] = mine;
-  if (a.activated != nullptr) a.activated[n * a.s.out + out] = Any::value(a.out_act, mine);
+  a.activated[n * a.s.out + out] = Any::value(a.act, mine);
 }
 
-template <class A>
-int linear(const Linear<A>& a, void* stream) {
-  const int64_t tiles = ceil_div<int64_t>(a.s.out, kWarps * kOutputs);
-  return launch(linear_kernel<A>, ceil_div<int64_t>(a.s.n, kSamples) * tiles, kThreads, kSamples * kDepth * sizeof(A),
-                stream, a, static_cast<unsigned>(tiles));
+template <class A, class W, int N>
+int linear(const Linear<A, W>& a, void* stream) {
+  const int64_t packs = ceil_div<int64_t>(a.s.in, N);
+  const bool whole = packs > 4 * kWarp;
+  const int lanes =
+      whole ? static_cast<int>(std::min<int64_t>(kMostThreads<A>, ceil_div<int64_t>(packs, kWarp) * kWarp)) : kWarp;
+  const int threads = whole ? lanes : kThreads;
+  const int64_t tiles = ceil_div<int64_t>(a.s.out, threads / lanes * kOutputs);
+  return launch(linear_kernel<A, W, N>, ceil_div<int64_t>(a.s.n, kSamples) * tiles, threads, threads * sizeof(A),
+                stream, a, lanes, static_cast<unsigned>(tiles));
 }
 
-template <class A>
+template <class A, class W>
+int linear(const Linear<A, W>& a, void* stream) {
+  constexpr int N = kPack<A>;
+  return a.s.in % N == 0 && is_aligned(a.x, a.w) ? linear<A, W, N>(a, stream) : linear<A, W, 1>(a, stream);
+}
+
+template <class A, class W>
 int forward(const SqueezeExcite& a, void* stream) {
   const auto in = [](const void* p) { return static_cast<const A*>(p); };
+  const auto weight = [](const void* p) { return static_cast<const W*>(p); };
   const auto out = [](void* p) { return static_cast<A*>(p); };
-  const Linear<A> reduce{{a.n, a.c, a.r},
-                         in(a.pooled),
-                         in(a.w1),
-                         in(a.b1),
-                         out(a.hidden),
-                         nullptr,
-                         Activation::kIdentity,
-                         Activation::kIdentity,
-                         a.c % kPack<A> == 0 && is_aligned(a.w1)};
-  const Linear<A> expand{{a.n, a.r, a.c}, in(a.hidden),  in(a.w2),
-                         in(a.b2),        out(a.logits), out(a.gate),
-                         a.act,           a.gate_act,    a.r % kPack<A> == 0 && is_aligned(a.w2)};
+  const Linear<A, W> reduce{{a.n, a.c, a.r}, in(a.pooled),     weight(a.w1), weight(a.b1),
+                            out(a.hidden),   out(a.activated), a.act};
+  const Linear<A, W> expand{{a.n, a.r, a.c}, in(a.activated), weight(a.w2), weight(a.b2),
+                            out(a.logits),   out(a.gate),     a.gate_act};
   const int code = linear(reduce, stream);
   return code != cudaSuccess ? code : linear(expand, stream);
 }
@@ -141,10 +133,10 @@ int forward(const SqueezeExcite& a, void* stream) {
 // --------------------------------------------------
 
 // dy is given, or dgate * gate_act'(logits), which is then written, beside gate_act(logits).
-template <class A>
+template <class A, class W>
 struct LinearBackward {
   Sizes s;
-  const A* w;       // [in, out]
+  const W* w;       // [in, out]
   const A* dy;      // [n, in], or null with dgate, logits, dlogits and gate
   const A* dgate;   // [n, in]
   const A* logits;  // [n, in]
@@ -157,14 +149,21 @@ struct LinearBackward {
   Activation act;
 };
 
-// Puts inputs [at, at + depth) of kSamples samples into shared memory.
+constexpr int kDySamples = 4;  // samples that a block takes through one read of the weights
+constexpr int kRead = 8;       // weights that a thread asks for at a time
 template <class A>
-__device__ __forceinline__ void load_dy(const LinearBackward<A>& a, int64_t sample, int64_t at, int depth, bool write,
-                                        A* dy) {
+constexpr int kSplit = 4096 / sizeof(A);  // threads of a block that has many inputs
+template <class A>
+constexpr int kDepth = 8192 / sizeof(A);  // inputs of a layer that stand in shared memory at a time
+
+// Puts inputs [at, at + depth) of kDySamples samples into shared memory.
+template <class A, class W>
+__device__ __forceinline__ void load_dy(const LinearBackward<A, W>& a, int64_t sample, int64_t at, int depth,
+                                        bool write, A* dy) {
 #pragma unroll
-  for (int s = 0; s < kSamples; ++s) {
+  for (int s = 0; s < kDySamples; ++s) {
     const bool inside = sample + s < a.s.n;
-    for (int k = threadIdx.x; k < depth; k += kThreads) {
+    for (int k = threadIdx.x; k < depth; k += blockDim.x) {
       const int64_t i = (sample + s) * a.s.in + at + k;
       A value = A(0);
       if (inside && a.dy != nullptr) value = a.dy[i];
@@ -176,43 +175,50 @@ __device__ __forceinline__ void load_dy(const LinearBackward<A>& a, int64_t samp
           a.gate[i] = Any::value(a.gate_act, logit);
         }
       }
-      dy[s * kDepth + k] = value;
+      dy[s * kDepth<A> + k] = value;
     }
   }
 }
 
-// A block computes 32 outputs of kSamples samples; its warps split the inputs.
-template <class A>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) linear_backward_kernel(LinearBackward<A> a, unsigned tiles) {
-  A* dy = shared_memory<A>();  // [kSamples, kDepth]
-  A* sums = dy;                // [kWarps, kSamples, 32], later
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t sample = int64_t{blockIdx.x / tiles} * kSamples;
+// A block computes 32 outputs of kDySamples samples; its warps split the inputs.
+template <class A, class W>
+__global__ void __launch_bounds__(kSplit<A>, 1) linear_backward_kernel(LinearBackward<A, W> a, unsigned tiles) {
+  A* dy = shared_memory<A>();  // [kDySamples, kDepth]
+  A* sums = dy;                // [warps, kDySamples, 32], later
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const int64_t sample = int64_t{blockIdx.x / tiles} * kDySamples;
   const unsigned tile = blockIdx.x % tiles;
   const int64_t out = int64_t{tile} * kWarp + lane;
-  A sum[kSamples] = {};
-  for (int64_t at = 0; at < a.s.in; at += kDepth) {
-    const int depth = a.s.in - at < kDepth ? static_cast<int>(a.s.in - at) : kDepth;
+  A sum[kDySamples] = {};
+  for (int64_t at = 0; at < a.s.in; at += kDepth<A>) {
+    const int depth = a.s.in - at < kDepth<A> ? static_cast<int>(a.s.in - at) : kDepth<A>;
     __syncthreads();
     load_dy(a, sample, at, depth, tile == 0, dy);
     __syncthreads();
-    if (out >= a.s.out) continue;
-#pragma unroll 8
-    for (int k = warp; k < depth; k += kWarps) {
-      const A w = a.w[(at + k) * a.s.out + out];
+    for (int first = warp; first < depth && out < a.s.out; first += kRead * warps) {
+      W w[kRead];
 #pragma unroll
-      for (int s = 0; s < kSamples; ++s) sum[s] += w * dy[s * kDepth + k];
+      for (int u = 0; u < kRead; ++u) {
+        if (first + u * warps < depth) w[u] = a.w[(at + first + u * warps) * a.s.out + out];
+      }
+#pragma unroll
+      for (int u = 0; u < kRead; ++u) {
+        const int k = first + u * warps;
+        if (k >= depth) break;
+#pragma unroll
+        for (int s = 0; s < kDySamples; ++s) sum[s] += to_acc(w[u]) * dy[s * kDepth<A> + k];
+      }
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int s = 0; s < kSamples; ++s) sums[(warp * kSamples + s) * kWarp + lane] = sum[s];
+  for (int s = 0; s < kDySamples; ++s) sums[(warp * kDySamples + s) * kWarp + lane] = sum[s];
   __syncthreads();
   const int64_t n = sample + warp;
-  if (warp >= kSamples || n >= a.s.n || out >= a.s.out) return;
+  if (warp >= kDySamples || n >= a.s.n || out >= a.s.out) return;
   A dx = A(0);
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) dx += sums[(w * kSamples + warp) * kWarp + lane];
+#pragma unroll 8
+  for (int w = 0; w < warps; ++w) dx += sums[(w * kDySamples + warp) * kWarp + lane];
   const int64_t i = n * a.s.out + out;
   if (a.hidden != nullptr) {
     dx *= Any::slope(a.act, a.hidden[i]);
@@ -221,22 +227,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) linear_backward_kernel(L
   a.dx[i] = dx;
 }
 
-template <class A>
-int linear_backward(const LinearBackward<A>& a, void* stream) {
-  static_assert(kWarps * kWarp <= kDepth);
+template <class A, class W>
+int linear_backward(const LinearBackward<A, W>& a, void* stream) {
+  const int threads = a.s.in > kThreads ? kSplit<A> : kThreads;
+  static_assert(kSplit<A> <= kDepth<A>);
   // One tile at least, since the first one writes dlogits and gate.
   const int64_t tiles = std::max<int64_t>(1, ceil_div<int64_t>(a.s.out, kWarp));
-  return launch(linear_backward_kernel<A>, ceil_div<int64_t>(a.s.n, kSamples) * tiles, kThreads,
-                kSamples * kDepth * sizeof(A), stream, a, static_cast<unsigned>(tiles));
+  return launch(linear_backward_kernel<A, W>, ceil_div<int64_t>(a.s.n, kDySamples) * tiles, threads,
+                kDySamples * kDepth<A> * sizeof(A), stream, a, static_cast<unsigned>(tiles));
 }
 
-template <class A>
+template <class A, class W>
 int backward(const SqueezeExciteBackward& a, void* stream) {
   const auto in = [](const void* p) { return static_cast<const A*>(p); };
   const auto out = [](void* p) { return static_cast<A*>(p); };
-  LinearBackward<A> expand{};
+  LinearBackward<A, W> expand{};
   expand.s = {a.n, a.c, a.r};
-  expand.w = in(a.w2);
+  expand.w = static_cast<const W*>(a.w2);
   expand.dgate = in(a.dgate);
   expand.logits = in(a.logits);
   expand.dlogits = out(a.dlogits);
@@ -246,9 +253,9 @@ int backward(const SqueezeExciteBackward& a, void* stream) {
   expand.hidden = in(a.hidden);
   expand.activated = out(a.activated);
   expand.act = a.act;
-  LinearBackward<A> reduce{};
+  LinearBackward<A, W> reduce{};
   reduce.s = {a.n, a.r, a.c};
-  reduce.w = in(a.w1);
+  reduce.w = static_cast<const W*>(a.w1);
   reduce.dy = in(a.dhidden);
   reduce.dx = out(a.dpooled);
   const int code = linear_backward(expand, stream);
@@ -258,25 +265,26 @@ int backward(const SqueezeExciteBackward& a, void* stream) {
 // --- weights: dw[out, in] = sum_n dy[n, out] x[n, in], db[out] = sum_n dy[n, out]
 // ---------------------------------------
 
-template <class A>
+template <class A, class W>
 struct WeightBackward {
   int64_t out, in;
   const A* dy;  // [n, out]
   const A* x;   // [n, in]
-  A* dw;        // [out, in]
-  A* db;        // [out]
+  W* dw;        // [out, in]
+  W* db;        // [out]
 };
 
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kRows = kWarp / kWarps;  // rows of a 32 x 32 tile of dw that a thread computes
 
 // The first `split` blocks take the tiles of `first`, the others those of `second`.
-template <class A>
+template <class A, class W>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    weight_backward_kernel(WeightBackward<A> first, WeightBackward<A> second, unsigned split, int64_t n) {
+    weight_backward_kernel(WeightBackward<A, W> first, WeightBackward<A, W> second, unsigned split, int64_t n) {
   A* dy = shared_memory<A>();  // [32 samples, 32 outputs]
   A* x = dy + kWarp * kWarp;   // [32 samples, 32 inputs]
   const bool is_first = blockIdx.x < split;
-  const WeightBackward<A> a = is_first ? first : second;
+  const WeightBackward<A, W> a = is_first ? first : second;
   const unsigned item = is_first ? blockIdx.x : blockIdx.x - split;
   const unsigned tiles = static_cast<unsigned>(a.in > 0 ? ceil_div<int64_t>(a.in, kWarp) : 1);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -305,37 +313,43 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int i = 0; i < kRows; ++i) {
     const int64_t row = out + warp * kRows + i;
     if (row >= a.out) continue;
-    if (in < a.in) a.dw[row * a.in + in] = sum[i];
-    if (in == 0) a.db[row] = bias[i];
+    if (in < a.in) from_acc(sum[i], a.dw[row * a.in + in]);
+    if (in == 0) from_acc(bias[i], a.db[row]);
   }
 }
 
-template <class A>
+template <class A, class W>
 int weight_backward(const SqueezeExciteBackward& a, void* stream) {
   const auto in = [](const void* p) { return static_cast<const A*>(p); };
-  const auto out = [](void* p) { return static_cast<A*>(p); };
+  const auto out = [](void* p) { return static_cast<W*>(p); };
   const auto tiles = [](int64_t rows, int64_t columns) {  // db wants a column of tiles even where dw has none
     return ceil_div<int64_t>(rows, kWarp) * std::max<int64_t>(1, ceil_div<int64_t>(columns, kWarp));
   };
-  const WeightBackward<A> reduce{a.r, a.c, in(a.dhidden), in(a.pooled), out(a.dw1), out(a.db1)};
-  const WeightBackward<A> expand{a.c, a.r, in(a.dlogits), in(a.activated), out(a.dw2), out(a.db2)};
+  const WeightBackward<A, W> reduce{a.r, a.c, in(a.dhidden), in(a.pooled), out(a.dw1), out(a.db1)};
+  const WeightBackward<A, W> expand{a.c, a.r, in(a.dlogits), in(a.activated), out(a.dw2), out(a.db2)};
   const int64_t split = tiles(a.r, a.c), blocks = split + tiles(a.c, a.r);
-  return launch(weight_backward_kernel<A>, blocks, kThreads, 2 * kWarp * kWarp * sizeof(A), stream, reduce, expand,
+  return launch(weight_backward_kernel<A, W>, blocks, kThreads, 2 * kWarp * kWarp * sizeof(A), stream, reduce, expand,
                 static_cast<unsigned>(split), a.n);
+}
+
+// Returns f.template operator()<A, W>().
+template <class F>
+int visit_weights(DType weights, F&& f) {
+  return visit_element(weights, [&]<class W>() { return f.template operator()<Acc<W>, W>(); });
 }
 
 }  // namespace
 
 int squeeze_excite(const SqueezeExcite& a, void* stream) {
-  return a.dtype == DType::kFloat64 ? forward<double>(a, stream) : forward<float>(a, stream);
+  return visit_weights(a.weights, [&]<class A, class W>() { return forward<A, W>(a, stream); });
 }
 
 int squeeze_excite_backward(const SqueezeExciteBackward& a, void* stream) {
-  return a.dtype == DType::kFloat64 ? backward<double>(a, stream) : backward<float>(a, stream);
+  return visit_weights(a.weights, [&]<class A, class W>() { return backward<A, W>(a, stream); });
 }
 
 int squeeze_excite_weight_backward(const SqueezeExciteBackward& a, void* stream) {
-  return a.dtype == DType::kFloat64 ? weight_backward<double>(a, stream) : weight_backward<float>(a, stream);
+  return visit_weights(a.weights, [&]<class A, class W>() { return weight_backward<A, W>(a, stream); });
 }
 
 }  // namespace fusedtrain::cuda
