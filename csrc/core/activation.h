@@ -35,8 +35,12 @@ FUSEDTRAIN_HD V one_plus_exp(V x) {
 #ifdef __CUDA_ARCH__
 // 2 ulp and no slow path: 0 for b > 2^126, and 0 for what is below 2^-126.
 FUSEDTRAIN_HD float vdivide(float a, float b) {
+#ifdef __CUDACC__
   asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(a) : "f"(a), "f"(b));
   return a;
+#else
+  return __fdividef(a, b);
+#endif
 }
 // For 16-bit elements e^x is one instruction behind a multiplication: its error, |x| 2^-24, is far below their
 // rounding.
@@ -44,7 +48,11 @@ template <class T>
   requires requires { requires sizeof(T) == 2; }
 FUSEDTRAIN_HD float one_plus_exp(float x, float one = 1.f) {
   x *= 1.44269504088896341f;
+#ifdef __CUDACC__
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+#else
+  x = ::exp2f(x);
+#endif
   return one + one * x;
 }
 template <class T>

@@ -50,7 +50,7 @@ namespace cuda_emu {
 
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
-constexpr size_t kSharedBytes = 48 << 10;  // what every GPU gives a block without asking
+constexpr size_t kSharedBytes = 64 << 10;  // what every GPU gives a block that asks, as launch does
 
 // --- fibers
 // -----------------------------------------------------------------------------------------------------------
