@@ -400,7 +400,7 @@ def test_emulator_ends_a_faulty_kernel(fault, faulty):
     assert result.returncode != 0 and FAULTS[fault] in result.stderr, result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("launch", [(0, 64, 0), (1, 0, 0), (1, 1025, 0), (0x80000000, 64, 0), (1, 64, 49153)], ids=str)
+@pytest.mark.parametrize("launch", [(0, 64, 0), (1, 0, 0), (1, 1025, 0), (0x80000000, 64, 0), (1, 64, 65537)], ids=str)
 def test_emulator_refuses_a_launch_that_no_gpu_takes(launch):
     blocks, threads, shared_bytes = launch
     assert faults().launch_right(blocks, threads, ctypes.c_uint64(shared_bytes)) != 0
