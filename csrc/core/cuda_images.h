@@ -235,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) map_rows_kernel(Term ter
 
 // --- contiguous: [n, c, hw] = [planes, hw] --------------------------------------------------------------------------
 
-// `group` threads reduce a plane: 1 to 32, or the whole block.
+// `group` threads reduce a plane, a power of two: every one has kFewPacks at least, which make up for what the thread
+// itself costs.
 struct PlaneGroups {
   int64_t planes, hw, blocks;
   int group;
@@ -246,12 +247,10 @@ template <class Term, int N>
 constexpr int kPlaneUnroll = std::min(Term::kUnroll * Term::N / N, 8);
 
 template <int N>
-PlaneGroups plane_groups(const Images& images, int unroll) {
-  const int64_t packs = images.hw / N;
-  int group = kThreads;
-  if (packs <= 2 * unroll * kWarp) {
-    for (group = 1; group < kWarp && group * unroll < packs;) group *= 2;
-  }
+PlaneGroups plane_groups(const Images& images) {
+  constexpr int kFewPacks = 8;
+  int group = 1;
+  while (group < kThreads && 2 * group * kFewPacks * N <= images.hw) group *= 2;
   const int64_t planes = images.n * images.c;
   return {planes, images.hw, ceil_div<int64_t>(planes, kThreads / group), group};
 }
@@ -271,9 +270,10 @@ __device__ __forceinline__ void merge_group(Stat& stat, int group, A* shared) {
     if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp * Stat::kParts + p] = stat.part[p];
   }
   __syncthreads();
-  for (int w = 1; w < kThreads / kWarp && threadIdx.x == 0; ++w) {
+  const int warp = threadIdx.x / kWarp;
+  for (int w = 1; w < group / kWarp && threadIdx.x % group == 0; ++w) {
 #pragma unroll
-    for (int p = 0; p < Stat::kParts; ++p) other.part[p] = shared[w * Stat::kParts + p];
+    for (int p = 0; p < Stat::kParts; ++p) other.part[p] = shared[(warp + w) * Stat::kParts + p];
     stat.merge(other);
   }
   __syncthreads();
@@ -406,7 +406,7 @@ template <class Term, int N>
 
 template <class Term, int N>
 [[nodiscard]] int reduce_planes(const Images& images, const Term& term, void* stream) {
-  const PlaneGroups g = plane_groups<N>(images, kPlaneUnroll<Term, N>);
+  const PlaneGroups g = plane_groups<N>(images);
   const size_t shared_bytes = kThreads / kWarp * sizeof(typename Term::Stat);
   return launch(reduce_planes_kernel<Term, N>, g.blocks, kThreads, shared_bytes, stream, term, g);
 }

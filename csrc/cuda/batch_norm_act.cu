@@ -145,7 +145,7 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
 
   template <int N>
   __device__ Raw<N> load(int64_t offset) const {
-    Raw<N> raw;
+    Raw<N> raw{};
     raw.x = cuda::load<N>(x + offset);
     if (residual != nullptr) raw.residual = cuda::load<N>(residual + offset);
     return raw;

@@ -39,7 +39,7 @@ struct Gradient {
 
   template <int N>
   __device__ GradientRaw<Pack<T, N>> load(int64_t offset) const {
-    GradientRaw<Pack<T, N>> raw;
+    GradientRaw<Pack<T, N>> raw{};
     raw.x = cuda::load<N>(x + offset);
     raw.dy = cuda::load<N>(dy + offset);
     if (before != nullptr) raw.before = cuda::load<N>(before + offset);

@@ -72,7 +72,7 @@ template <class Term>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) finish_batch_kernel(Term term, int64_t parts, int64_t c) {
   const int64_t channel = int64_t{blockIdx.x} * kFinishChannels + threadIdx.x % kFinishChannels;
   double sums[2] = {0, 0};
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t p = threadIdx.x / kFinishChannels; p < parts && channel < c; p += kFinishLanes) {
     term.add_part(p, channel, sums);
   }
@@ -95,10 +95,12 @@ template <class Term>
 
 template <class Term>
 [[nodiscard]] int reduce_batch(const Images& images, const Term& term, bool aligned, void* stream) {
-  constexpr int64_t kMostParts = 1024;
-  int64_t parts = 0;
-  const int64_t chunk = std::max(kReduceChunk, ceil_div(images.hw, kMostParts));
-  const int code = reduce(images, term, aligned, chunk, term.partial, stream, &parts);
+  // The samples of channels_last are one image, whose chunks may be of any size.
+  constexpr int64_t kMostParts = 2048;
+  Images batch = images;
+  int64_t parts = std::min(kMostParts, std::max<int64_t>(1, images.n * reduce_chunks(images)));
+  if (images.layout == Layout::kChannelsLast && images.n > 0) batch.n = 1, batch.hw *= images.n;
+  const int code = reduce(batch, term, aligned, ceil_div(batch.hw, parts), term.partial, stream, &parts);
   return code != cudaSuccess ? code : finish_batch(term, parts, images.c, stream);
 }
 
