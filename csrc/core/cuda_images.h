@@ -6,7 +6,8 @@
 //   contiguous     reduce_planes_kernel                            map_planes_kernel
 //
 // A Term says what happens to the elements, N at a time:
-//   both:   Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, f) of one plane
+//   both:   kUnroll packs are loaded before the first is used; kBlocks of a kernel are to fit into a multiprocessor;
+//           Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, f) of one plane
 //   reduce: Stat; add<N>(raw, offset, f, stats[N]); finish(nc, stat)
 //   map:    apply<N>(raw, offset, f)
 // A Term that reduces without factors is a NoFactors.
@@ -149,7 +150,7 @@ __device__ __forceinline__ void merge_rows(Stat (&stats)[N], int row, int rows, 
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+__global__ void __launch_bounds__(kThreads, Term::kBlocks)
     reduce_rows_kernel(Term term, RowTiles g, typename Term::A* __restrict__ partial) {  // [n, chunks, parts, c]
   using Stat = typename Term::Stat;
   const int column = threadIdx.x % g.columns, row = threadIdx.x / g.columns;
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 }
 
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) map_rows_kernel(Term term, RowTiles g) {
+__global__ void __launch_bounds__(kThreads, Term::kBlocks) map_rows_kernel(Term term, RowTiles g) {
   const int column = threadIdx.x % g.columns, row = threadIdx.x / g.columns;
   const RowTile t = row_tile<N>(g, column);
   if (row >= g.rows || t.channel >= g.c) return;
@@ -281,7 +282,7 @@ __device__ __forceinline__ void merge_group(Stat& stat, int group, A* shared) {
 
 // hw is a multiple of N.
 template <class Term, int N>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_planes_kernel(Term term, PlaneGroups g) {
+__global__ void __launch_bounds__(kThreads, Term::kBlocks) reduce_planes_kernel(Term term, PlaneGroups g) {
   using Stat = typename Term::Stat;
   constexpr int kUnroll = kPlaneUnroll<Term, N>;
   const int lane = threadIdx.x % g.group, step = g.group * N;
@@ -350,7 +351,7 @@ struct PlaneTiles {
 
 // A pack belongs to one plane where hw is a multiple of N (kWhole), else to two at most: hw is N or more.
 template <class Term, int N, bool kWhole>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) map_planes_kernel(Term term, PlaneTiles g) {
+__global__ void __launch_bounds__(kThreads, Term::kBlocks) map_planes_kernel(Term term, PlaneTiles g) {
   constexpr int kTile = kThreads * N * Term::kUnroll;
   const int64_t base = int64_t{blockIdx.x} * kTile, plane = g.hw.quotient(base);
   const int64_t rest = g.elements - base, left = (plane + 1) * g.hw.d - base;
@@ -449,10 +450,12 @@ template <class Term>
                 PlaneTiles(images, kTile, aligned && images.hw >= N));
 }
 
-// An activation of elements of type T as an object: known at compile time, or one of all at run time.
+// An activation of elements of type T as an object: known at compile time, or one of all at run time. Kernels of the
+// latter are the larger ones.
 template <Activation kA, class T>
 struct StaticAct {
   static constexpr bool kIdentity = kA == Activation::kIdentity;
+  static constexpr int kBlocks = 3;
   Activation a;
   template <class V>
   __device__ V value(V x) const {
@@ -468,6 +471,7 @@ struct RunTimeAct {
                      Activation::kHardSwish, Activation::kRelu6, Activation::kSigmoid, Activation::kHardSigmoid,
                      Activation::kTanh, Activation::kHalfTanh>;
   static constexpr bool kIdentity = false;
+  static constexpr int kBlocks = kMinBlocks;
   Activation a;
   template <class V>
   __device__ V value(V x) const {

@@ -18,7 +18,7 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = Pack<T, N>;
-  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kSome = 4;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kSome = 4, kBlocks = 3;
 
   const T* x;           // [n, c, hw] or [n, hw, c]
   A* partial;           // [parts, 2, c]
@@ -118,7 +118,7 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = ForwardRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
 
   Activate act;
   const T *x, *residual;                 // [n, c, hw] or [n, hw, c]; residual may be null

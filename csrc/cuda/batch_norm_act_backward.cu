@@ -76,7 +76,7 @@ struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = kMinBlocks;
 
   Gradient<T, Activate> gradient;
   A* partial;               // [parts, 2, c]
@@ -129,7 +129,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2);
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = kMinBlocks;
 
   Gradient<T, Activate> gradient;
   const A *sum_dz, *sum_dz_xhat;  // [c], or null for fixed statistics

@@ -14,7 +14,7 @@ struct PoolTerm : NoFactors {
   using Stat = S<A>;
   template <int N>
   using Raw = Pack<T, N>;
-  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   const T* x;  // [n, c, hw] or [n, hw, c]
   A* pooled;   // [n, c]

@@ -122,7 +122,7 @@ struct PoolTerm : ChannelFactors<PoolTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = Pack<T, N>;
-  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>;
+  static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   Activate act;
   Normalised<T> in;
@@ -170,7 +170,7 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = SumRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = kAdds ? 1 : ceil_div(kUnrollOf<T>, 2);
+  static constexpr int N = kPack<T>, kUnroll = kAdds ? 1 : ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
 
   Activate act;
   Normalised<T> in;
@@ -231,7 +231,7 @@ struct ReduceTerm : ChannelFactors<ReduceTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = 1;
+  static constexpr int N = kPack<T>, kUnroll = 1, kBlocks = kMinBlocks;
 
   Activate act;
   Normalised<T> in;
@@ -319,7 +319,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
-  static constexpr int N = kPack<T>, kUnroll = 1;
+  static constexpr int N = kPack<T>, kUnroll = 1, kBlocks = kMinBlocks;
 
   Activate act;
   Normalised<T> in;
