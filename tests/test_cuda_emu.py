@@ -44,6 +44,7 @@ SHAPES = {
     "two_tiles_of_channels": (2, 160, 3, 3),
     "groups_of_planes": (3, 16, 7, 7),
 }
+GATE_SHAPES = {"block_per_tile_of_outputs": (9, 600, 1, 2), "inputs_in_pieces": (1, 2052, 1, 2)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,6 +115,12 @@ def test_kernels_are_as_good_as_torch_in_every_thread_order(op, case, monkeypatc
 def test_every_path_through_the_kernels(op, shape, layout, dtype, monkeypatch):
     options = {"in_act": "silu"} if op == "channel_scale" else {"in_act": "hard_swish", "pool": "avg_max"}
     check(op, SHAPES[shape], {"layout": layout, "dtype": dtype}, options, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize("shape", GATE_SHAPES)
+def test_every_path_through_the_gate_network(shape, dtype, monkeypatch):
+    check("squeeze_excite", GATE_SHAPES[shape], {"layout": "contiguous", "dtype": dtype}, {}, monkeypatch)
 
 
 # By what the kernels do with them: packs of channels; single elements, images narrower than a run; kernels that share a
