@@ -7,13 +7,34 @@
 namespace fusedtrain::cuda {
 namespace {
 
-// sum (x - shift) and sum (x - shift)^2, where shift is the mean of a few numbers from all over the batch: nothing
+// sum (x - shift), sum (x - shift)^2, and what the first has lost by rounding: the mean may be far smaller than shift.
+template <class A>
+struct CompensatedSums {
+  static constexpr int kParts = 3;
+  A part[kParts] = {};
+
+  template <bool kKeepsLost>
+  __device__ void add(A d) {
+    const A sum = part[0] + d;
+    if constexpr (kKeepsLost) part[2] += (part[0] - sum) + d;
+    part[0] = sum;
+    part[1] += d * d;
+  }
+  __device__ void merge(const CompensatedSums& o) {
+    const A sum = part[0] + o.part[0], added = sum - part[0];
+    part[2] += ((part[0] - (sum - added)) + (o.part[0] - added)) + o.part[2];
+    part[0] = sum;
+    part[1] += o.part[1];
+  }
+};
+
+// The sums of CompensatedSums, where shift is the mean of a few numbers from all over the batch: nothing
 // cancels however large the mean is.
 template <class T>
 struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
   using Base = ChannelFactors<MomentsTerm<T>, Acc<T>, 1>;
   using A = Acc<T>;
-  using Stat = Sums<A, 2>;
+  using Stat = CompensatedSums<A>;
   template <int N>
   using Factors = typename Base::template Factors<N>;
   template <int N>
@@ -21,7 +42,7 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
   static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kSome = 4, kBlocks = 3;
 
   const T* x;           // [n, c, hw] or [n, hw, c]
-  A* partial;           // [parts, 2, c]
+  A* partial;           // [parts, 3, c]
   A *mean, *m2;         // [c]
   int64_t count;        // n * hw
   int64_t stride;       // from channel to channel
@@ -42,15 +63,23 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
     }
   }
 
+  // Of half the digits: x - shift is exact, or rounded up as often as down.
   template <int N>
   __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& shift) const {
+    constexpr A kHalf = A(1.5) * (int64_t{1} << (std::numeric_limits<A>::digits / 2 - 1));
     shift = {};
+    A largest[N] = {};
 #pragma unroll
     for (int k = 0; k < kSome; ++k) {
       const Pack<A, N> one = to_acc(cuda::load<N>(x + some[k] + channel * stride));
 #pragma unroll
-      for (int j = 0; j < N; ++j) shift.f[0].v[j] += one.v[j] * A(1.0 / kSome);
+      for (int j = 0; j < N; ++j) {
+        shift.f[0].v[j] += one.v[j] * A(1.0 / kSome);
+        largest[j] = at_least(largest[j], magnitude(one.v[j]));
+      }
     }
+#pragma unroll
+    for (int j = 0; j < N; ++j) shift.f[0].v[j] = (shift.f[0].v[j] + kHalf * largest[j]) - kHalf * largest[j];
   }
 
   template <int N>
@@ -62,18 +91,16 @@ struct MomentsTerm : ChannelFactors<MomentsTerm<T>, Acc<T>, 1> {
   __device__ void add(const Raw<N>& raw, int64_t /*offset*/, const Factors<N>& shift, Stat (&stats)[N]) const {
     const Pack<A, N> values = to_acc(raw);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A d = values.v[j] - shift.f[0].v[j];
-      stats[j].part[0] += d;
-      stats[j].part[1] += d * d;
-    }
+    for (int j = 0; j < N; ++j) stats[j].template add<sizeof(T) == 4>(values.v[j] - shift.f[0].v[j]);
   }
 
   __device__ void finish(int64_t plane, const Stat& sums) const {
-    store_part<2>(partial, this->channels, plane, sums.part);
+    store_part<Stat::kParts>(partial, this->channels, plane, sums.part);
   }
   __device__ void add_part(int64_t part, int64_t channel, double (&sums)[2]) const {
-    load_part(partial, this->channels, part, channel, sums);
+    const A* p = partial + Stat::kParts * part * this->channels.c + channel;
+    sums[0] += static_cast<double>(p[0]) + static_cast<double>(p[2 * this->channels.c]);
+    sums[1] += static_cast<double>(p[this->channels.c]);
   }
 
   __device__ void finish_channel(int64_t channel, double sum, double squares) const {

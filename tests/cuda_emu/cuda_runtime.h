@@ -61,6 +61,9 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-inline float __fdividef(float a, float b) { return std::fabs(b) > 0x1p126f && std::isfinite(b) ? 0 * a : a / b; }
+inline float __fdividef(float a, float b) {  // of div.approx.ftz
+  const float q = std::fabs(b) > 0x1p126f && std::isfinite(b) ? 0 * a : a / b;
+  return std::fabs(q) < 0x1p-126f ? 0 * q : q;
+}
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t u) { return std::bit_cast<float>(u); }
