@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fusedtrain import _extension
 from fusedtrain import backend as backends
@@ -532,3 +533,33 @@ def test_separable_layer(device, backend):
 def test_layer_refuses_other_groups():
     with pytest.raises(ValueError, match=r"DepthwiseConv2d: groups must be in_channels \(6\), got 3"):
         DepthwiseConv2d(6, 6, 3, groups=3)
+
+
+# Shape of x, kernel, stride, and whether stock PyTorch runs: forward and backward on CUDA kernels, both on Triton's.
+ON_GPUS = [
+    ("channels_last", (16, 96, 56, 56), torch.bfloat16, 3, 1, (False, False, True)),
+    ("channels_last", (16, 92, 56, 56), torch.bfloat16, 3, 1, (True, True, True)),
+    ("channels_last", (16, 92, 56, 56), torch.float32, 3, 1, (False, False, True)),
+    ("channels_last", (16, 96, 56, 56), torch.float32, 3, 2, (True, False, True)),
+    ("channels_last", (16, 96, 56, 56), torch.float32, 5, 2, (False, False, True)),
+    ("channels_last", (4, 128, 56, 56), torch.bfloat16, 31, 1, (False, False, False)),
+    ("contiguous", (16, 96, 56, 56), torch.bfloat16, 3, 1, (False, False, False)),
+    ("contiguous", (16, 96, 14, 14), torch.bfloat16, 3, 1, (True, False, False)),
+    ("contiguous", (16, 96, 56, 56), torch.float16, 5, 1, (True, False, True)),
+    ("contiguous", (16, 96, 56, 56), torch.float32, 5, 1, (False, False, True)),
+    ("contiguous", (16, 96, 56, 56), torch.float32, 5, 2, (True, False, True)),
+    ("contiguous", (16, 96, 56, 56), torch.float32, 7, 1, (False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("layout", "shape", "dtype", "k", "stride", "stock"), ON_GPUS)
+def test_what_was_measured_slower_on_a_gpu_goes_to_stock(layout, shape, dtype, k, stride, stock):
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    with FakeTensorMode():
+        x = torch.empty(shape, device="cuda", dtype=dtype, memory_format=memory_format)
+        weight = torch.empty(shape[1], 1, k, k, device="cuda", dtype=dtype)
+        args = x, weight, None, (stride, stride), (k // 2,) * 4, (1, 1)
+        tables = IMPLS, BACKWARD_IMPLS
+        reasons = [table["cuda"].slower(*args) for table in tables]
+        reasons += {table["triton"].slower(*args) for table in tables}
+    assert tuple(reason is not None for reason in reasons) == stock, reasons

@@ -107,12 +107,18 @@ def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
     return _BlockImpl(forward, backward, why_not, slower, *others, norm)
 
 
+def _slower_triton(x, *args) -> str | None:
+    if x.is_cuda and _common.is_channels_last(x):
+        return "stock PyTorch was measured faster than Triton's convolutions of channels_last images"
+    return _common.triton_slower(x)
+
+
 IMPLS = register(
     "depthwise_bn_act_se",
     {
         "cuda": _impl("default", NORM_IMPLS["cuda"], _common.why_not_cuda),
         "cpu": _impl("default", NORM_IMPLS["cpu"], _common.why_not_cpu),
-        "triton": _impl("triton", NORM_IMPLS["triton"], _common.why_not_triton, _common.triton_slower),
+        "triton": _impl("triton", NORM_IMPLS["triton"], _common.why_not_triton, _slower_triton),
         "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
     },
 )

@@ -169,13 +169,47 @@ def _slower(direction: str):
     return slower
 
 
+def _slower_cuda(direction: str):
+    """Where cuDNN was measured faster than the CUDA kernels on an H200 (benchmarks/LOG.md, 2026-11-26)."""
+
+    def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
+        if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1 or x.dtype == torch.float64:
+            return None
+        k, where = max(weight.shape[2:]), None
+        if _common.is_channels_last(x):  # csrc/cuda/depthwise_patches.h takes channels in vectors of 16 bytes
+            if k <= 5 and x.shape[1] * x.element_size() % 16:
+                where = "channels that fill no whole vectors"
+            elif direction == "forward" and k == 3 and max(stride) == 2 and x.dtype == torch.float32:
+                where = "float32, stride 2"
+        elif direction == "forward" and k <= 5:
+            if max(stride) > 1:
+                where = "contiguous, stride 2"
+            elif k == 5 and x.element_size() == 2:
+                where = f"contiguous, {x.dtype}"
+            elif k == 3 and _common.is_less(x.shape[3], 28):
+                where = "contiguous, rows below 28 columns"
+        return where and f"cuDNN was measured faster: {direction}, {where}, {k}x{k} kernels"
+
+    return slower
+
+
+def _slower_triton(x, weight=None, *args) -> str | None:
+    """Where cuDNN was measured faster than the Triton kernels on an H200 (benchmarks/LOG.md, 2026-11-26)."""
+    if weight is None or not x.is_cuda:
+        return _common.triton_slower(x)
+    k, channels_last = max(weight.shape[2:]), _common.is_channels_last(x)
+    if k > 7 if channels_last else k <= 3:
+        return None
+    return f"cuDNN was measured faster: {'channels_last' if channels_last else 'contiguous'}, {k}x{k} kernels"
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.depthwise_conv2d, torch.ops.fusedtrain.depthwise_conv2d_backward
 IMPLS = register(
     "depthwise_conv2d",
     {
-        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda, _slower_cuda("forward")),
         "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower("forward")),
-        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _slower_triton),
         "reference": Impl(reference, None, _common.never_why_not),
     },
 )
@@ -183,9 +217,9 @@ IMPLS = register(
 BACKWARD_IMPLS = register(
     "depthwise_conv2d_backward",
     {
-        "cuda": Impl(_BACKWARD.default, None, _common.why_not_cuda),
+        "cuda": Impl(_BACKWARD.default, None, _common.why_not_cuda, _slower_cuda("backward")),
         "cpu": Impl(_BACKWARD.default, None, _common.why_not_cpu, _slower("backward")),
-        "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _common.triton_slower),
+        "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _slower_triton),
         "reference": Impl(reference_backward, None, _common.never_why_not),
     },
 )
