@@ -137,7 +137,7 @@ def gradient(da, x, ACT: tl.constexpr):
         dx = da * (s * (1.0 + x * (1.0 - s)))
     elif ACT == GELU:
         bell = _bell(x)
-        dx = da * (_normal_cdf(x, bell) + x * INV_SQRT_TWO_PI * bell)
+        dx = da * (x * bell * INV_SQRT_TWO_PI + _normal_cdf(x, bell))
     elif ACT == HARD_SWISH:
         dx = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, da, da * (x * ONE_THIRD + 0.5)))
     elif ACT == RELU6:
