@@ -422,6 +422,8 @@ int bn_act_conv(const BnActConv& a, void* stream) {
   return visit_pack(s, is_aligned(a.x, a.z), [&]<class T, int N>() -> int {
     if constexpr (std::is_same_v<T, double>) {
       return cudaErrorInvalidValue;
+    } else if constexpr (N > 1) {
+      return convolve<T, N, 1, 0>(a, stream);
     } else {
       int code = cudaErrorInvalidValue;
       visit<1, 2>(static_cast<int>(s.sw), [&]<int S>() {

@@ -76,8 +76,8 @@ int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
       if (s.dil_w == 1 && s.sw == 1) return run<T, N, Direct<7, 1>, Then::kActivate>(pass, s, stream);
       return run<T, N, Direct<1, 0>, Then::kActivate>(pass, s, stream);
     }
-    return visit_taps<T>(s.kw, s.sw, s.dil_w,
-                         [&]<int K, int S>() { return run<T, N, Direct<K, S>, Then::kNothing>(pass, s, stream); });
+    return visit_taps<T, N>(s.kw, s.sw, s.dil_w,
+                            [&]<int K, int S>() { return run<T, N, Direct<K, S>, Then::kNothing>(pass, s, stream); });
   });
 }
 
@@ -98,8 +98,8 @@ int depthwise_conv2d_dx(const DepthwiseConv2dBackward& a, void* stream) {
     if (s.sh == 1 && s.sw == 1) {
       pass.turned = true;
       pass.top = int_of((s.kh - 1) * s.dil_h - s.top), pass.left = int_of((s.kw - 1) * s.dil_w - s.left);
-      return visit_taps<T>(s.kw, 1, s.dil_w,
-                           [&]<int K, int S>() { return run<T, N, Direct<K, S>, Then::kNothing>(pass, s, stream); });
+      return visit_taps<T, N>(s.kw, 1, s.dil_w,
+                              [&]<int K, int S>() { return run<T, N, Direct<K, S>, Then::kNothing>(pass, s, stream); });
     }
     if (s.sh == 2 && s.sw == 2 && s.dil_h == 1 && s.dil_w == 1) {
       return run<T, N, Transposed<2>, Then::kNothing>(pass, s, stream);

@@ -263,7 +263,7 @@ int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
     return visit_patches(s, [&]<class T, int K, int S>() { return patches_dw<T, K, S>(a, stream); });
   }
   return visit_pack(s, is_aligned(a.dy, a.x), [&]<class T, int N>() {
-    return visit_taps<T>(s.kw, s.sw, s.dil_w, [&]<int K, int S>() -> int {
+    return visit_taps<T, N>(s.kw, s.sw, s.dil_w, [&]<int K, int S>() -> int {
       WeightPass<T> pass{};
       pass.dy = static_cast<const T*>(a.dy);
       pass.x = static_cast<const T*>(a.x);

@@ -49,13 +49,14 @@ template <class F>
 }
 
 // Taps of a kernel row that a thread takes together (K), and their stride (S), as template arguments; longer rows are
-// taken in parts of 7. <1, 0> is any stride and dilation, tap by tap.
+// taken in parts of 7. <1, 0> is any stride and dilation, tap by tap. Packs have few forms: the usual kernels are those
+// of depthwise_patches.h.
 //   f.template operator()<K, S>()
-template <class T, class F>
+template <class T, int N, class F>
 [[nodiscard]] int visit_taps(int64_t kw, int64_t stride, int64_t dilation, F&& f) {
   if (dilation != 1 || stride > 2) return f.template operator()<1, 0>();
-  if constexpr (sizeof(T) == 8) {
-    return stride == 1 ? f.template operator()<7, 1>() : f.template operator()<1, 0>();
+  if constexpr (sizeof(T) == 8 || N > 1) {
+    return stride == 1 && (N == 1 || kw > 3) ? f.template operator()<7, 1>() : f.template operator()<1, 0>();
   } else {
     int code = cudaErrorInvalidValue;
     visit<1, 2>(static_cast<int>(stride), [&]<int S>() {
