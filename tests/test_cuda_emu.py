@@ -199,6 +199,20 @@ def test_depthwise_sums_of_several_chunks_blocks_and_tiles(layout, monkeypatch):
         check_depthwise(shape, "3x3", {"layout": layout, "dtype": dtype}, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "geometry"),
+    [
+        ((1, 136, 20, 37), torch.bfloat16, "3x3"),  # slices of 48 channels, the last of 40; a part of a patch at each end
+        ((1, 72, 21, 18), torch.float32, "5x5_stride2"),
+        ((2, 8, 18, 17), torch.float16, "7x7"),
+        ((90, 8, 61, 64), torch.float16, "3x3_stride2"),  # a block takes several tiles for dw
+    ],
+    ids=str,
+)
+def test_depthwise_patches_of_several_slices_and_tiles(shape, dtype, geometry, monkeypatch):
+    check_depthwise(shape, geometry, {"layout": "channels_last", "dtype": dtype}, monkeypatch)
+
+
 @pytest.mark.parametrize("act", depthwise._codes.INPUT_ACTIVATIONS)
 def test_depthwise_activation_of_inference(act):
     inputs = depthwise.make("cpu", (2, 16, 7, 9), "channels_last")
