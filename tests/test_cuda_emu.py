@@ -202,7 +202,7 @@ def test_depthwise_sums_of_several_chunks_blocks_and_tiles(layout, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtype", "geometry"),
     [
-        ((1, 136, 20, 37), torch.bfloat16, "3x3"),  # slices of 48 channels, the last of 40; a part of a patch at each end
+        ((1, 136, 20, 37), torch.bfloat16, "3x3"),  # slices of 48 channels, the last of 40; parts of patches
         ((1, 72, 21, 18), torch.float32, "5x5_stride2"),
         ((2, 8, 18, 17), torch.float16, "7x7"),
         ((90, 8, 61, 64), torch.float16, "3x3_stride2"),  # a block takes several tiles for dw
