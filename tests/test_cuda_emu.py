@@ -199,6 +199,15 @@ def test_depthwise_sums_of_several_chunks_blocks_and_tiles(layout, monkeypatch):
         check_depthwise(shape, "3x3", {"layout": layout, "dtype": dtype}, monkeypatch)
 
 
+def test_means_far_below_the_deviation_are_as_good_as_torchs():
+    """All means judged together, by the root of the mean square: sums about a shift grow with its distance."""
+    draws = [harness.images((3, 13, 7, 9), seed=seed) for seed in range(20)]
+    truth = torch.stack([x.double().mean((0, 2, 3)) for x in draws])
+    ours = torch.stack([emulator.batch_norm_act_stats(x)[0] for x in draws]) - truth
+    stock = torch.stack([x.mean((0, 2, 3)) for x in draws]) - truth
+    assert ours.norm() <= 2 * stock.norm()
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "geometry"),
     [

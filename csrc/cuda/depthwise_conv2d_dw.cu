@@ -3,8 +3,9 @@
 //   dw[o, ky, kx] = sum_{n, oy, ox} dy[o, oy, ox] * x[o / m, oy * sh + ky * dil_h - top, ox * sw + kx * dil_w - left]
 //   db[o]         = sum_{n, oy, ox} dy[o, oy, ox]
 //
-// A thread keeps the sums of one kernel row (of up to 7 taps), so x and dy come from memory once and from L1 for the
-// other rows. Blocks sum over chunks of all images; a second kernel adds the chunks in order: no atomics.
+// Usual shapes take the patches of depthwise_patches.h. Of others a thread keeps the sums of one kernel row (of up to 7
+// taps), so x and dy come from memory once and from L1 for the other rows. Blocks sum over chunks of all images; a
+// second kernel adds the chunks in a fixed order: no atomics.
 #include "cuda/depthwise_patches.h"
 
 namespace fusedtrain::cuda {

@@ -168,6 +168,16 @@ __device__ __forceinline__ void take_taps(const float* staged, int columns, int 
   }
 }
 
+// The pairs of neighbouring pixels in shared memory.
+template <int N, class T>
+__device__ __forceinline__ void take_row(const T* at, float (&row)[N][kPair]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const Pack<T, kPair> pair = load_pair(at + i * (kPixelBytes / sizeof(T)));
+    row[i][0] = to_acc(pair.v[0]), row[i][1] = to_acc(pair.v[1]);
+  }
+}
+
 // Where a thread of the block stands.
 struct PatchThread {
   unsigned slice, block;
@@ -216,11 +226,7 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) patch_kernel(P
 #pragma unroll
       for (int r = 0; r < kWindow; ++r, at += cols * kPixel) {
         float value[kWindow][kPair];
-#pragma unroll
-        for (int i = 0; i < kWindow; ++i) {
-          const Pack<T, kPair> pair = load_pair(at + i * kPixel);
-          value[i][0] = to_acc(pair.v[0]), value[i][1] = to_acc(pair.v[1]);
-        }
+        take_row(at, value);
 #pragma unroll
         for (int o = 0; o < kSide; ++o) {
           const int ky = r - o * S;
@@ -288,11 +294,7 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) spread_kernel(
 #pragma unroll
     for (int r = 0; r < kWindow; ++r, at += cols * kPixel) {
       float value[kWindow][kPair];
-#pragma unroll
-      for (int i = 0; i < kWindow; ++i) {
-        const Pack<T, kPair> pair = load_pair(at + i * kPixel);
-        value[i][0] = to_acc(pair.v[0]), value[i][1] = to_acc(pair.v[1]);
-      }
+      take_row(at, value);
 #pragma unroll
       for (int o = 0; o < kSide; ++o) {
         const int ky = o % 2 + 2 * (o / 2 + D - 1 - r);
@@ -355,22 +357,15 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) dots_kernel(Pa
       const T* at = x + (down * kSide * S * cols + across * kSide * S) * kPixel + thread.column * kPair;
       float gradient[kSide][kSide][kPair];
 #pragma unroll
-      for (int i = 0; i < kSide * kSide; ++i) {
-        const Pack<T, kPair> pair = load_pair(dy_at + (i / kSide * dy_cols + i % kSide) * kPixel);
+      for (int o = 0; o < kSide; ++o) take_row(dy_at + o * dy_cols * kPixel, gradient[o]);
 #pragma unroll
-        for (int p = 0; p < kPair; ++p) {
-          gradient[i / kSide][i % kSide][p] = to_acc(pair.v[p]);
-          db[p] += gradient[i / kSide][i % kSide][p];
-        }
+      for (int i = 0; i < kSide * kSide * kPair; ++i) {
+        db[i % kPair] += gradient[i / (kSide * kPair)][i / kPair % kSide][i % kPair];
       }
 #pragma unroll
       for (int r = 0; r < kWindow; ++r, at += cols * kPixel) {
         float value[kWindow][kPair];
-#pragma unroll
-        for (int i = 0; i < kWindow; ++i) {
-          const Pack<T, kPair> pair = load_pair(at + i * kPixel);
-          value[i][0] = to_acc(pair.v[0]), value[i][1] = to_acc(pair.v[1]);
-        }
+        take_row(at, value);
 #pragma unroll
         for (int o = 0; o < kSide; ++o) {
           const int ky = r - o * S;
