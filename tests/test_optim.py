@@ -482,7 +482,7 @@ def test_only_the_first_step_makes_numbers(name, monkeypatch):
     """On a GPU each one would be a copy from the host, which waits and cannot be captured."""
     params = parameters()
     optimizer = getattr(optim, name)(params)
-    monkeypatch.setattr(_fused._tables, "usable", lambda: False)  # lists, as on a GPU
+    monkeypatch.setattr(_fused._tables, "usable", lambda: False)
     for step in range(2):
         set_gradients(params, step)
         optimizer.step()
@@ -491,12 +491,14 @@ def test_only_the_first_step_makes_numbers(name, monkeypatch):
 
 @pytest.mark.parametrize("narrow", [{}, {"state_dtype": "8bit"}, {"state_dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "RMSprop"])
-def test_steps_in_a_cuda_graph_follow_the_learning_rate_on_the_device(device, name, narrow):
+@pytest.mark.parametrize("way", ["lists", "tables"])
+def test_steps_in_a_cuda_graph_follow_the_learning_rate_on_the_device(device, way, name, narrow, monkeypatch):
     if device != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    runs = []
+    runs, calls = [], counted(monkeypatch)
     for captured in (False, True):
         params = parameters(device)
+        params = params if way == "lists" else [p for p in params if p.is_contiguous()]  # as their gradients are
         rate = torch.tensor(0.01, device=device)
         optimizer = getattr(optim, name)(params, lr=rate, capturable=True, max_grad_norm=1.0, **narrow)
         set_gradients(params, 0)
@@ -514,6 +516,7 @@ def test_steps_in_a_cuda_graph_follow_the_learning_rate_on_the_device(device, na
             graph.replay() if captured else optimizer.step()
         runs.append({str(i): torch.atleast_1d(p.detach()) for i, p in enumerate(params)})
     harness.assert_bitwise_equal(*runs, name)
+    assert len(calls) == (way == "tables") * 4  # three steps without a graph, one captured
 
 
 @pytest.mark.parametrize("stored", [{}, {"state_dtype": "8bit"}, {"rounding": "kahan"}, {"master_weights": True}])
@@ -611,7 +614,7 @@ needs_tables = pytest.mark.skipif(not _tables.usable(), reason="needs the compil
 
 def same_layout_gradients(params, step: int) -> None:
     for i, p in enumerate(params):
-        p.grad = torch.empty_like(p).copy_(harness.normal(*p.shape, seed=100 * step + i))
+        p.grad = torch.empty_like(p).copy_(harness.normal(*p.shape, device=p.device, seed=100 * step + i))
 
 
 def counted(monkeypatch) -> list:
@@ -624,11 +627,11 @@ def counted(monkeypatch) -> list:
 @needs_tables
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 @every_optimizer
-def test_tables_and_lists_do_the_same(name, dtype, monkeypatch):
+def test_tables_and_lists_do_the_same(device, name, dtype, monkeypatch):
     runs, calls = [], counted(monkeypatch)
     for tables in (True, False):
         monkeypatch.setattr(_tables, "usable", lambda tables=tables: tables)
-        params = [p for p in parameters(dtype=dtype) if p.is_contiguous() or p.dim() == 4]
+        params = [p for p in parameters(device, dtype) if p.is_contiguous() or p.dim() == 4]
         optimizer = getattr(optim, name)(params[:2], **OPTIMIZERS[name], **EXTRAS)
         optimizer.add_param_group({"params": params[2:], "lr": 0.5})
         for step in range(4):
@@ -642,9 +645,9 @@ def test_tables_and_lists_do_the_same(name, dtype, monkeypatch):
 
 
 @needs_tables
-def test_tables_never_go_stale(monkeypatch):
+def test_tables_never_go_stale(device, monkeypatch):
     calls = counted(monkeypatch)
-    params, expected = runs = [parameters()[:3] for _ in range(2)]
+    params, expected = runs = [parameters(device)[:3] for _ in range(2)]
     optimizer, other = (optim.AdamW(own, lr=0.1) for own in runs)
 
     def step(i):
@@ -668,15 +671,15 @@ def test_tables_never_go_stale(monkeypatch):
 
 
 @needs_tables
-def test_what_a_table_cannot_hold_goes_through_lists(monkeypatch):
+def test_what_a_table_cannot_hold_goes_through_lists(device, monkeypatch):
     calls = counted(monkeypatch)
 
     def weights(change) -> torch.Tensor:
-        p = torch.nn.Parameter(torch.ones(1, 3, 2))
+        p = torch.nn.Parameter(torch.ones(1, 3, 2, device=device))
         optimizer = optim.SGD([p], lr=1.0)
-        p.grad = change(torch.full((1, 3, 2), 0.5))
+        p.grad = change(torch.full((1, 3, 2), 0.5, device=device))
         optimizer.step()
-        return p.detach()
+        return p.detach().cpu()
 
     class Sub(torch.Tensor):
         pass
@@ -689,8 +692,8 @@ def test_what_a_table_cannot_hold_goes_through_lists(monkeypatch):
     for what, change in changes.items():
         assert torch.equal(weights(change), torch.full((1, 3, 2), 0.5)), what
     assert not calls
-    p = torch.nn.Parameter(torch.ones(1))
-    p.grad = torch._neg_view(torch.ones(1))  # reads as -1
+    p = torch.nn.Parameter(torch.ones(1, device=device))
+    p.grad = torch._neg_view(torch.ones(1, device=device))  # reads as -1
     optim.SGD([p], lr=1.0).step()
     assert p.item() == 2.0 and not calls
     with fusedtrain_backend.use_backend("reference"):
@@ -724,12 +727,11 @@ NARROW = {
 every_format = pytest.mark.parametrize("format_name", NARROW)
 
 
-def wide_parameters(dtype) -> list[torch.Tensor]:
+def wide_parameters(dtype, device="cpu") -> list[torch.Tensor]:
     """A channels_last weight and a matrix whose states are kept in 8 bits, and a bias whose are not."""
     weight = harness.normal(16, 30, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
-    return [
-        p.requires_grad_() for p in (weight, harness.normal(70, 61, dtype=dtype, seed=1), torch.ones(70, dtype=dtype))
-    ]
+    made = weight, harness.normal(70, 61, dtype=dtype, seed=1), torch.ones(70, dtype=dtype)
+    return [p.to(device).requires_grad_() for p in made]
 
 
 def kept(optimizer, params) -> dict[str, torch.Tensor]:
@@ -761,7 +763,7 @@ def test_saved_and_resumed_steps_are_bitwise_the_same(name, format_name):
 
 @needs_tables
 @every_format
-def test_tables_and_lists_store_the_same_bits(format_name, monkeypatch):
+def test_tables_and_lists_store_the_same_bits(device, format_name, monkeypatch):
     dtype, narrow = NARROW[format_name]
     runs, calls = [], counted(monkeypatch)
     for threads, tables in ((1, True), (2, True), (1, False)):
@@ -769,7 +771,7 @@ def test_tables_and_lists_store_the_same_bits(format_name, monkeypatch):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            params = wide_parameters(dtype)
+            params = wide_parameters(dtype, device)
             optimizer = optim.Adam(params, **OPTIMIZERS["Adam"], **narrow, **EXTRAS)
             for step in range(4):
                 same_layout_gradients(params, step)

@@ -42,7 +42,7 @@ Tensor grad_norm(Tensors grads) {
   return norm_of(tensors, grads[0]);
 }
 
-Tensor grad_norm_table(Tensors tables) {
+Tensor grad_norm_table(Tensors tables, Tensor like) {
   STD_TORCH_CHECK(!tables.empty(), "fusedtrain: grad_norm needs at least one table");
   std::vector<NormTensor> tensors;
   for (const Tensor& table : tables) {
@@ -51,7 +51,7 @@ Tensor grad_norm_table(Tensors tables) {
       tensors.push_back({.numel = rows[i].numel, .dtype = rows[i].dtype, .grad = rows[i].grad});
     }
   }
-  return norm_of(tensors, tables[0]);
+  return norm_of(tensors, like);
 }
 
 }  // namespace
@@ -61,7 +61,10 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("grad_norm_table", TORCH_BOX(&grad_norm_table));
 }
 #ifdef FUSEDTRAIN_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { m.impl("grad_norm", TORCH_BOX(&grad_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
+  m.impl("grad_norm", TORCH_BOX(&grad_norm));
+  m.impl("grad_norm_table", TORCH_BOX(&grad_norm_table));
+}
 #endif
 
 }  // namespace fusedtrain::bindings

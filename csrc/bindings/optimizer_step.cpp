@@ -266,7 +266,7 @@ void optimizer_step_narrow_(Tensors params, Tensors grads, Tensors states, Tenso
        narrow);
 }
 
-void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_decay, bool decoupled,
+void optimizer_step_table_(Tensor table, Tensor like, int64_t rule, double lr, double weight_decay, bool decoupled,
                            std::vector<double> coefficients, bool maximize, double ema_decay, bool zero_grads,
                            std::optional<Tensor> norm, double max_norm, bool skip_nonfinite,
                            std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
@@ -280,7 +280,7 @@ void optimizer_step_table_(Tensor table, int64_t rule, double lr, double weight_
     for (int64_t k = 0; k < info.scalars; ++k) complete &= tensors[i].scalars[k] != nullptr;
     STD_TORCH_CHECK(complete, "fusedtrain: a table lacks states of its rule");
   }
-  step(tensors, rows_of(table), table,
+  step(tensors, rows_of(table), like,
        {rule, lr, weight_decay, decoupled, coefficients, maximize, ema_decay, zero_grads, norm, max_norm,
         skip_nonfinite, grad_scale, found_inf, device_lr, sums, sums_only},
        {{}, {}, rounding, seed});
@@ -297,6 +297,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   m.impl("optimizer_step_", TORCH_BOX(&optimizer_step_));
   m.impl("optimizer_step_narrow_", TORCH_BOX(&optimizer_step_narrow_));
+  m.impl("optimizer_step_table_", TORCH_BOX(&optimizer_step_table_));
 }
 #endif
 

@@ -80,33 +80,38 @@ class Gatherer {
   py::object gather(const py::list& params, const py::dict& state, const Names& names) const;
 
  private:
-  bool read(PyObject* object, DLTensor* out) const {
-    if (Py_TYPE(object) != tensor_ && Py_TYPE(object) != parameter_) return false;
-    if (api_->dltensor_from_py_object_no_sync(object, out) == 0) return out->device.device_type == kDLCPU;
-    PyErr_Clear();
-    return false;
+  // False unless it is a tensor on the CPU or a CUDA device: on that of `like`, where there is one.
+  bool read(PyObject* object, const DLTensor* like, DLTensor* out) const {
+    if (object == nullptr || (Py_TYPE(object) != tensor_ && Py_TYPE(object) != parameter_)) return false;
+    if (api_->dltensor_from_py_object_no_sync(object, out) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    const DLDevice device = out->device;
+    if (like != nullptr) {
+      return device.device_type == like->device.device_type && device.device_id == like->device.device_id;
+    }
+    return device.device_type == kDLCPU || device.device_type == kDLCUDA;
   }
   // The data of a tensor like `p`, or nothing.
   std::optional<void*> like(PyObject* object, const DLTensor& p, int64_t numel, DType dtype) const {
     DLTensor t;
-    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != dtype || !is_laid_out_like(t, p, numel)) {
-      return {};
-    }
+    if (!read(object, &p, &t) || dtype_of(t.dtype) != dtype || !is_laid_out_like(t, p, numel)) return {};
     return static_cast<char*>(t.data) + t.byte_offset;
   }
   // The states of one parameter, all stored alike; false where they are not what the kernels take.
   bool fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const py::tuple& names) const;
-  // The numbers in a tensor of `count` floats, or null.
-  float* numbers(PyObject* object, int64_t count) const {
+  // The numbers in a tensor of `count` floats on the device of `p`, or null.
+  float* numbers(PyObject* object, const DLTensor& p, int64_t count) const {
     DLTensor t;
-    if (object == nullptr || !read(object, &t) || dtype_of(t.dtype) != DType::kFloat32 || numel_of(t) != count ||
-        !is_dense(t, count)) {
+    if (!read(object, &p, &t) || dtype_of(t.dtype) != DType::kFloat32 || numel_of(t) != count || !is_dense(t, count)) {
       return nullptr;
     }
     return reinterpret_cast<float*>(static_cast<char*>(t.data) + t.byte_offset);
   }
-  float* number(PyObject* object) const { return numbers(object, 1); }
-  bool fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const;
+  float* number(PyObject* object, const DLTensor& p) const { return numbers(object, p, 1); }
+  // `p` is the parameter, `grad` and `own` what belongs to it.
+  bool fill(StepTensor* row, const DLTensor& p, PyObject* grad, PyObject* own, const Names& names) const;
 
   PyTypeObject *tensor_, *parameter_;
   const DLPackExchangeAPI* api_;
@@ -118,7 +123,7 @@ bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, co
   for (size_t k = 0; k < names.size(); ++k) {
     PyObject* state = value(names[k]);
     DLTensor t;
-    if (state == nullptr || !read(state, &t)) return false;
+    if (!read(state, &p, &t)) return false;
     const bool coded = is_byte(t.dtype);
     const std::optional<DType> dtype = dtype_of(t.dtype);
     if (k == 0) row->state_dtype = dtype.value_or(row->dtype);
@@ -126,16 +131,16 @@ bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, co
     const bool narrow = row->dtype != DType::kFloat64 && (dtype == DType::kFloat32 || dtype == DType::kBFloat16);
     const bool taken = coded ? row->dtype != DType::kFloat64 : (same_bits || narrow) && dtype == row->state_dtype;
     if (!taken || !is_laid_out_like(t, p, row->numel) || (k > 0 && coded != is_coded(*row))) return false;
-    if (coded && (row->scales[k] = numbers(value(py::object(names[k]) + scale_), code_blocks(row->numel))) == nullptr)
-      return false;
+    if (coded) {
+      row->scales[k] = numbers(value(py::object(names[k]) + scale_), p, code_blocks(row->numel));
+      if (row->scales[k] == nullptr) return false;
+    }
     row->states[k] = static_cast<char*>(t.data) + t.byte_offset;
   }
   return true;
 }
 
-bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* own, const Names& names) const {
-  DLTensor p;
-  if (!read(param, &p)) return false;
+bool Gatherer::fill(StepTensor* row, const DLTensor& p, PyObject* grad, PyObject* own, const Names& names) const {
   const std::optional<DType> dtype = dtype_of(p.dtype);
   const int64_t numel = numel_of(p);
   if (!dtype || !is_dense(p, numel)) return false;
@@ -157,33 +162,37 @@ bool Gatherer::fill(StepTensor* row, PyObject* param, PyObject* grad, PyObject* 
   };
   if (!assign(row->grad, grad, *dtype)) return false;
   const bool own_step = PyUnicode_Check(names.step.ptr());
-  if (!own_step && !names.step.is_none() && (row->step = number(names.step.ptr())) == nullptr) return false;
+  if (!own_step && !names.step.is_none() && (row->step = number(names.step.ptr(), p)) == nullptr) return false;
   const bool with_exact = !names.exact.is_none() && (dtype == DType::kBFloat16 || dtype == DType::kFloat16);
   if (names.states.empty() && !own_step && !names.ema && !with_exact) return true;
   if (own == nullptr || !PyDict_Check(own)) return false;
   const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
   if (!fill_states(row, p, own, names.states)) return false;
   for (size_t k = 0; k < names.scalars.size(); ++k) {
-    if ((row->scalars[k] = number(value(names.scalars[k]))) == nullptr) return false;
+    if ((row->scalars[k] = number(value(names.scalars[k]), p)) == nullptr) return false;
   }
   const DType acc = *dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   if (names.ema && !assign(row->ema, value(ema_), acc)) return false;
   const DType exact = names.exact_is_float ? DType::kFloat32 : *dtype;
   if (with_exact && !assign(row->exact, value(names.exact), exact)) return false;
-  return !own_step || (row->step = number(value(names.step))) != nullptr;
+  return !own_step || (row->step = number(value(names.step), p)) != nullptr;
 }
 
 py::object Gatherer::gather(const py::list& params, const py::dict& state, const Names& names) const {
   py::list with_grad, grads;
   std::vector<StepTensor> rows;
   rows.reserve(params.size());
+  DLTensor first, p;
   for (const py::handle param : params) {
     const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param.ptr(), grad_.ptr()));
     if (!grad) throw py::error_already_set();
     if (grad.is_none()) continue;
     PyObject* own = PyDict_GetItemWithError(state.ptr(), param.ptr());
     rows.emplace_back();
-    const bool taken = fill(&rows.back(), param.ptr(), grad.ptr(), own, names);
+    const bool is_first = rows.size() == 1;
+    bool taken = read(param.ptr(), is_first ? nullptr : &first, &p);
+    if (is_first) first = p;
+    taken = taken && fill(&rows.back(), p, grad.ptr(), own, names);
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     // DLPack does not tell views that are to be read with the other sign; autograd makes such of single numbers only.
     if (!taken || (rows.back().numel == 1 && grad.attr(is_neg_)().cast<bool>())) return py::none();
@@ -209,7 +218,7 @@ void bind_step_table(py::module_& m) {
           py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"), py::arg("ema"),
           py::arg("exact"), py::arg("exact_is_float"),
           "Returns (table, params, grads) of the parameters that have a gradient, or None where a tensor is missing, "
-          "a subclass, not dense, not on the CPU, or unlike its parameter.");
+          "a subclass, not dense, not on the CPU or the CUDA device of the first, or unlike its parameter.");
 }
 
 }  // namespace

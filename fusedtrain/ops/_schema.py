@@ -86,10 +86,11 @@ SCHEMAS = {
     "optimizer_step_narrow_": f"(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
     f" Tensor(e!)[] ema, {_STEP}, Tensor(f!)[] exact, Tensor(g!)[] scales, {_NARROW}) -> ()",
 }
-# The same on tables of addresses that fusedtrain._host.Gatherer fills on the CPU. Compiled only, never traced.
+# The same on tables of addresses that fusedtrain._host.Gatherer fills, of tensors on the device of `like`. Compiled only,
+# never traced.
 TABLES = {
-    "grad_norm_table": "(Tensor[] tables) -> Tensor norm",
-    "optimizer_step_table_": f"(Tensor table, {_STEP}, {_NARROW}) -> ()",
+    "grad_norm_table": "(Tensor[] tables, Tensor like) -> Tensor norm",
+    "optimizer_step_table_": f"(Tensor table, Tensor like, {_STEP}, {_NARROW}) -> ()",
 }
 
 CPU_ONLY = ("grouped_conv2d", "pointwise_conv2d")  # ops that PyTorch's own libraries run on a GPU

@@ -51,8 +51,8 @@ def gather(
     ``step`` is the name of the state that counts updates, or one count for all; ``exact`` the name of what
     :func:`optimizer_step_` calls so, in the dtype of the parameters with ``kahan``.
 
-    None where the CPU kernels do not run or a tensor is not what they take: a state is missing, a gradient has other
-    strides than its parameter, a tensor has gaps or is a subclass. The lists then make it so, or say what is wrong.
+    None where neither the CPU nor the CUDA kernels run or a tensor is not what they take: a state is missing, a gradient has other
+    strides than its parameter, a tensor has gaps, is a subclass or on another device. The lists then make it so, or say what is wrong.
     """
     info = RULES[rule]
     gathered = _GATHERER.gather(
@@ -62,18 +62,18 @@ def gather(
         return None
     rows, params, grads = gathered
     for op, impls in (("grad_norm", NORMS), ("optimizer_step", STEPS)) if params else ():
-        if select(op, impls, params[0]) is not impls["cpu"]:
+        if select(op, impls, params[0]) is not impls.get(params[0].device.type):
             return None
     return Table(torch.frombuffer(rows, dtype=torch.uint8) if params else torch.empty(0), params, grads)
 
 
 def grad_norm(tables: list[Table]) -> Tensor:
     """:func:`fusedtrain.ops.grad_norm` of the gradients of all tables."""
-    return torch.ops.fusedtrain.grad_norm_table([table.rows for table in tables])
+    return torch.ops.fusedtrain.grad_norm_table([table.rows for table in tables], tables[0].params[0])
 
 
 def optimizer_step_(table: Table, *, rounding: str = "nearest", seed: int | None = None, **options) -> None:
     """:func:`fusedtrain.ops.optimizer_step_` on a table."""
     o = Options.of(**options)
-    torch.ops.fusedtrain.optimizer_step_table_(table.rows, *o, _codes.ROUNDINGS.index(rounding), seed)
+    torch.ops.fusedtrain.optimizer_step_table_(table.rows, table.params[0], *o, _codes.ROUNDINGS.index(rounding), seed)
     torch.autograd.graph.increment_version([*table.params, *table.grads] if o.zero_grads else table.params)

@@ -49,7 +49,7 @@ class _ChannelPool(torch.autograd.Function):
         pooled, peak, ties = impl.forward(x, pool, in_act)
         ctx.save_for_backward(x, peak, ties)
         ctx.codes, ctx.impl = (pool, in_act), impl
-        return pooled.to(x.dtype)
+        return _common.cast(pooled, x.dtype)  # in compiled code torch 2.11 loses the gradient of a `to` without effect
 
     @staticmethod
     @_common.once_differentiable

@@ -194,8 +194,6 @@ class FusedStep(torch.optim.Optimizer):
         tables, exact = [], self._exact
         beside = self._options["ema_decay"] is not None, exact, exact == "compensation"
         for index, group in enumerate(self.param_groups):
-            if group.get("capturable"):
-                return None  # tables are for CPUs
             options = self._update(group)
             step = group.get("step") if self._step_of_group else "step"
             if step is None:
@@ -205,7 +203,17 @@ class FusedStep(torch.optim.Optimizer):
                 return None
             if table.params:
                 tables.append((index, options, table))
+        devices = {table.params[0].device for _, _, table in tables}
+        if len(devices) > 1 or not all(map(self._may_capture, devices)):
+            return None
         return tables
+
+    def _may_capture(self, device: torch.device) -> bool:
+        """False where a step on that device is refused for what ``capturable`` says: see :meth:`_check`."""
+        capturable = [group["capturable"] for group in self.param_groups if "capturable" in group]
+        if device.type == "cpu":
+            return not any(capturable)
+        return all(capturable) or not torch.cuda.is_current_stream_capturing()
 
     def _check(self, lists) -> None:
         name, kinds = type(self).__name__, set()
