@@ -117,6 +117,16 @@ def test_images_that_outgrow_the_caches(device, kernels):  # 8 MiB: the CPU kern
     harness.assert_op_as_good_as_torch(*calls, draw, "many rows")
 
 
+def test_a_training_layer_calls_one_operator_in_each_direction(device, kernels):
+    if kernels == "triton":
+        pytest.skip("its kernels are launched from Python, which calls them all the same")
+    inputs = {name: t.requires_grad_() for name, t in make(device).items()}
+    with torch.profiler.profile() as profile:
+        function(inputs)(*inputs.values()).sum().backward()
+    called = [event.name for event in profile.events() if event.name.startswith("fusedtrain::")]
+    assert called == ["fusedtrain::batch_norm_act_train_", "fusedtrain::batch_norm_act_train_backward"]
+
+
 @dense_layouts
 def test_large_images_are_summed_as_well(device, kernels, layout):
     calls = (of(make(device), act="identity") for of in (function, reference_of))

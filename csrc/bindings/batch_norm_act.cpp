@@ -111,6 +111,8 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
   return {mean, m2};
 }
 
+double batch_norm_act_count(const Tensor& x) { return double(x.size(0) * x.size(2) * x.size(3)); }
+
 std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const std::vector<int64_t>& sizes) {
   const int64_t c = partial.size(2);
   const Tensor mean = torch::stable::new_empty(partial, {c}), m2 = torch::stable::new_empty(partial, {c});
@@ -124,8 +126,6 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const 
                  [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_moments_finish<I>(a, b, e); });
   return {mean, m2};
 }
-
-namespace {
 
 Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
                               const std::optional<Tensor>& running_var, double count, double momentum, double eps) {
@@ -246,8 +246,36 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
   return {dx, dresidual};
 }
 
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(const Tensor& x, const std::optional<Tensor>& running_mean,
+                                                         const std::optional<Tensor>& running_var,
+                                                         const std::optional<Tensor>& weight,
+                                                         const std::optional<Tensor>& bias,
+                                                         const std::optional<Tensor>& residual, double momentum,
+                                                         double eps, int64_t act, bool residual_after) {
+  const auto [mean, m2] = batch_norm_act_stats(x);
+  const Tensor rstd =
+      batch_norm_act_update_(mean, m2, running_mean, running_var, batch_norm_act_count(x), momentum, eps);
+  return {batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after), mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_train_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act, bool residual_after,
+    bool need_dresidual) {
+  const auto [sum_dz, sum_dz_xhat] =
+      batch_norm_act_reduce(dy, x, mean, rstd, weight, bias, residual, act, residual_after);
+  const auto [dx, dresidual] =
+      batch_norm_act_backward(dy, x, mean, rstd, weight, bias, residual, sum_dz, sum_dz_xhat, batch_norm_act_count(x),
+                              act, residual_after, true, need_dresidual);
+  return {dx, dresidual, sum_dz_xhat, sum_dz};
+}
+
 template <class Library>
 void implement(Library& m) {
+  m.impl("batch_norm_act_train_", TORCH_BOX(&batch_norm_act_train_));
+  m.impl("batch_norm_act_train_backward", TORCH_BOX(&batch_norm_act_train_backward));
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
   m.impl("batch_norm_act_reduce", TORCH_BOX(&batch_norm_act_reduce));

@@ -83,7 +83,7 @@ inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, in
   STD_TORCH_CHECK(t.numel() == count, "fusedtrain: ", name, " must have ", count, " elements, got ", t.numel());
   STD_TORCH_CHECK(t.get_device() == x.get_device() && t.is_cuda() == x.is_cuda(), "fusedtrain: ", name,
                   " must be on the device of x");
-  const Tensor dense = torch::stable::contiguous(t);
+  const Tensor dense = t.is_contiguous() ? t : torch::stable::contiguous(t);
   return dense.scalar_type() == type ? dense : torch::stable::to(dense, type);
 }
 inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count) {

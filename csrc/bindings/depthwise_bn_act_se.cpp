@@ -47,13 +47,15 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv(const Tensor& x, con
   return depthwise_conv2d_stats(x, weight, bias, stride, padding, dilation);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, const Tensor& mean, const Tensor& rstd,
-                                                               const std::optional<Tensor>& weight,
-                                                               const std::optional<Tensor>& bias, const Tensor& w1,
-                                                               const std::optional<Tensor>& b1, const Tensor& w2,
-                                                               const std::optional<Tensor>& b2, int64_t act,
-                                                               int64_t se_act, int64_t gate_act,
-                                                               const std::optional<Tensor>& residual, bool relu) {
+// What follows the convolution: y, and of the gate what backward keeps, and itself.
+struct Gated {
+  Tensor y, pooled, hidden, logits, gate;
+};
+
+Gated gated(const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+            const std::optional<Tensor>& bias, const Tensor& w1, const std::optional<Tensor>& b1, const Tensor& w2,
+            const std::optional<Tensor>& b2, int64_t act, int64_t se_act, int64_t gate_act,
+            const std::optional<Tensor>& residual, bool relu) {
   if (residual) check_same("residual", *residual, z);
   STD_TORCH_CHECK(residual || !relu, "fusedtrain: relu follows the sum with a residual, which is missing");
   const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
@@ -75,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
       launch(cuda::bn_act_pool(squeeze, launch.stream));
       launch(cuda::squeeze_excite(excite.args, launch.stream));
       launch(cuda::bn_act_scale(scale, launch.stream));
-      return {y, excite.pooled, excite.hidden, excite.logits};
+      return {y, excite.pooled, excite.hidden, excite.logits, excite.gate};
     }
   }
   for_sample_groups(m, 1, [&](int64_t n, int64_t end) {
@@ -86,7 +88,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
     excite_samples(excite.args, n, end);
     parallel_samples(m, map_items(m), n, end, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_scale<I>(scale, b, e); });
   });
-  return {y, excite.pooled, excite.hidden, excite.logits};
+  return {y, excite.pooled, excite.hidden, excite.logits, excite.gate};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                                               const std::optional<Tensor>& weight,
+                                                               const std::optional<Tensor>& bias, const Tensor& w1,
+                                                               const std::optional<Tensor>& b1, const Tensor& w2,
+                                                               const std::optional<Tensor>& b2, int64_t act,
+                                                               int64_t se_act, int64_t gate_act,
+                                                               const std::optional<Tensor>& residual, bool relu) {
+  const Gated to = gated(z, mean, rstd, weight, bias, w1, b1, w2, b2, act, se_act, gate_act, residual, relu);
+  return {to.y, to.pooled, to.hidden, to.logits};
+}
+
+// y once more.
+Tensor depthwise_bn_act_se_scale(const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                 const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                 const Tensor& gate, int64_t act) {
+  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const BnAct in = input_of(z, norm, act);
+  const Images& m = in.images;
+  const Tensor g = small_input("gate", gate, z, m.n * m.c), y = torch::stable::empty_like(z);
+  const BnActScale scale{
+      .in = in, .gate = g.const_data_ptr(), .residual = nullptr, .relu = false, .y = y.mutable_data_ptr()};
+  if (!z.is_cuda()) {
+    parallel_samples(m, map_items(m), 0, m.n, [&]<Isa I>(int64_t b, int64_t e) { cpu::bn_act_scale<I>(scale, b, e); });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("depthwise_bn_act_se_scale", z);
+    launch(cuda::bn_act_scale(scale, launch.stream));
+  }
+  return y;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se_reduce(
@@ -233,8 +265,55 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_bn_act_se_conv_backward(
   return depthwise_conv2d_backward_from(write, x, kernel, stride, padding, dilation, need_dx, need_dw, need_db);
 }
 
+using Optional = std::optional<Tensor>;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Optional, Optional, Optional, Optional> depthwise_bn_act_se_train_(
+    const Tensor& x, const Tensor& kernel, const Optional& bias, const Optional& running_mean,
+    const Optional& running_var, const Optional& norm_weight, const Optional& norm_bias, const Optional& w1,
+    const Optional& b1, const Optional& w2, const Optional& b2, double momentum, double eps, const Ints& stride,
+    const Ints& padding, const Ints& dilation, int64_t act, int64_t se_act, int64_t gate_act) {
+  STD_TORCH_CHECK(w1.has_value() == w2.has_value(), "fusedtrain: both weights of the gate or none expected");
+  const auto [z, mean, m2] = depthwise_bn_act_se_conv(x, kernel, bias, stride, padding, dilation);
+  const Tensor rstd =
+      batch_norm_act_update_(mean, m2, running_mean, running_var, batch_norm_act_count(z), momentum, eps);
+  if (!w1)
+    return {batch_norm_act(z, mean, rstd, norm_weight, norm_bias, {}, act, false), z, mean, rstd, {}, {}, {}, {}};
+  const Gated to = gated(z, mean, rstd, norm_weight, norm_bias, *w1, b1, *w2, b2, act, se_act, gate_act, {}, false);
+  return {to.y, z, mean, rstd, to.pooled, to.hidden, to.logits, to.gate};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Optional, Optional, Optional, Optional>
+depthwise_bn_act_se_train_backward(const Tensor& dy, const Tensor& x, const Tensor& kernel, const Tensor& z,
+                                   const Tensor& mean, const Tensor& rstd, const Optional& norm_weight,
+                                   const Optional& norm_bias, const Optional& w1, const Optional& w2,
+                                   const Optional& pooled, const Optional& hidden, const Optional& logits,
+                                   const Ints& stride, const Ints& padding, const Ints& dilation, int64_t act,
+                                   int64_t se_act, int64_t gate_act, bool need_dx, bool need_dw, bool need_db,
+                                   bool need_dse) {
+  const double count = batch_norm_act_count(z);
+  const auto convolution = [&](const Optional& gate, const Optional& dpooled, const Tensor& sum,
+                               const Tensor& sum_xhat) {
+    return depthwise_bn_act_se_conv_backward(dy, z, mean, rstd, norm_weight, norm_bias, gate, dpooled, sum, sum_xhat,
+                                             count, act, x, kernel, stride, padding, dilation, need_dx, need_dw,
+                                             need_db);
+  };
+  if (!w1) {
+    const auto [sum, sum_xhat] = batch_norm_act_reduce(dy, z, mean, rstd, norm_weight, norm_bias, {}, act, false);
+    return std::tuple_cat(convolution({}, {}, sum, sum_xhat),
+                          std::tuple(sum_xhat, sum, Optional(), Optional(), Optional(), Optional()));
+  }
+  STD_TORCH_CHECK(w2 && pooled && hidden && logits, "fusedtrain: what the forward pass kept of its gate expected");
+  const auto [sum, sum_xhat, gate, dpooled, dw1, db1, dw2, db2] = depthwise_bn_act_se_reduce(
+      dy, z, mean, rstd, norm_weight, norm_bias, *w1, *w2, *pooled, *hidden, *logits, act, se_act, gate_act, need_dse);
+  return std::tuple_cat(convolution(gate, dpooled, sum, sum_xhat),
+                        std::tuple(sum_xhat, sum, Optional(dw1), Optional(db1), Optional(dw2), Optional(db2)));
+}
+
 template <class Library>
 void implement(Library& m) {
+  m.impl("depthwise_bn_act_se_scale", TORCH_BOX(&depthwise_bn_act_se_scale));
+  m.impl("depthwise_bn_act_se_train_", TORCH_BOX(&depthwise_bn_act_se_train_));
+  m.impl("depthwise_bn_act_se_train_backward", TORCH_BOX(&depthwise_bn_act_se_train_backward));
   m.impl("depthwise_bn_act_se", TORCH_BOX(&depthwise_bn_act_se));
   m.impl("depthwise_bn_act_se_backward", TORCH_BOX(&depthwise_bn_act_se_backward));
   m.impl("depthwise_bn_act_se_conv", TORCH_BOX(&depthwise_bn_act_se_conv));

@@ -192,6 +192,20 @@ def owned(y: Tensor) -> Tensor:
     return y.detach() if not torch.compiler.is_compiling() and y._is_view() else y
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def untraced(x: Tensor) -> bool:
+    """True when nobody watches which operators a call on ``x`` runs: several may then be called as one."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """True when the autograd Function must record; under export and torch.jit.trace the raw operator stands in the
     graph, which has no gradient.

@@ -86,9 +86,27 @@ SCHEMAS = {
     "optimizer_step_narrow_": f"(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps,"
     f" Tensor(e!)[] ema, {_STEP}, Tensor(f!)[] exact, Tensor(g!)[] scales, {_NARROW}) -> ()",
 }
-# The same on tables of addresses that fusedtrain._host.Gatherer fills, of tensors on the device of `like`. Compiled only,
-# never traced.
-TABLES = {
+_CONV, _CODES = "int[] stride, int[] padding, int[] dilation", "int act, int se_act, int gate"
+# Compiled only, never traced. Steps on tables of addresses that fusedtrain._host.Gatherer fills, of tensors on the
+# device of `like`; and several of the operators above in one call, for the dispatcher takes as long as small kernels.
+UNTRACED = {
+    "batch_norm_act_train_": "(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight,"
+    " Tensor? bias, Tensor? residual, float momentum, float eps, int act, bool residual_after)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    "batch_norm_act_train_backward": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, int act, bool residual_after, bool need_dresidual)"
+    " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    "depthwise_bn_act_se_scale": "(Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor gate,"
+    " int act) -> Tensor y",
+    "depthwise_bn_act_se_train_": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean,"
+    " Tensor(b!)? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2,"
+    f" float momentum, float eps, {_CONV}, {_CODES})"
+    " -> (Tensor y, Tensor z, Tensor mean, Tensor rstd, Tensor? pooled, Tensor? hidden, Tensor? logits, Tensor? gate)",
+    "depthwise_bn_act_se_train_backward": "(Tensor dy, Tensor x, Tensor weight, Tensor z, Tensor mean, Tensor rstd,"
+    " Tensor? norm_weight, Tensor? norm_bias, Tensor? w1, Tensor? w2, Tensor? pooled, Tensor? hidden, Tensor? logits,"
+    f" {_CONV}, {_CODES}, bool need_dx, bool need_dw, bool need_db, bool need_dse)"
+    " -> (Tensor dx, Tensor dw, Tensor db, Tensor dnorm_weight, Tensor dnorm_bias, Tensor? dw1, Tensor? db1,"
+    " Tensor? dw2, Tensor? db2)",
     "grad_norm_table": "(Tensor[] tables, Tensor like) -> Tensor norm",
     "optimizer_step_table_": f"(Tensor table, Tensor like, {_STEP}, {_NARROW}) -> ()",
 }
@@ -124,7 +142,7 @@ for _name, _signature in SCHEMAS.items():
         LIBRARY.impl(f"{_name}.triton", _triton_launcher(_name), _device)
 
 
-for _name, _signature in TABLES.items():
+for _name, _signature in UNTRACED.items():
     LIBRARY.define(_name + _signature)
 
 

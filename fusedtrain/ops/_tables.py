@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedtrain import _extension
 from fusedtrain.backend import select
@@ -40,7 +39,7 @@ class Table(NamedTuple):
 
 def usable() -> bool:
     """False where nothing can be gathered, and where calls are traced: tracers see lists of tensors, not addresses."""
-    return _GATHERER is not None and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+    return _GATHERER is not None and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def gather(
@@ -51,8 +50,9 @@ def gather(
     ``step`` is the name of the state that counts updates, or one count for all; ``exact`` the name of what
     :func:`optimizer_step_` calls so, in the dtype of the parameters with ``kahan``.
 
-    None where neither the CPU nor the CUDA kernels run or a tensor is not what they take: a state is missing, a gradient has other
-    strides than its parameter, a tensor has gaps, is a subclass or on another device. The lists then make it so, or say what is wrong.
+    None where neither the CPU nor the CUDA kernels run or a tensor is not what they take: a state is missing, a
+    gradient has other strides than its parameter, a tensor has gaps, is a subclass or on another device. The lists then
+    make it so, or say what is wrong.
     """
     info = RULES[rule]
     gathered = _GATHERER.gather(

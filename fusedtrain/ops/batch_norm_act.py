@@ -136,11 +136,17 @@ def _fake_backward(
 
 @dataclass(frozen=True, slots=True)
 class _BatchNormImpl(Impl):
-    """``forward`` and ``backward`` apply given statistics and sums; these are the operators that gather them."""
+    """``forward`` and ``backward`` apply given statistics and sums; these are the operators that gather them.
+
+    ``train`` and ``train_backward`` do all of a direction in one call, for the statistics of one process's batch; None
+    where there are no such.
+    """
 
     stats: Callable = _reference_stats
     update: Callable = _reference_update
     reduce: Callable = _reference_reduce
+    train: Callable | None = None
+    train_backward: Callable | None = None
 
 
 def _below(elements: int, where: str = "") -> tuple[int, str]:
@@ -173,8 +179,11 @@ def _slower(x: Tensor, synchronised: bool = False, residual_before: bool = False
 def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     ops = (getattr(torch.ops.fusedtrain, f"batch_norm_act{part}") for part in ("", "_backward"))
     parts = (getattr(torch.ops.fusedtrain, f"batch_norm_act_{part}") for part in ("stats", "update_", "reduce"))
-    forward, backward, stats, update, reduce = (getattr(op, overload) for op in (*ops, *parts))
-    return _BatchNormImpl(forward, backward, why_not, slower, stats, update, reduce)
+    forward, backward, *others = (getattr(op, overload) for op in (*ops, *parts))
+    whole = ()
+    if overload == "default":
+        whole = (getattr(torch.ops.fusedtrain, f"batch_norm_act_train{part}").default for part in ("_", "_backward"))
+    return _BatchNormImpl(forward, backward, why_not, slower, *others, *whole)
 
 
 IMPLS = register(
@@ -190,15 +199,16 @@ _REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common
 
 
 class _BatchNormAct(torch.autograd.Function):
-    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
+    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed; ``y`` what has
+    been made of them, or None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, mean, rstd, options):
-        ctx.count, act, residual_after, ctx.group, ctx.impl = options
+        ctx.count, act, residual_after, ctx.group, ctx.impl, y = options
         keeps_residual = residual is not None and not residual_after and act != 0
         ctx.save_for_backward(x, weight, bias, residual if keeps_residual else None, mean, rstd)
         ctx.codes = act, residual_after
-        return ctx.impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after)
+        return ctx.impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after) if y is None else y
 
     @staticmethod
     @_common.once_differentiable
@@ -211,13 +221,16 @@ class _BatchNormAct(torch.autograd.Function):
         trained, writes_dr = ctx.count is not None, need_dr and not passes_dy
         dw = db = dx = dr = None
         sums = (None, None)
-        if need_dw or need_db or (need_dx and trained):
-            sums = db, dw = ctx.impl.reduce(*inputs, *ctx.codes)
-        if ctx.group is not None and trained and need_dx:
-            sums = _all_reduced(*sums, ctx.group)
-        if need_dx or writes_dr:
-            sums = sums if trained else (None, None)
-            dx, dr = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *ctx.codes, need_dx, writes_dr)
+        if need_dx and trained and ctx.group is None and ctx.impl.train_backward is not None and _common.untraced(x):
+            dx, dr, dw, db = ctx.impl.train_backward(*inputs, *ctx.codes, writes_dr)
+        else:
+            if need_dw or need_db or (need_dx and trained):
+                sums = db, dw = ctx.impl.reduce(*inputs, *ctx.codes)
+            if ctx.group is not None and trained and need_dx:
+                sums = _all_reduced(*sums, ctx.group)
+            if need_dx or writes_dr:
+                sums = sums if trained else (None, None)
+                dx, dr = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *ctx.codes, need_dx, writes_dr)
         return (
             dx if need_dx else None,
             _common.cast(dw, weight.dtype) if need_dw else None,
@@ -379,12 +392,22 @@ def batch_norm_act(
     recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
+    y = None
     with torch.no_grad():
-        mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
+        if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
+            running, tail = (running_mean, running_var), (momentum, eps, code, residual_after)
+            (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _count(x)
+        else:
+            mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if recording:
-        options = count, code, residual_after, group, impl
+        options = count, code, residual_after, group, impl, y
         return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, options)
-    return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)
+    return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after) if y is None else y
+
+
+def _count(x: Tensor) -> float:
+    n, _, h, w = x.shape
+    return float(n * h * w)
 
 
 def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):
@@ -397,8 +420,7 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         mean = running_mean.to(dtype, copy=True)  # a batch in training may move the other before backward
         return mean, torch.rsqrt(_common.cast(running_var, dtype) + eps), None
     mean, m2 = moments or impl.stats(x)
-    n, _, h, w = x.shape
-    count = float(n * h * w)
+    count = _count(x)
     if group is not None:
         mean, m2, count = _gathered(mean, m2, count, group)
         if count == 1:

@@ -20,7 +20,14 @@ from torch import Tensor
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
-from fusedtrain.ops.batch_norm_act import _all_reduced, _check_statistics, _fake_stats, _statistics, batch_norm_act
+from fusedtrain.ops.batch_norm_act import (
+    _all_reduced,
+    _check_statistics,
+    _count,
+    _fake_stats,
+    _statistics,
+    batch_norm_act,
+)
 from fusedtrain.ops.batch_norm_act import _check as _check_norm
 from fusedtrain.ops.batch_norm_act import reference as norm_reference
 from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPLS
@@ -91,20 +98,29 @@ def _fake_conv_backward(
 class _BlockImpl(Impl):
     """``reduce`` gathers the sums that ``backward`` needs for dz, ``conv_backward`` for the convolution's gradients.
 
-    ``convolve`` makes z with its statistics; ``norm`` are the operators of batch_norm_act.
+    ``convolve`` makes z with its statistics; ``norm`` are the operators of batch_norm_act. ``train`` and
+    ``train_backward`` do all of a direction in one call, for the statistics of one process's batch, and ``scale`` makes
+    y once more; None where there are no such.
     """
 
     reduce: Callable | None = None
     conv_backward: Callable | None = None
     convolve: Callable | None = None
     norm: Impl | None = None
+    train: Callable | None = None
+    train_backward: Callable | None = None
+    scale: Callable | None = None
 
 
 def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
     parts = ("", "_backward", "_reduce", "_conv_backward", "_conv")
     ops = (getattr(getattr(torch.ops.fusedtrain, f"depthwise_bn_act_se{part}"), overload) for part in parts)
     forward, backward, *others = ops
-    return _BlockImpl(forward, backward, why_not, slower, *others, norm)
+    whole = ()
+    if overload == "default":
+        parts = ("train_", "train_backward", "scale")
+        whole = (getattr(torch.ops.fusedtrain, f"depthwise_bn_act_se_{part}").default for part in parts)
+    return _BlockImpl(forward, backward, why_not, slower, *others, norm, *whole)
 
 
 def _slower_triton(x, *args) -> str | None:
@@ -151,6 +167,32 @@ def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
 
 
+def _in_one_call(ctx, x: Tensor) -> bool:
+    own = ctx.conv_backward is None and ctx.group is None and ctx.count is not None
+    return own and ctx.impl.train_backward is not None and _common.untraced(x)
+
+
+def _all_gradients(ctx, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small) -> tuple:
+    """What ``backward`` returns for the tensors that the op takes, in one call."""
+    need_conv, (need_dgamma, need_dbeta, *need_se) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+    inputs = (_common.dense_like(dy, z), x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2)
+    tail = (*ctx.geometry, *ctx.codes, *need_conv, any(need_se))
+    *grads, dgamma, dbeta, dw1, db1, dw2, db2 = ctx.impl.train_backward(*inputs, *(small or _NO_GATE[:3]), *tail)
+    return (
+        *_common.wanted(grads, need_conv),
+        _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
+        _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
+        *(
+            _common.wanted((_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2), need_se)
+            if small
+            else ()
+        ),
+    )
+
+
+_NO_GATE = (None,) * 4
+
+
 def _convolutions(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, geometry) -> tuple[Callable, Callable | None]:
     """The convolution and its gradient, None where dz is handed over in cache. Inside the block the kernels straight
     from channels_last images gain where alone stock does."""
@@ -168,12 +210,16 @@ def _convolutions(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, geometry) -
 
 
 class _DepthwiseBnActSe(torch.autograd.Function):
-    """z, mean and rstd have been computed from x; ``count`` is as in batch_norm_act."""
+    """z, mean and rstd have been computed from x, and ``made`` from these: y and vectors of the gate, or None.
+
+    ``count`` is as in batch_norm_act.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm_weight, norm_bias, w1, b1, w2, b2, z, mean, rstd, options):
-        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group = options
-        y, *small = ctx.impl.forward(z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2, *ctx.codes)
+        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made = options
+        inputs = (z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2)
+        y, *small = ctx.impl.forward(*inputs, *ctx.codes) if made is None else made
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small)
         return y
 
@@ -182,6 +228,8 @@ class _DepthwiseBnActSe(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, *saved = ctx.saved_tensors
         need_conv, need_others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+        if any(need_conv) and _in_one_call(ctx, x):
+            return *_all_gradients(ctx, dy, x, weight, *saved), *(None,) * 4
         inputs, others = _reduced(ctx, dy, saved, any(need_conv), need_others)
         grads = (None, None, None)
         if any(need_conv):
@@ -194,26 +242,30 @@ class _DepthwiseBnAct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, options):
-        ctx.impl, ctx.conv_backward, (ctx.act, *_), ctx.count, ctx.geometry, ctx.group = options
+        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made = options
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
-        return ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.act, False)
+        if made is not None:
+            return made[0]
+        return ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.codes[0], False)
 
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
-        need_conv, (need_dgamma, need_dbeta) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5]
+        need_conv, (need_dgamma, need_dbeta), act = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5], ctx.codes[0]
+        if any(need_conv) and _in_one_call(ctx, x):
+            return *_all_gradients(ctx, dy, x, weight, *norm, None, None), *(None,) * 4
         inputs = (_common.dense_like(dy, norm[0]), *norm)
         sums, grads = (None, None), (None, None, None)
         if ctx.count is not None or need_dgamma or need_dbeta:
-            sums = ctx.impl.norm.reduce(*inputs, None, ctx.act, False)
+            sums = ctx.impl.norm.reduce(*inputs, None, act, False)
         dbeta, dgamma = sums
         if any(need_conv):
             if ctx.count is None:
                 sums = (None, None)
             elif ctx.group is not None:
                 sums = _all_reduced(*sums, ctx.group)
-            grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, ctx.act, need_conv)
+            grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, act, need_conv)
         return (
             *_common.wanted(grads, need_conv),
             _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
@@ -224,6 +276,10 @@ class _DepthwiseBnAct(torch.autograd.Function):
 
 def _with_gate(impl: _BlockImpl, codes: list[int], *inputs) -> Tensor:
     return impl.forward(*inputs, *codes)[0]
+
+
+def _with_factors(impl: _BlockImpl, act: int, *inputs) -> Tensor:
+    return impl.scale(*inputs, act)
 
 
 def _without_gate(norm: Impl, act: int, *inputs) -> Tensor:
@@ -379,22 +435,31 @@ def depthwise_bn_act_se(
     if se is not None:
         se = _dense_weights(_weight_dtype(x, *se), se)
     recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
-    norm, moments = impl.norm, ()
+    norm, moments, made = impl.norm, (), None
     with torch.no_grad():
         convolve, conv_backward = _convolutions(impl, x, weight, bias, geometry)
-        if training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward):
-            z, *moments = impl.convolve(x, weight, bias, *geometry)
-        else:  # stock convolutions may be faster on CPUs
-            z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
-        mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+        gathers = training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward)
+        if gathers and group is None and impl.train is not None and _common.untraced(x):
+            inputs = (x, weight, bias, *running, *affine, *(se or _NO_GATE), momentum, eps)
+            y, z, mean, rstd, *small, factors = impl.train(*inputs, *geometry, *codes)
+            made, count = (y, *small), _count(z)
+        else:
+            if gathers:
+                z, *moments = impl.convolve(x, weight, bias, *geometry)
+            else:  # stock convolutions may be faster on CPUs
+                z = _common.dense_like(convolve(x, weight, bias, *geometry, 0), x)
+            mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
+    kept = (z, mean, rstd, *affine)
     if se is None:
-        again, kept = functools.partial(_without_gate, norm, codes[0]), (z, mean, rstd, *affine)
+        again = functools.partial(_without_gate, norm, codes[0])
+    elif made is None:
+        again, kept = functools.partial(_with_gate, impl, codes), (*kept, *se)
     else:
-        again, kept = functools.partial(_with_gate, impl, codes), (z, mean, rstd, *affine, *se)
+        again, kept = functools.partial(_with_factors, impl, codes[0]), (*kept, factors)
     if not recording:
-        y = _common.in_format_of(again(*kept), x)
+        y = _common.in_format_of(again(*kept) if made is None else y, x)
         return _product(y, *after, [1, 1])[0] if after else y
-    options = impl, conv_backward, codes, count, geometry, group
+    options = impl, conv_backward, codes, count, geometry, group, made
     if se is None:
         y = _DepthwiseBnAct.apply(x, weight, bias, *affine, z, mean, rstd, options)
     else:
