@@ -2,6 +2,9 @@
 
 A step is forward, loss, backward and AdamW over all parameters. One race per network: eager and compiled, both layouts,
 float32 and bfloat16 autocast take turns step by step in random order. The stock optimizer is ``AdamW(fused=True)``.
+
+On a GPU a turn is several steps in a row, which the host prepares while the GPU works, as in training. Each form runs a
+second time as a CUDA graph of the whole step, where the host does nothing.
 """
 
 import contextlib
@@ -40,6 +43,7 @@ LR = 1e-3
 GATE_BATCHES, GATE_SHARE = 3, 4  # batches of a fourth of the size: float64 is slow
 LOSS_STEPS, LOSS_SEEDS, LOSS_IMAGE, LOSS_BATCH = 200, 2, 48, 32
 PROFILED_STEPS = 3
+STEPS_IN_A_ROW = 4  # of a turn on a GPU
 SMALLEST = 0.002  # share of a step below which operators are summed up
 
 SETTINGS = ("device", "torch", "threads", "allocator", "commit", "load")
@@ -102,7 +106,7 @@ class Trainee:
 class Candidate:
     """One form of a step in the race."""
 
-    backend: str  # eager, compile or fused
+    backend: str  # eager, compile or fused, on a GPU also eager graph and fused graph
     dtype: str
     trainee: Trainee
     forward: Callable
@@ -111,10 +115,31 @@ class Candidate:
     forced: str | None = None
     note: str = ""
     times: dict[str, list[float]] = field(default_factory=dict)
+    graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def stock(self) -> bool:
-        return self.backend != "fused"
+        return not self.backend.startswith("fused")
+
+    def turn(self) -> tuple[float, float]:
+        """Seconds of a step: of forward and loss, and of backward and optimizer; on a GPU all in the second number, for
+        the host does not wait between the two."""
+        if not self.images.is_cuda:
+            return self.step()
+        clock = clock_of(self.images.device)
+        start = clock()
+        for _ in range(STEPS_IN_A_ROW):
+            self._launch() if self.graph is None else self.graph.replay()
+        return 0.0, (clock() - start) / STEPS_IN_A_ROW
+
+    def _launch(self) -> None:
+        self.trainee.update(self.trainee.loss(self.images, self.targets, self.dtype, self.forward))
+
+    def capture(self) -> None:
+        """Makes the graph of a step, which has run before."""
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._launch()
 
     def step(self) -> tuple[float, float]:
         """One step: seconds of forward and loss, seconds of backward and optimizer."""
@@ -128,19 +153,28 @@ class Candidate:
 
 def autocast(device: torch.device, dtype: str):
     """Autocast to bfloat16, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+    if dtype != "bfloat16":
+        return contextlib.nullcontext()
+    # What is cached during a capture would be used outside of it.
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=not _is_capturing(device))
 
 
-def network(name: str, layout: str, fused: bool, setting: Setting, seed: int = 0, classes: int = 1000) -> Trainee:
-    """A network with the weights of a seed, in training mode."""
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def network(
+    name: str, layout: str, fused: bool, setting: Setting, seed: int = 0, classes: int = 1000, capturable: bool = False
+) -> Trainee:
+    """A network with the weights of a seed, in training mode; ``capturable``: by a CUDA graph."""
     torch.manual_seed(seed)
     model = Zoo().timm.create_model(name, num_classes=classes).to(setting.device).train()
     model = model.to(memory_format=LAYOUTS[layout])
     if fused:
         fusedtrain.fuse(model)
-        optimizer = optim.AdamW(model.parameters(), lr=LR)
+        optimizer = optim.AdamW(model.parameters(), lr=LR, capturable=capturable)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True, capturable=capturable)
     return Trainee(model, optimizer, layout)
 
 
@@ -232,14 +266,19 @@ def saved_mib(candidate: Candidate) -> float:
     return sum(saved.values()) / 2**20
 
 
-def _candidates(trainees: dict[tuple[bool, str], Trainee], setting: Setting) -> Iterator[Candidate]:
+def _candidates(name: str, trainees: dict[tuple[bool, str], Trainee], setting: Setting) -> Iterator[Candidate]:
     images, targets = _batch(setting, 0)
     for (fused, layout), trainee in trainees.items():
         x = images.contiguous(memory_format=LAYOUTS[layout])
         for dtype in DTYPES:
             yield Candidate("fused" if fused else "eager", dtype, trainee, trainee.model, x, targets)
             if setting.compiled and not fused:
-                yield Candidate("compile", dtype, trainee, torch.compile(trainee.model, dynamic=False), x, targets)
+                mode = "max-autotune" if setting.device.type == "cuda" else None
+                compiled = torch.compile(trainee.model, dynamic=False, mode=mode)
+                yield Candidate("compile", dtype, trainee, compiled, x, targets)
+            if setting.device.type == "cuda":
+                own = network(name, layout, fused, setting, capturable=True)
+                yield Candidate("fused graph" if fused else "eager graph", dtype, own, own.model, x, targets)
 
 
 def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Iterator[dict]:
@@ -248,7 +287,7 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
     trainees = {(fused, layout): network(name, layout, fused, setting) for fused in (False, True) for layout in LAYOUTS}
     progress("gate")
     wrong = faults(trainees, setting)
-    everyone = list(_candidates(trainees, setting))
+    everyone = list(_candidates(name, trainees, setting))
     memory: dict[Candidate, dict] = {}
     for candidate in everyone:
         layout = candidate.trainee.layout
@@ -258,9 +297,11 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
         candidate.step()
         peak_bytes = peak(candidate.step, setting.device)[1]
         memory[candidate] = {"peak_mib": peak_bytes / 2**20, "saved_mib": saved_mib(candidate)}
+        if candidate.backend.endswith("graph"):
+            candidate.capture()
     progress("race")
     racers = [c for c in everyone if not c.note]
-    race([(c, c.step) for c in racers], "bwd", setting.budget, name)
+    race([(c, c.turn) for c in racers], "bwd", setting.budget, name)
     best = {
         dtype: min(
             (c for c in racers if c.stock and dtype in (c.dtype, None)),
@@ -344,9 +385,11 @@ def profile(name: str, setting: Setting, ms: dict[tuple[str, str], float]) -> It
             with torch.profiler.profile(record_shapes=True) as profiler:
                 candidate.step()
             for event in profiler.events():
+                if event.device_type != torch.autograd.DeviceType.CPU:
+                    continue  # a kernel, whose time its operator has, too
                 key = _operator(event)
                 times = spent.setdefault(key, [0.0] * PROFILED_STEPS)
-                times[index] += event.self_cpu_time_total + event.self_device_time_total
+                times[index] += event.self_device_time_total if x.is_cuda else event.self_cpu_time_total
                 calls[key] = calls.get(key, 0) + (index == 0)
         fastest = {key: min(times) for key, times in spent.items()}
         whole = sum(fastest.values())
@@ -394,7 +437,7 @@ def measure(name: str, setting: Setting, with_losses: bool, progress: Callable[[
     yield "steps", rows
     progress("profile")
     ms = {(r["backend"], r["dtype"]): r.get("ms_p50") for r in rows if r["layout"] == "channels_last"}
-    wanted = {key: value for key, value in ms.items() if key[0] != "compile" and value is not None}
+    wanted = {key: value for key, value in ms.items() if key[0] in ("eager", "fused") and value is not None}
     yield "profile", list(profile(name, setting, wanted))
     if with_losses:
         yield "losses", list(losses(name, setting, progress))

@@ -42,7 +42,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 def best(rows: list[Row], *, fused: bool, dtype: str | None = None) -> Row | None:
     """The fastest fused or stock row."""
-    of = [r for r in rows if (r["backend"] == "fused") == fused and dtype in (r["dtype"], None) and r["ms_p50"]]
+    of = [r for r in rows if r["backend"].startswith("fused") == fused and dtype in (r["dtype"], None) and r["ms_p50"]]
     return min(of, key=lambda r: r["ms_p50"], default=None)
 
 

@@ -91,6 +91,8 @@ def steps(rows: list[Row], path: Path) -> Path:
             races.setdefault((row["network"], row["shape"]), []).append(row)
     figure, axis = pyplot.subplots(figsize=(7.5, 1.4 + 0.5 * len(races)), layout="constrained")
     colors = {"eager": STOCK, "compile": "#8c6bb1", "fused": OURS}
+    graphs = {"eager graph": "#303030", "fused graph": "#0b3d2e"}  # on GPUs
+    colors |= {name: color for name, color in graphs.items() if any(row["backend"] == name for row in rows)}
     for y, race in enumerate(races.values()):
         for row in race:
             offset, filled = (0.15 if row["dtype"] == "bfloat16" else -0.15), row["dtype"] == "bfloat16"
