@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import optim
 from fusedtrain.train.data import Batches, load_digits
+from fusedtrain.train.graphs import Recorder
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from zoo import Zoo
@@ -77,6 +78,7 @@ class Setting:
     batch: int = 16
     compiled: bool = True
     budget: float = 1.0
+    dtypes: tuple[str, ...] = DTYPES
 
     @property
     def shape(self) -> str:
@@ -115,7 +117,8 @@ class Candidate:
     forced: str | None = None
     note: str = ""
     times: dict[str, list[float]] = field(default_factory=dict)
-    graph: torch.cuda.CUDAGraph | None = None
+    recorder: Recorder | None = None  # of a form that is to run as a graph
+    replay: Callable | None = None
 
     @property
     def stock(self) -> bool:
@@ -129,23 +132,28 @@ class Candidate:
         clock = clock_of(self.images.device)
         start = clock()
         for _ in range(STEPS_IN_A_ROW):
-            self._launch() if self.graph is None else self.graph.replay()
+            self._launch() if self.replay is None else self.replay()
         return 0.0, (clock() - start) / STEPS_IN_A_ROW
 
+    def loss(self) -> Tensor:
+        return self.trainee.loss(self.images, self.targets, self.dtype, self.forward)
+
     def _launch(self) -> None:
-        self.trainee.update(self.trainee.loss(self.images, self.targets, self.dtype, self.forward))
+        self.trainee.update(self.loss())
+
+    def aside(self):
+        """Where all steps before a capture belong."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.aside()
 
     def capture(self) -> None:
         """Makes the graph of a step, which has run before."""
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._launch()
+        self.replay = self.recorder.record(self._launch)
 
     def step(self) -> tuple[float, float]:
         """One step: seconds of forward and loss, seconds of backward and optimizer."""
         clock = clock_of(self.images.device)
         start = clock()
-        loss = self.trainee.loss(self.images, self.targets, self.dtype, self.forward)
+        loss = self.loss()
         middle = clock()
         self.trainee.update(loss)
         return middle - start, clock() - middle
@@ -226,7 +234,7 @@ def faults(trainees: dict[tuple[bool, str], Trainee], setting: Setting) -> dict[
         scales.append(truth[0].abs().max().item())
         for (fused, layout), trainee in trainees.items():
             x = images.contiguous(memory_format=LAYOUTS[layout])
-            for dtype in DTYPES:
+            for dtype in setting.dtypes:
                 found = _errors(_results(trainee, x, targets, dtype), truth)
                 errors.setdefault((fused, layout, dtype), []).append(found)
     medians = {
@@ -261,7 +269,7 @@ def saved_mib(candidate: Candidate) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = candidate.trainee.loss(candidate.images, candidate.targets, candidate.dtype, candidate.forward)
+        loss = candidate.loss()
     del loss  # until here, so that no storage is used twice
     return sum(saved.values()) / 2**20
 
@@ -270,7 +278,7 @@ def _candidates(name: str, trainees: dict[tuple[bool, str], Trainee], setting: S
     images, targets = _batch(setting, 0)
     for (fused, layout), trainee in trainees.items():
         x = images.contiguous(memory_format=LAYOUTS[layout])
-        for dtype in DTYPES:
+        for dtype in setting.dtypes:
             yield Candidate("fused" if fused else "eager", dtype, trainee, trainee.model, x, targets)
             if setting.compiled and not fused:
                 mode = "max-autotune" if setting.device.type == "cuda" else None
@@ -278,7 +286,9 @@ def _candidates(name: str, trainees: dict[tuple[bool, str], Trainee], setting: S
                 yield Candidate("compile", dtype, trainee, compiled, x, targets)
             if setting.device.type == "cuda":
                 own = network(name, layout, fused, setting, capturable=True)
-                yield Candidate("fused graph" if fused else "eager graph", dtype, own, own.model, x, targets)
+                graph = Candidate("fused graph" if fused else "eager graph", dtype, own, own.model, x, targets)
+                graph.recorder = Recorder(setting.device)
+                yield graph
 
 
 def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Iterator[dict]:
@@ -286,18 +296,20 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
     torch._dynamo.reset()
     trainees = {(fused, layout): network(name, layout, fused, setting) for fused in (False, True) for layout in LAYOUTS}
     progress("gate")
-    wrong = faults(trainees, setting)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):  # nothing is timed
+        wrong = faults(trainees, setting)
     everyone = list(_candidates(name, trainees, setting))
     memory: dict[Candidate, dict] = {}
     for candidate in everyone:
         layout = candidate.trainee.layout
         progress(f"{candidate.backend} {candidate.dtype} {layout}")
         candidate.note = wrong.get((not candidate.stock, layout, candidate.dtype), "")
-        candidate.step()  # compiles, and makes the optimizer's state
-        candidate.step()
-        peak_bytes = peak(candidate.step, setting.device)[1]
-        memory[candidate] = {"peak_mib": peak_bytes / 2**20, "saved_mib": saved_mib(candidate)}
-        if candidate.backend.endswith("graph"):
+        with candidate.aside():
+            candidate.step()  # compiles, and makes the optimizer's state
+            candidate.step()
+            peak_bytes = peak(candidate.step, setting.device)[1]
+            memory[candidate] = {"peak_mib": peak_bytes / 2**20, "saved_mib": saved_mib(candidate)}
+        if candidate.recorder is not None:
             candidate.capture()
     progress("race")
     racers = [c for c in everyone if not c.note]
@@ -307,7 +319,7 @@ def steps(name: str, setting: Setting, progress: Callable[[str], None]) -> Itera
             (c for c in racers if c.stock and dtype in (c.dtype, None)),
             key=lambda c: median(c.times["fwd+bwd"]),
         )
-        for dtype in (*DTYPES, None)
+        for dtype in (*setting.dtypes, None)
     }
     for candidate in everyone:
         row = {"network": name, "shape": setting.shape, "backend": candidate.backend, "dtype": candidate.dtype}
@@ -410,7 +422,7 @@ def losses(name: str, setting: Setting, progress: Callable[[str], None]) -> Iter
     """Rows of the loss of each step on scikit-learn's digits, enlarged: stock and fused, several seeds."""
     digits = load_digits(LOSS_IMAGE)
     images = digits.train_images.expand(-1, 3, -1, -1).contiguous(memory_format=torch.channels_last)
-    for dtype in DTYPES:
+    for dtype in setting.dtypes:
         for seed in range(LOSS_SEEDS):
             for fused in (False, True):
                 backend = "fused" if fused else "eager"

@@ -58,7 +58,7 @@ def overview(rows: list[Row]) -> str:
     """One line per network and dtype: the best fused form against the best stock ones."""
     lines = []
     for race in races(rows):
-        for dtype in models.DTYPES:
+        for dtype in (d for d in models.DTYPES if any(row["dtype"] == d for row in race)):
             ours, theirs = best(race, fused=True, dtype=dtype), best(race, fused=False)
             same = best(race, fused=False, dtype=dtype)
             if ours is None:

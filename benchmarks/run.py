@@ -191,6 +191,7 @@ def run_models(options: argparse.Namespace, shared: dict, folder: Path, console:
         options.batch,
         compiled="compile" not in options.without,
         budget=options.budget,
+        dtypes=tuple(d for d in models.DTYPES if d in (options.dtype or models.DTYPES)),
     )
     (name,), steps = options.models, []
     with progress_bar(console) as progress:

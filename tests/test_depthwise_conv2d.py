@@ -525,6 +525,7 @@ def test_separable_layer(device, backend):
     ours = DepthwiseSeparableConv(6, 10, 3, 2, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU, device=device).to(device)
     stock = DepthwiseSeparableConv(6, 10, 3, 2, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU, device=device).to(device)
     stock.depthwise = nn.Conv2d(6, 6, 3, 2, 1, groups=6, device=device)
+    stock.pointwise = nn.Conv2d(6, 10, 1, device=device)
     stock.load_state_dict(ours.state_dict())
     harness.assert_module_as_good_as_torch(ours, stock, harness.images((4, 6, 9, 9), device=device))
     assert {"depthwise.weight", "depthwise.bias", "pointwise.weight", "pointwise.bias"} <= set(ours.state_dict())
