@@ -1,0 +1,224 @@
+// depthwise_conv2d on CUDA for contiguous images and usual kernels: forward and dx, by depthwise_planes.h.
+#include "cuda/depthwise_planes.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+template <class T>
+struct PlanePass {
+  const T* in;      // [planes, h, w]
+  const T* weight;  // [c, K, K]
+  const T* bias;    // [c] or null
+  T* out;           // [planes, ho, wo]
+  int planes, c, h, w, ho, wo, top, left;
+  bool turned;     // the taps, in both directions
+  float* moments;  // [images * bands, 4, c], with kMoments
+};
+
+// Of an output: the taps K and the columns of a patch; which rows and columns a window reads, and which the patch is,
+// where a patch counts them from `at` on; and the sums of a patch from row r of its window.
+
+// Forward, and dx for stride 1.
+template <class T, int K, int S>
+struct Convolve {
+  static constexpr int kTaps = K, kColumns = kPatchColumns<T, S>;
+  static constexpr int kReadRows = reads<K, S>(kPatchRows), kReadColumns = reads<K, S>(kColumns);
+
+  FUSEDTRAIN_HD static int read_rows(int outputs) { return reads<K, S>(outputs); }
+  FUSEDTRAIN_HD static int first_read(int at, int padding) { return at * S - padding; }
+  FUSEDTRAIN_HD static int first_write(int at, int /*padding*/) { return at; }
+
+  __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
+                             float (&sums)[kPatchRows][kColumns]) {
+#pragma unroll
+    for (int o = 0; o < kPatchRows; ++o) {
+      const int ky = r - o * S;
+      if (ky < 0 || ky >= K) continue;
+#pragma unroll
+      for (int i = 0; i < K * kColumns; ++i) {
+        sums[o][i % kColumns] += taps[ky][i / kColumns] * value[i % kColumns * S + i / kColumns];
+      }
+    }
+  }
+};
+
+// dx for stride 2: row 2 A + p - top of the output takes the taps p + 2 d from row A - d of the input, columns alike.
+template <class T, int K>
+struct Spread {
+  static constexpr int kTaps = K, kColumns = kPatchColumns<T, 1>, D = ceil_div(K, 2);
+  static constexpr int kReadRows = spread_reads<K>(kPatchRows), kReadColumns = spread_reads<K>(kColumns);
+
+  FUSEDTRAIN_HD static int read_rows(int outputs) { return spread_reads<K>(outputs); }
+  FUSEDTRAIN_HD static int first_read(int at, int padding) { return at / 2 + padding / 2 - (D - 1); }
+  FUSEDTRAIN_HD static int first_write(int at, int padding) { return at - padding % 2; }
+
+  __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
+                             float (&sums)[kPatchRows][kColumns]) {
+#pragma unroll
+    for (int o = 0; o < kPatchRows; ++o) {
+      const int ky = o % 2 + 2 * (o / 2 + D - 1 - r);
+      if (ky < 0 || ky >= K) continue;
+#pragma unroll
+      for (int i = 0; i < kColumns * D; ++i) {
+        const int t = i % kColumns, kx = t % 2 + 2 * (i / kColumns);
+        if (kx < K) sums[o][t] += taps[ky][kx < K ? kx : 0] * value[t / 2 + D - 1 - kx / 2];
+      }
+    }
+  }
+};
+
+template <int K>
+constexpr int kBandBlocks = K == 7 ? 4 : 5;  // per multiprocessor that registers must allow
+
+template <class T, class Rule, bool kMoments>
+__global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule::kTaps>) plane_kernel(PlanePass<T> a, Bands g) {
+  constexpr int K = Rule::kTaps, kColumns = Rule::kColumns, kVector = kVectorBytes / sizeof(float);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int group = static_cast<int>(blockIdx.x / g.bands), band = static_cast<int>(blockIdx.x % g.bands);
+  const int plane = group * g.planes, planes = a.planes - plane < g.planes ? a.planes - plane : g.planes;
+  const int first = band * g.down * kPatchRows, channel = plane % a.c;
+  const int read = Rule::first_read(first, a.top), write = Rule::first_write(first, a.top);
+  const int rows = g.down * kPatchRows;
+  const Stretch in = stretch_of(g, plane, planes, read, read + Rule::read_rows(rows), a.h, a.w);
+  const Stretch out = stretch_of(g, plane, planes, write, write + rows, a.ho, a.wo);
+  const Copied<T> image = copy_stretch(a.in, in, shared_memory<T>());
+  float* staged_taps = reinterpret_cast<float*>(image.behind);  // [planes, K * K]
+  T* staged = reinterpret_cast<T*>(staged_taps + ceil_div(planes * K * K, kVector) * kVector);
+  for (int i = thread, at = channel * K * K + i; i < planes * K * K; i += threads, at += threads) {
+    while (at >= a.c * K * K) at -= a.c * K * K;
+    staged_taps[i] = to_acc(a.weight[at]);
+  }
+  await_copies();
+
+  ShiftedSums<1> moments;
+  const bool pairs = a.wo % 2 == 0 && Rule::first_write(0, a.left) == 0;
+  for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
+    const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
+    const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
+    const int row = first + down * kPatchRows, column = across * kColumns;
+    const int oy = Rule::first_write(row, a.top), ox = Rule::first_write(column, a.left);
+    if (oy >= a.ho) continue;
+    float taps[K][K], sums[kPatchRows][kColumns];
+#pragma unroll
+    for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + (a.turned ? K * K - 1 - i : i)];
+    const float bias = a.bias != nullptr ? to_acc(a.bias[(channel + p) % a.c]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPatchRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
+    int iy = Rule::first_read(row, a.top);
+    const int ix = Rule::first_read(column, a.left);
+    int at = image.at + (p * a.h + iy - in.row) * a.w + ix;
+    const WindowRow<T, Rule::kReadColumns> window(ix, a.w);
+#pragma unroll
+    for (int r = 0; r < Rule::kReadRows; ++r, ++iy, at += a.w) {
+      float value[Rule::kReadColumns];
+      window.take(image.to, static_cast<unsigned>(iy) < static_cast<unsigned>(a.h) ? at : 0, value);
+      Rule::add(r, value, taps, sums);
+    }
+    T* to = staged + skipped<T>(out) + (p * a.ho + oy - out.row) * a.wo + ox;
+#pragma unroll
+    for (int o = 0; o < kPatchRows; ++o, to += a.wo) {
+      if (static_cast<unsigned>(oy + o) >= static_cast<unsigned>(a.ho)) continue;
+#pragma unroll
+      for (int t = 0; t < kColumns; t += kPair) {
+        Pack<T, kPair> pack;
+        from_acc(sums[o][t], pack.v[0]), from_acc(sums[o][t + 1], pack.v[1]);
+        const bool inside[] = {static_cast<unsigned>(ox + t) < static_cast<unsigned>(a.wo), ox + t + 1 < a.wo};
+        if (pairs) {
+          if (inside[0]) store_pair(to + t, pack);
+        } else {
+          if (inside[0]) to[t] = pack.v[0];
+          if (inside[1]) to[t + 1] = pack.v[1];
+        }
+        if constexpr (kMoments) {
+          if (inside[0]) moments.add({to_acc(pack.v[0])});
+          if (inside[1]) moments.add({to_acc(pack.v[1])});
+        }
+      }
+    }
+  }
+  __syncthreads();
+  write_stretch(staged, out, a.out);
+
+  if constexpr (kMoments) {
+    Moments<float> merged[1] = {moments.moments(0)};
+    const int patches = g.per_plane.divisor, lanes = patches < threads ? patches : threads;
+    const int p = thread / lanes, lane = thread - p * lanes;
+    const bool inside = p < planes;
+    __syncthreads();  // nobody reads what is staged any more
+    merge_rows(merged, inside ? lane : lanes, lanes, 1, shared_memory<float>());
+    if (!inside || lane != 0) return;
+    const int image_of = (plane + p) / a.c, own = plane + p - image_of * a.c;
+    float* part = a.moments + (int64_t{image_of} * g.bands + band) * Moments<float>::kParts * a.c + own;
+#pragma unroll
+    for (int i = 0; i < Moments<float>::kParts; ++i) part[int64_t{i} * a.c] = merged[0].part[i];
+  }
+}
+
+template <class T>
+PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* weight, const void* bias, void* out) {
+  PlanePass<T> a{};
+  a.in = static_cast<const T*>(in);
+  a.weight = static_cast<const T*>(weight);
+  a.bias = static_cast<const T*>(bias);
+  a.out = static_cast<T*>(out);
+  const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
+  set(a.planes, s.n * s.c), set(a.c, s.c), set(a.h, s.h), set(a.w, s.w), set(a.ho, s.ho), set(a.wo, s.wo);
+  set(a.top, s.top), set(a.left, s.left);
+  return a;
+}
+
+template <class T, class Rule>
+Bands pass_bands(const PlanePass<T>& a) {
+  const int rows = a.ho - Rule::first_write(0, a.top), cols = a.wo - Rule::first_write(0, a.left);
+  return bands_of(1, a.planes, rows, cols, Rule::kColumns, [&](int64_t planes, int64_t down) {
+    const bool whole = down * kPatchRows >= rows;
+    const int64_t out = down * kPatchRows, in = Rule::read_rows(static_cast<int>(out));
+    const int64_t taps = stretch_bytes<float>(planes, Rule::kTaps, Rule::kTaps);
+    return window_bytes<T>(planes, whole ? a.h : std::min<int64_t>(in, a.h), a.w) + taps +
+           stretch_bytes<T>(planes, whole ? a.ho : out, a.wo);
+  });
+}
+
+template <class T, class Rule, bool kMoments>
+int run_planes(const PlanePass<T>& a, void* stream) {
+  const Bands g = pass_bands<T, Rule>(a);
+  size_t shared = g.shared_bytes;
+  if (kMoments) shared = std::max(shared, g.threads * sizeof(Moments<float>));
+  return launch(plane_kernel<T, Rule, kMoments>, int64_t{g.groups} * g.bands, g.threads, shared, stream, a, g);
+}
+
+}  // namespace
+
+int planes_forward(const DepthwiseConv2d& a, float* moments, void* stream) {
+  return visit_patches(a.sizes, [&]<class T, int K, int S>() {
+    PlanePass<T> pass = plane_pass<T>(a.sizes, a.x, a.weight, a.bias, a.y);
+    pass.moments = moments;
+    if (moments == nullptr) return run_planes<T, Convolve<T, K, S>, false>(pass, stream);
+    return run_planes<T, Convolve<T, K, S>, true>(pass, stream);
+  });
+}
+
+int64_t planes_parts(const DepthwiseSizes& s) {
+  int64_t parts = 0;
+  const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
+    parts = s.n * pass_bands<T, Convolve<T, K, S>>(plane_pass<T>(s, nullptr, nullptr, nullptr, nullptr)).bands;
+    return cudaSuccess;
+  });
+  return code == cudaSuccess ? parts : 0;
+}
+
+int planes_dx(const DepthwiseConv2dBackward& a, void* stream) {
+  DepthwiseSizes s = a.sizes;
+  std::swap(s.h, s.ho), std::swap(s.w, s.wo);
+  return visit_patches(s, [&]<class T, int K, int S>() {
+    PlanePass<T> pass = plane_pass<T>(s, a.dy, a.weight, nullptr, a.dx);
+    if constexpr (S == 1) {
+      pass.top = K - 1 - pass.top, pass.left = K - 1 - pass.left, pass.turned = true;
+      return run_planes<T, Convolve<T, K, 1>, false>(pass, stream);
+    } else {
+      return run_planes<T, Spread<T, K>, false>(pass, stream);
+    }
+  });
+}
+
+}  // namespace fusedtrain::cuda

@@ -1,0 +1,128 @@
+// depthwise_conv2d on CUDA for contiguous images and usual kernels: the sums of dw and db, by depthwise_planes.h.
+#include "cuda/batch_sums.h"
+#include "cuda/depthwise_planes.h"
+
+namespace fusedtrain::cuda {
+namespace {
+
+template <class T>
+struct PlaneDots {
+  const T* dy;  // [n, c, ho, wo]
+  const T* x;   // [n, c, h, w]
+  float* sums;  // [chunks * bands, K * K + 1, c]: of dw, and last of db
+  int n, c, h, w, ho, wo, top, left;
+};
+
+// A block takes the same band of every `chunks`-th image, so that a thread's patches belong to one channel.
+template <class T, int K, int S>
+__global__ void __launch_bounds__(kBandThreads, K == 7 ? 4 : 5) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
+  constexpr int kColumns = kPatchColumns<T, S>, kReadRows = reads<K, S>(kPatchRows),
+                kReadColumns = reads<K, S>(kColumns);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int line = static_cast<int>(blockIdx.x / g.groups), group = static_cast<int>(blockIdx.x % g.groups);
+  const int chunk = line / static_cast<int>(g.bands), band = line % static_cast<int>(g.bands);
+  const int channel = group * g.planes, planes = a.c - channel < g.planes ? a.c - channel : g.planes;
+  const int rows = g.down * kPatchRows, first = band * rows, read = first * S - a.top;
+  Sums<float, K * K + 1> total[1];
+  for (int image = chunk; image < a.n; image += chunks) {
+    const int64_t plane = int64_t{image} * a.c + channel;
+    const Stretch dy_stretch = stretch_of(g, plane, planes, first, first + rows, a.ho, a.wo);
+    const Stretch x_stretch = stretch_of(g, plane, planes, read, read + reads<K, S>(rows), a.h, a.w);
+    const Copied<T> dy = copy_stretch(a.dy, dy_stretch, shared_memory<T>());
+    const Copied<T> x = copy_stretch(a.x, x_stretch, dy.behind);
+    await_copies();
+    for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
+      const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
+      const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
+      const int oy = first + down * kPatchRows, ox = across * kColumns;
+      if (oy >= a.ho) continue;
+      int iy = oy * S - a.top, at = x.at + (p * a.h + iy - x_stretch.row) * a.w + ox * S - a.left;
+      int dy_at = dy.at + (p * a.ho + oy - dy_stretch.row) * a.wo + ox;
+      const WindowRow<T, kColumns> dy_row(ox, a.wo);
+      const WindowRow<T, kReadColumns> x_row(ox * S - a.left, a.w);
+      float gradient[kPatchRows][kColumns];
+#pragma unroll
+      for (int r = 0; r < kReadRows; ++r, ++iy, at += a.w) {
+        if (r % S == 0 && r / S < kPatchRows) {  // the row of dy whose window begins here
+          const int o = r / S;
+          dy_row.take(dy.to, oy + o < a.ho ? dy_at : 0, gradient[o]);
+          dy_at += a.wo;
+#pragma unroll
+          for (int t = 0; t < kColumns; ++t) total[0].part[K * K] += gradient[o][t];
+        }
+        float value[kReadColumns];
+        x_row.take(x.to, static_cast<unsigned>(iy) < static_cast<unsigned>(a.h) ? at : 0, value);
+#pragma unroll
+        for (int o = 0; o < kPatchRows; ++o) {
+          const int ky = r - o * S;
+          if (ky < 0 || ky >= K) continue;
+#pragma unroll
+          for (int i = 0; i < K * kColumns; ++i) {
+            total[0].part[ky * K + i % K] += gradient[o][i / K] * value[i / K * S + i % K];
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+  const int patches = g.per_plane.divisor, lanes = patches < threads ? patches : threads;
+  const int p = thread / lanes, lane = thread - p * lanes;
+  const bool inside = p < planes;
+  merge_rows(total, inside ? lane : lanes, lanes, 1, shared_memory<float>());
+  if (!inside || lane != 0) return;
+  float* sums = a.sums + int64_t{line} * (K * K + 1) * a.c + channel + p;
+#pragma unroll
+  for (int i = 0; i <= K * K; ++i) sums[int64_t{i} * a.c] = total[0].part[i];
+}
+
+struct DotsBands {
+  Bands bands;
+  int chunks;
+};
+
+template <class T, int K, int S>
+DotsBands dots_bands(const DepthwiseSizes& s) {
+  constexpr int64_t kBlocks = 2048;
+  DotsBands g{};
+  g.bands = bands_of(s.n, s.c, s.ho, s.wo, kPatchColumns<T, S>, [&](int64_t planes, int64_t down) {
+    const bool whole = down * kPatchRows >= s.ho;
+    const int64_t dy = down * kPatchRows, x = reads<K, S>(static_cast<int>(dy));
+    return window_bytes<T>(planes, whole ? s.ho : dy, s.wo) +
+           window_bytes<T>(planes, whole ? s.h : std::min(x, s.h), s.w);
+  });
+  const size_t merged = g.bands.threads * sizeof(Sums<float, K * K + 1>);
+  g.bands.shared_bytes = std::max(g.bands.shared_bytes, merged);
+  const int64_t blocks = int64_t{g.bands.groups} * g.bands.bands;
+  g.chunks = static_cast<int>(std::max<int64_t>(1, std::min(s.n, kBlocks / blocks)));
+  return g;
+}
+
+}  // namespace
+
+int64_t planes_dw_parts(const DepthwiseSizes& s) {
+  int64_t parts = 0;
+  const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
+    const DotsBands g = dots_bands<T, K, S>(s);
+    parts = int64_t{g.chunks} * g.bands.bands;
+    return cudaSuccess;
+  });
+  return code == cudaSuccess ? parts : 0;
+}
+
+int planes_dw(const DepthwiseConv2dBackward& a, void* stream) {
+  const DepthwiseSizes& s = a.sizes;
+  return visit_patches(s, [&]<class T, int K, int S>() {
+    PlaneDots<T> dots{};
+    dots.dy = static_cast<const T*>(a.dy);
+    dots.x = static_cast<const T*>(a.x);
+    dots.sums = static_cast<float*>(a.partial);
+    const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
+    set(dots.n, s.n), set(dots.c, s.c), set(dots.h, s.h), set(dots.w, s.w), set(dots.ho, s.ho), set(dots.wo, s.wo);
+    set(dots.top, s.top), set(dots.left, s.left);
+    const auto [g, chunks] = dots_bands<T, K, S>(s);
+    const int64_t blocks = int64_t{g.groups} * g.bands * chunks;
+    return launch(plane_dots_kernel<T, K, S>, blocks, g.threads, g.shared_bytes, stream, dots, g, chunks);
+  });
+}
+
+}  // namespace fusedtrain::cuda
