@@ -222,8 +222,8 @@ def test_depthwise_patches_of_several_slices_and_tiles(shape, dtype, geometry, m
     check_depthwise(shape, geometry, {"layout": "channels_last", "dtype": dtype}, monkeypatch)
 
 
-# Of contiguous images. By what the kernels do with them: bands of rows; two rounds of patches, and rows of an odd length;
-# more patches in a row than threads; several planes of a block, the last of them fewer, that begin anywhere.
+# Of contiguous images. By what the kernels do with them: bands of rows; two rounds of patches, and rows of an odd
+# length; more patches in a row than threads; several planes of a block, the last of them fewer, that begin anywhere.
 PLANES = {
     "bands": (1, 3, 75, 150),
     "rounds": (2, 3, 61, 99),

@@ -15,18 +15,17 @@ struct PlanePass {
   float* moments;  // [images * bands, 4, c], with kMoments
 };
 
-// Of an output: the taps K and the columns of a patch; which rows and columns a window reads, and which the patch is,
-// where a patch counts them from `at` on; and the sums of a patch from row r of its window.
-
-// Forward, and dx for stride 1.
+// Forward, and dx for stride 1. Patches count rows and columns of the output from 0 on; their windows begin at read_row
+// and read_column.
 template <class T, int K, int S>
 struct Convolve {
-  static constexpr int kTaps = K, kColumns = kPatchColumns<T, S>;
+  static constexpr int kTaps = K, kColumns = kPatchColumns<T>;
   static constexpr int kReadRows = reads<K, S>(kPatchRows), kReadColumns = reads<K, S>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return reads<K, S>(outputs); }
-  FUSEDTRAIN_HD static int first_read(int at, int padding) { return at * S - padding; }
-  FUSEDTRAIN_HD static int first_write(int at, int /*padding*/) { return at; }
+  FUSEDTRAIN_HD static int read_row(int row, int top) { return row * S - top; }
+  FUSEDTRAIN_HD static int write_row(int row, int /*top*/) { return row; }
+  __device__ static int read_column(int column, int left) { return column * S - left; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
                              float (&sums)[kPatchRows][kColumns]) {
@@ -43,14 +42,16 @@ struct Convolve {
 };
 
 // dx for stride 2: row 2 A + p - top of the output takes the taps p + 2 d from row A - d of the input, columns alike.
-template <class T, int K>
+// Patches count rows from 2 (top / 2) - top on, and columns from 0 on, where p is 1 if `left` is odd (kOdd).
+template <class T, int K, bool kOdd>
 struct Spread {
-  static constexpr int kTaps = K, kColumns = kPatchColumns<T, 1>, D = ceil_div(K, 2);
+  static constexpr int kTaps = K, kColumns = kPatchColumns<T>, D = ceil_div(K, 2);
   static constexpr int kReadRows = spread_reads<K>(kPatchRows), kReadColumns = spread_reads<K>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return spread_reads<K>(outputs); }
-  FUSEDTRAIN_HD static int first_read(int at, int padding) { return at / 2 + padding / 2 - (D - 1); }
-  FUSEDTRAIN_HD static int first_write(int at, int padding) { return at - padding % 2; }
+  FUSEDTRAIN_HD static int read_row(int row, int top) { return row / 2 + top / 2 - (D - 1); }
+  FUSEDTRAIN_HD static int write_row(int row, int top) { return row - top % 2; }
+  __device__ static int read_column(int column, int left) { return column / 2 + left / 2 - (D - 1) + kOdd; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
                              float (&sums)[kPatchRows][kColumns]) {
@@ -60,24 +61,22 @@ struct Spread {
       if (ky < 0 || ky >= K) continue;
 #pragma unroll
       for (int i = 0; i < kColumns * D; ++i) {
-        const int t = i % kColumns, kx = t % 2 + 2 * (i / kColumns);
-        if (kx < K) sums[o][t] += taps[ky][kx < K ? kx : 0] * value[t / 2 + D - 1 - kx / 2];
+        const int t = i % kColumns, d = i / kColumns, kx = (t + kOdd) % 2 + 2 * d;
+        if (kx < K) sums[o][t] += taps[ky][kx < K ? kx : 0] * value[(t + kOdd) / 2 - kOdd + D - 1 - d];
       }
     }
   }
 };
 
-template <int K>
-constexpr int kBandBlocks = K == 7 ? 4 : 5;  // per multiprocessor that registers must allow
-
 template <class T, class Rule, bool kMoments>
-__global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule::kTaps>) plane_kernel(PlanePass<T> a, Bands g) {
+__global__ void __launch_bounds__(kBandThreads, kMoments ? 4 : kBandBlocks<Rule::kTaps>)
+    plane_kernel(PlanePass<T> a, Bands g) {
   constexpr int K = Rule::kTaps, kColumns = Rule::kColumns, kVector = kVectorBytes / sizeof(float);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int group = static_cast<int>(blockIdx.x / g.bands), band = static_cast<int>(blockIdx.x % g.bands);
   const int plane = group * g.planes, planes = a.planes - plane < g.planes ? a.planes - plane : g.planes;
   const int first = band * g.down * kPatchRows, channel = plane % a.c;
-  const int read = Rule::first_read(first, a.top), write = Rule::first_write(first, a.top);
+  const int read = Rule::read_row(first, a.top), write = Rule::write_row(first, a.top);
   const int rows = g.down * kPatchRows;
   const Stretch in = stretch_of(g, plane, planes, read, read + Rule::read_rows(rows), a.h, a.w);
   const Stretch out = stretch_of(g, plane, planes, write, write + rows, a.ho, a.wo);
@@ -86,52 +85,49 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule::kTaps>) plane_
   T* staged = reinterpret_cast<T*>(staged_taps + ceil_div(planes * K * K, kVector) * kVector);
   for (int i = thread, at = channel * K * K + i; i < planes * K * K; i += threads, at += threads) {
     while (at >= a.c * K * K) at -= a.c * K * K;
-    staged_taps[i] = to_acc(a.weight[at]);
+    staged_taps[a.turned ? (2 * (i / (K * K)) + 1) * K * K - 1 - i : i] = to_acc(a.weight[at]);
   }
   await_copies();
 
   ShiftedSums<1> moments;
-  const bool pairs = a.wo % 2 == 0 && Rule::first_write(0, a.left) == 0;
   for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
     const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
     const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
-    const int row = first + down * kPatchRows, column = across * kColumns;
-    const int oy = Rule::first_write(row, a.top), ox = Rule::first_write(column, a.left);
+    const int row = first + down * kPatchRows, ox = across * kColumns, oy = Rule::write_row(row, a.top);
     if (oy >= a.ho) continue;
     float taps[K][K], sums[kPatchRows][kColumns];
 #pragma unroll
-    for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + (a.turned ? K * K - 1 - i : i)];
+    for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + i];
     const float bias = a.bias != nullptr ? to_acc(a.bias[(channel + p) % a.c]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kPatchRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
-    int iy = Rule::first_read(row, a.top);
-    const int ix = Rule::first_read(column, a.left);
-    int at = image.at + (p * a.h + iy - in.row) * a.w + ix;
+    const int iy = Rule::read_row(row, a.top), ix = Rule::read_column(ox, a.left);
+    int at = image.at + ((p * a.h + iy - in.row) * a.w + ix) * static_cast<int>(sizeof(T));
+    const unsigned read_rows = rows_inside(iy, a.h), write_rows = rows_inside(oy, a.ho);
     const WindowRow<T, Rule::kReadColumns> window(ix, a.w);
 #pragma unroll
-    for (int r = 0; r < Rule::kReadRows; ++r, ++iy, at += a.w) {
+    for (int r = 0; r < Rule::kReadRows; ++r, at += a.w * static_cast<int>(sizeof(T))) {
       float value[Rule::kReadColumns];
-      window.take(image.to, static_cast<unsigned>(iy) < static_cast<unsigned>(a.h) ? at : 0, value);
+      window.take(image.bytes, read_rows >> r & 1 ? at : 0, value);
       Rule::add(r, value, taps, sums);
     }
     T* to = staged + skipped<T>(out) + (p * a.ho + oy - out.row) * a.wo + ox;
 #pragma unroll
     for (int o = 0; o < kPatchRows; ++o, to += a.wo) {
-      if (static_cast<unsigned>(oy + o) >= static_cast<unsigned>(a.ho)) continue;
+      const int columns = write_rows >> o & 1 ? a.wo - ox : 0;
 #pragma unroll
       for (int t = 0; t < kColumns; t += kPair) {
         Pack<T, kPair> pack;
         from_acc(sums[o][t], pack.v[0]), from_acc(sums[o][t + 1], pack.v[1]);
-        const bool inside[] = {static_cast<unsigned>(ox + t) < static_cast<unsigned>(a.wo), ox + t + 1 < a.wo};
-        if (pairs) {
-          if (inside[0]) store_pair(to + t, pack);
+        if (a.wo % kPair == 0) {
+          if (t < columns) store_pair(to + t, pack);
         } else {
-          if (inside[0]) to[t] = pack.v[0];
-          if (inside[1]) to[t + 1] = pack.v[1];
+          if (t < columns) to[t] = pack.v[0];
+          if (t + 1 < columns) to[t + 1] = pack.v[1];
         }
         if constexpr (kMoments) {
-          if (inside[0]) moments.add({to_acc(pack.v[0])});
-          if (inside[1]) moments.add({to_acc(pack.v[1])});
+          if (t < columns) moments.add({to_acc(pack.v[0])});
+          if (t + 1 < columns) moments.add({to_acc(pack.v[1])});
         }
       }
     }
@@ -169,8 +165,8 @@ PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* wei
 
 template <class T, class Rule>
 Bands pass_bands(const PlanePass<T>& a) {
-  const int rows = a.ho - Rule::first_write(0, a.top), cols = a.wo - Rule::first_write(0, a.left);
-  return bands_of(1, a.planes, rows, cols, Rule::kColumns, [&](int64_t planes, int64_t down) {
+  const int rows = a.ho - Rule::write_row(0, a.top);
+  return bands_of(1, a.planes, rows, a.wo, Rule::kColumns, [&](int64_t planes, int64_t down) {
     const bool whole = down * kPatchRows >= rows;
     const int64_t out = down * kPatchRows, in = Rule::read_rows(static_cast<int>(out));
     const int64_t taps = stretch_bytes<float>(planes, Rule::kTaps, Rule::kTaps);
@@ -216,7 +212,8 @@ int planes_dx(const DepthwiseConv2dBackward& a, void* stream) {
       pass.top = K - 1 - pass.top, pass.left = K - 1 - pass.left, pass.turned = true;
       return run_planes<T, Convolve<T, K, 1>, false>(pass, stream);
     } else {
-      return run_planes<T, Spread<T, K>, false>(pass, stream);
+      return s.left % 2 == 0 ? run_planes<T, Spread<T, K, false>, false>(pass, stream)
+                             : run_planes<T, Spread<T, K, true>, false>(pass, stream);
     }
   });
 }

@@ -15,9 +15,8 @@ struct PlaneDots {
 
 // A block takes the same band of every `chunks`-th image, so that a thread's patches belong to one channel.
 template <class T, int K, int S>
-__global__ void __launch_bounds__(kBandThreads, K == 7 ? 4 : 5) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
-  constexpr int kColumns = kPatchColumns<T, S>, kReadRows = reads<K, S>(kPatchRows),
-                kReadColumns = reads<K, S>(kColumns);
+__global__ void __launch_bounds__(kBandThreads, kBandBlocks<K>) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
+  constexpr int kColumns = kPatchColumns<T>, kReadRows = reads<K, S>(kPatchRows), kReadColumns = reads<K, S>(kColumns);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int line = static_cast<int>(blockIdx.x / g.groups), group = static_cast<int>(blockIdx.x % g.groups);
   const int chunk = line / static_cast<int>(g.bands), band = line % static_cast<int>(g.bands);
@@ -36,22 +35,25 @@ __global__ void __launch_bounds__(kBandThreads, K == 7 ? 4 : 5) plane_dots_kerne
       const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
       const int oy = first + down * kPatchRows, ox = across * kColumns;
       if (oy >= a.ho) continue;
-      int iy = oy * S - a.top, at = x.at + (p * a.h + iy - x_stretch.row) * a.w + ox * S - a.left;
-      int dy_at = dy.at + (p * a.ho + oy - dy_stretch.row) * a.wo + ox;
+      constexpr int kBytes = sizeof(T);
+      const int iy = oy * S - a.top, ix = ox * S - a.left;
+      int at = x.at + ((p * a.h + iy - x_stretch.row) * a.w + ix) * kBytes;
+      int dy_at = dy.at + ((p * a.ho + oy - dy_stretch.row) * a.wo + ox) * kBytes;
+      const unsigned x_rows = rows_inside(iy, a.h), dy_rows = rows_inside(oy, a.ho);
       const WindowRow<T, kColumns> dy_row(ox, a.wo);
-      const WindowRow<T, kReadColumns> x_row(ox * S - a.left, a.w);
+      const WindowRow<T, kReadColumns> x_row(ix, a.w);
       float gradient[kPatchRows][kColumns];
 #pragma unroll
-      for (int r = 0; r < kReadRows; ++r, ++iy, at += a.w) {
+      for (int r = 0; r < kReadRows; ++r, at += a.w * kBytes) {
         if (r % S == 0 && r / S < kPatchRows) {  // the row of dy whose window begins here
           const int o = r / S;
-          dy_row.take(dy.to, oy + o < a.ho ? dy_at : 0, gradient[o]);
-          dy_at += a.wo;
+          dy_row.take(dy.bytes, dy_rows >> o & 1 ? dy_at : 0, gradient[o]);
+          dy_at += a.wo * kBytes;
 #pragma unroll
           for (int t = 0; t < kColumns; ++t) total[0].part[K * K] += gradient[o][t];
         }
         float value[kReadColumns];
-        x_row.take(x.to, static_cast<unsigned>(iy) < static_cast<unsigned>(a.h) ? at : 0, value);
+        x_row.take(x.bytes, x_rows >> r & 1 ? at : 0, value);
 #pragma unroll
         for (int o = 0; o < kPatchRows; ++o) {
           const int ky = r - o * S;
@@ -84,7 +86,7 @@ template <class T, int K, int S>
 DotsBands dots_bands(const DepthwiseSizes& s) {
   constexpr int64_t kBlocks = 2048;
   DotsBands g{};
-  g.bands = bands_of(s.n, s.c, s.ho, s.wo, kPatchColumns<T, S>, [&](int64_t planes, int64_t down) {
+  g.bands = bands_of(s.n, s.c, s.ho, s.wo, kPatchColumns<T>, [&](int64_t planes, int64_t down) {
     const bool whole = down * kPatchRows >= s.ho;
     const int64_t dy = down * kPatchRows, x = reads<K, S>(static_cast<int>(dy));
     return window_bytes<T>(planes, whole ? s.ho : dy, s.wo) +

@@ -14,11 +14,14 @@ namespace fusedtrain::cuda {
 constexpr int kPatchRows = 8;
 constexpr int kMostPlaneColumns = 512;
 
-// Columns of a patch: neighbouring threads then read neighbouring words of shared memory, or every other one.
-template <class T, int S>
-constexpr int kPatchColumns = sizeof(T) == 2 && S == 1 ? 4 : 2;
+// Columns of a patch: neighbouring threads read words of shared memory that are few words apart.
+template <class T>
+constexpr int kPatchColumns = sizeof(T) == 2 ? 4 : 2;
 
+// Threads of a block, and blocks per multiprocessor that registers must allow.
 constexpr int kBandThreads = 128;
+template <int K>
+constexpr int kBandBlocks = K == 7 ? 4 : 5;
 constexpr int kBandBytes = 32 << 10;  // of shared memory, so that several blocks fit beside each other
 constexpr int kEnoughBlocks = 528;    // four on each multiprocessor of a large GPU
 
@@ -103,39 +106,51 @@ __device__ __forceinline__ int skipped(const Stretch& s) {
   return static_cast<int>(s.begin & (kVectorBytes / sizeof(T) - 1));
 }
 
-// Starts the copy of a stretch to `to`, behind kZeroBytes of zeros. It begins at element `at` there; what follows it in
-// shared memory may begin at `behind`.
+// The copy of a stretch: it begins `at` bytes behind `bytes`, where a row of zeros stands.
 template <class T>
 struct Copied {
-  const T* to;
+  const char* bytes;
   int at;
-  T* behind;
+  T* behind;  // what may follow in shared memory
 };
+
+// Starts the copy of a stretch to `to`.
 template <class T>
 __device__ __forceinline__ Copied<T> copy_stretch(const T* from, const Stretch& s, T* to) {
   constexpr int kEach = kVectorBytes / sizeof(T), kZeros = kZeroBytes / sizeof(T);
   const int thread = static_cast<int>(threadIdx.x), skip = skipped<T>(s), size = skip + s.size;
   if (thread < kZeroBytes / 4) reinterpret_cast<unsigned*>(to)[thread] = 0;
   from += s.begin - skip;
-  for (int i = thread * kEach; i < size; i += static_cast<int>(blockDim.x) * kEach) {
-    copy_async(to + kZeros + i, from + i, size - i < kEach ? (size - i) * static_cast<int>(sizeof(T)) : kVectorBytes);
+  int i = thread * kEach;
+  for (; i + kEach <= size; i += static_cast<int>(blockDim.x) * kEach) {
+    copy_async(to + kZeros + i, from + i, kVectorBytes);
   }
-  return {to, kZeros + skip, to + kZeros + ceil_div(size, kEach) * kEach + kBehindBytes / sizeof(T)};
+  if (i < size) copy_async(to + kZeros + i, from + i, (size - i) * static_cast<int>(sizeof(T)));
+  return {reinterpret_cast<const char*>(to), kZeroBytes + skip * static_cast<int>(sizeof(T)),
+          to + kZeros + ceil_div(size, kEach) * kEach + kBehindBytes / sizeof(T)};
 }
 
-// Writes a stretch that begins at skipped(s) of `from`.
+// Writes a stretch that begins at skipped(s) of `from`: single elements where its first and last 16 bytes are others',
+// too.
 template <class T>
 __device__ __forceinline__ void write_stretch(const T* from, const Stretch& s, T* to) {
   constexpr int kEach = kVectorBytes / sizeof(T);
-  const int skip = skipped<T>(s), size = skip + s.size;
+  const int thread = static_cast<int>(threadIdx.x), skip = skipped<T>(s), size = skip + s.size;
+  const int begin = skip > 0 ? kEach : 0, end = size / kEach * kEach;
   to += s.begin - skip;
-  for (int i = static_cast<int>(threadIdx.x) * kEach; i < size; i += static_cast<int>(blockDim.x) * kEach) {
-    if (i >= skip && i + kEach <= size) {
-      store(to + i, load<kEach>(from + i));
-    } else {
-      for (int j = i < skip ? skip : i; j < i + kEach && j < size; ++j) to[j] = from[j];
-    }
+  for (int i = begin + thread * kEach; i < end; i += static_cast<int>(blockDim.x) * kEach) {
+    store(to + i, load<kEach>(from + i));
   }
+  const int i = thread < kEach ? thread : end + thread - kEach;
+  const bool own = thread < kEach ? i < begin : thread < 2 * kEach && i >= begin;
+  if (own && i >= skip && i < size) to[i] = from[i];
+}
+
+// Bit i says whether row + i is one of `rows`.
+__device__ __forceinline__ unsigned rows_inside(int row, int rows) {
+  const int left = rows - row;
+  const unsigned bits = left >= kWarp ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
+  return row >= 0 ? bits : row > -kWarp ? bits >> -row << -row : 0u;
 }
 
 // Reads rows of N columns from shared memory, zero beside the image.
@@ -155,15 +170,15 @@ struct WindowRow {
       }
     }
   }
-  // From element `at` on. Two elements are taken from two neighbouring words.
-  __device__ void take(const T* from, int at, float (&value)[N]) const {
-    const unsigned* words = reinterpret_cast<const unsigned*>(from);
+  // From byte `at` on. Two elements are taken from two neighbouring words.
+  __device__ void take(const char* from, int at, float (&value)[N]) const {
     if constexpr (kPerWord == 1) {
+      const unsigned* words = reinterpret_cast<const unsigned*>(from + at);
 #pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = __uint_as_float(words[at + i] & mask[i]);
+      for (int i = 0; i < N; ++i) value[i] = __uint_as_float(words[i] & mask[i]);
     } else {
-      words += at >> 1;
-      const unsigned shift = static_cast<unsigned>(at & 1) * 16;
+      const unsigned* words = reinterpret_cast<const unsigned*>(from + (at & ~3));
+      const unsigned shift = static_cast<unsigned>(at) * 8;  // modulo 32
       unsigned low = words[0];
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
