@@ -17,10 +17,10 @@ struct PlanePass {
 
 // Forward, and dx for stride 1. Patches count rows and columns of the output from 0 on; their windows begin at read_row
 // and read_column.
-template <class T, int K, int S>
+template <class T, int K, int S, int R>
 struct Convolve {
-  static constexpr int kTaps = K, kColumns = kPatchColumns<T>;
-  static constexpr int kReadRows = reads<K, S>(kPatchRows), kReadColumns = reads<K, S>(kColumns);
+  static constexpr int kTaps = K, kRows = R, kColumns = kPatchColumns<T>;
+  static constexpr int kReadRows = reads<K, S>(kRows), kReadColumns = reads<K, S>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return reads<K, S>(outputs); }
   FUSEDTRAIN_HD static int read_row(int row, int top) { return row * S - top; }
@@ -28,9 +28,9 @@ struct Convolve {
   __device__ static int read_column(int column, int left) { return column * S - left; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
-                             float (&sums)[kPatchRows][kColumns]) {
+                             float (&sums)[kRows][kColumns]) {
 #pragma unroll
-    for (int o = 0; o < kPatchRows; ++o) {
+    for (int o = 0; o < kRows; ++o) {
       const int ky = r - o * S;
       if (ky < 0 || ky >= K) continue;
 #pragma unroll
@@ -45,8 +45,8 @@ struct Convolve {
 // Patches count rows from 2 (top / 2) - top on, and columns from 0 on, where p is 1 if `left` is odd (kOdd).
 template <class T, int K, bool kOdd>
 struct Spread {
-  static constexpr int kTaps = K, kColumns = kPatchColumns<T>, D = ceil_div(K, 2);
-  static constexpr int kReadRows = spread_reads<K>(kPatchRows), kReadColumns = spread_reads<K>(kColumns);
+  static constexpr int kTaps = K, kRows = 16, kColumns = kPatchColumns<T>, D = ceil_div(K, 2);
+  static constexpr int kReadRows = spread_reads<K>(kRows), kReadColumns = spread_reads<K>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return spread_reads<K>(outputs); }
   FUSEDTRAIN_HD static int read_row(int row, int top) { return row / 2 + top / 2 - (D - 1); }
@@ -54,9 +54,9 @@ struct Spread {
   __device__ static int read_column(int column, int left) { return column / 2 + left / 2 - (D - 1) + kOdd; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
-                             float (&sums)[kPatchRows][kColumns]) {
+                             float (&sums)[kRows][kColumns]) {
 #pragma unroll
-    for (int o = 0; o < kPatchRows; ++o) {
+    for (int o = 0; o < kRows; ++o) {
       const int ky = o % 2 + 2 * (o / 2 + D - 1 - r);
       if (ky < 0 || ky >= K) continue;
 #pragma unroll
@@ -68,16 +68,19 @@ struct Spread {
   }
 };
 
+// Blocks per multiprocessor that registers must allow.
+template <class Rule, bool kMoments>
+constexpr int kBandBlocks = Rule::kRows > 8 || Rule::kTaps == 7 ? 4 : (Rule::kTaps == 3 ? 6 : 5) - kMoments;
+
 template <class T, class Rule, bool kMoments>
-__global__ void __launch_bounds__(kBandThreads, kMoments ? 4 : kBandBlocks<Rule::kTaps>)
-    plane_kernel(PlanePass<T> a, Bands g) {
-  constexpr int K = Rule::kTaps, kColumns = Rule::kColumns, kVector = kVectorBytes / sizeof(float);
+__global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) plane_kernel(PlanePass<T> a, Bands g) {
+  constexpr int K = Rule::kTaps, kRows = Rule::kRows, kColumns = Rule::kColumns, kVector = kVectorBytes / sizeof(float);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int group = static_cast<int>(blockIdx.x / g.bands), band = static_cast<int>(blockIdx.x % g.bands);
   const int plane = group * g.planes, planes = a.planes - plane < g.planes ? a.planes - plane : g.planes;
-  const int first = band * g.down * kPatchRows, channel = plane % a.c;
+  const int first = band * g.down * kRows, channel = plane % a.c;
   const int read = Rule::read_row(first, a.top), write = Rule::write_row(first, a.top);
-  const int rows = g.down * kPatchRows;
+  const int rows = g.down * kRows;
   const Stretch in = stretch_of(g, plane, planes, read, read + Rule::read_rows(rows), a.h, a.w);
   const Stretch out = stretch_of(g, plane, planes, write, write + rows, a.ho, a.wo);
   const Copied<T> image = copy_stretch(a.in, in, shared_memory<T>());
@@ -93,28 +96,28 @@ __global__ void __launch_bounds__(kBandThreads, kMoments ? 4 : kBandBlocks<Rule:
   for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
     const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
     const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
-    const int row = first + down * kPatchRows, ox = across * kColumns, oy = Rule::write_row(row, a.top);
+    const int row = first + down * kRows, ox = across * kColumns, oy = Rule::write_row(row, a.top);
     if (oy >= a.ho) continue;
-    float taps[K][K], sums[kPatchRows][kColumns];
+    float taps[K][K], sums[kRows][kColumns];
 #pragma unroll
     for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + i];
     const float bias = a.bias != nullptr ? to_acc(a.bias[(channel + p) % a.c]) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPatchRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
+    for (int i = 0; i < kRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
     const int iy = Rule::read_row(row, a.top), ix = Rule::read_column(ox, a.left);
     int at = image.at + ((p * a.h + iy - in.row) * a.w + ix) * static_cast<int>(sizeof(T));
-    const unsigned read_rows = rows_inside(iy, a.h), write_rows = rows_inside(oy, a.ho);
+    const int above = -iy, below = a.h - iy;  // windows begin fewer than K rows above the image
     const WindowRow<T, Rule::kReadColumns> window(ix, a.w);
 #pragma unroll
     for (int r = 0; r < Rule::kReadRows; ++r, at += a.w * static_cast<int>(sizeof(T))) {
       float value[Rule::kReadColumns];
-      window.take(image.bytes, read_rows >> r & 1 ? at : 0, value);
+      window.take(image.bytes, r < below && (r >= K - 1 || r >= above) ? at : 0, value);
       Rule::add(r, value, taps, sums);
     }
     T* to = staged + skipped<T>(out) + (p * a.ho + oy - out.row) * a.wo + ox;
 #pragma unroll
-    for (int o = 0; o < kPatchRows; ++o, to += a.wo) {
-      const int columns = write_rows >> o & 1 ? a.wo - ox : 0;
+    for (int o = 0; o < kRows; ++o, to += a.wo) {
+      const int columns = o < a.ho - oy && (o > 0 || oy >= 0) ? a.wo - ox : 0;
 #pragma unroll
       for (int t = 0; t < kColumns; t += kPair) {
         Pack<T, kPair> pack;
@@ -166,9 +169,9 @@ PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* wei
 template <class T, class Rule>
 Bands pass_bands(const PlanePass<T>& a) {
   const int rows = a.ho - Rule::write_row(0, a.top);
-  return bands_of(1, a.planes, rows, a.wo, Rule::kColumns, [&](int64_t planes, int64_t down) {
-    const bool whole = down * kPatchRows >= rows;
-    const int64_t out = down * kPatchRows, in = Rule::read_rows(static_cast<int>(out));
+  return bands_of(1, a.planes, rows, a.wo, Rule::kRows, Rule::kColumns, [&](int64_t planes, int64_t down) {
+    const bool whole = down * Rule::kRows >= rows;
+    const int64_t out = down * Rule::kRows, in = Rule::read_rows(static_cast<int>(out));
     const int64_t taps = stretch_bytes<float>(planes, Rule::kTaps, Rule::kTaps);
     return window_bytes<T>(planes, whole ? a.h : std::min<int64_t>(in, a.h), a.w) + taps +
            stretch_bytes<T>(planes, whole ? a.ho : out, a.wo);
@@ -186,18 +189,19 @@ int run_planes(const PlanePass<T>& a, void* stream) {
 }  // namespace
 
 int planes_forward(const DepthwiseConv2d& a, float* moments, void* stream) {
-  return visit_patches(a.sizes, [&]<class T, int K, int S>() {
+  return visit_planes(a.sizes, a.sizes.ho, [&]<class T, int K, int S, int R>() {
     PlanePass<T> pass = plane_pass<T>(a.sizes, a.x, a.weight, a.bias, a.y);
     pass.moments = moments;
-    if (moments == nullptr) return run_planes<T, Convolve<T, K, S>, false>(pass, stream);
-    return run_planes<T, Convolve<T, K, S>, true>(pass, stream);
+    return moments == nullptr ? run_planes<T, Convolve<T, K, S, R>, false>(pass, stream)
+                              : run_planes<T, Convolve<T, K, S, R>, true>(pass, stream);
   });
 }
 
 int64_t planes_parts(const DepthwiseSizes& s) {
   int64_t parts = 0;
-  const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
-    parts = s.n * pass_bands<T, Convolve<T, K, S>>(plane_pass<T>(s, nullptr, nullptr, nullptr, nullptr)).bands;
+  const int code = visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() -> int {
+    const PlanePass<T> pass = plane_pass<T>(s, nullptr, nullptr, nullptr, nullptr);
+    parts = s.n * pass_bands<T, Convolve<T, K, S, R>>(pass).bands;
     return cudaSuccess;
   });
   return code == cudaSuccess ? parts : 0;
@@ -206,11 +210,12 @@ int64_t planes_parts(const DepthwiseSizes& s) {
 int planes_dx(const DepthwiseConv2dBackward& a, void* stream) {
   DepthwiseSizes s = a.sizes;
   std::swap(s.h, s.ho), std::swap(s.w, s.wo);
-  return visit_patches(s, [&]<class T, int K, int S>() {
+  if (s.sh == 1) s.top = s.kh - 1 - s.top, s.left = s.kw - 1 - s.left;
+  return visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() {
     PlanePass<T> pass = plane_pass<T>(s, a.dy, a.weight, nullptr, a.dx);
     if constexpr (S == 1) {
-      pass.top = K - 1 - pass.top, pass.left = K - 1 - pass.left, pass.turned = true;
-      return run_planes<T, Convolve<T, K, 1>, false>(pass, stream);
+      pass.turned = true;
+      return run_planes<T, Convolve<T, K, 1, R>, false>(pass, stream);
     } else {
       return s.left % 2 == 0 ? run_planes<T, Spread<T, K, false>, false>(pass, stream)
                              : run_planes<T, Spread<T, K, true>, false>(pass, stream);

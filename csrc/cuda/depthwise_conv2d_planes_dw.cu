@@ -14,14 +14,16 @@ struct PlaneDots {
 };
 
 // A block takes the same band of every `chunks`-th image, so that a thread's patches belong to one channel.
-template <class T, int K, int S>
-__global__ void __launch_bounds__(kBandThreads, kBandBlocks<K>) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
-  constexpr int kColumns = kPatchColumns<T>, kReadRows = reads<K, S>(kPatchRows), kReadColumns = reads<K, S>(kColumns);
+template <class T, int K, int S, int R>
+__global__ void __launch_bounds__(kBandThreads, K == 3   ? 6
+                                                : K == 5 ? 5
+                                                         : 4) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
+  constexpr int kColumns = kPatchColumns<T>, kReadRows = reads<K, S>(R), kReadColumns = reads<K, S>(kColumns);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int line = static_cast<int>(blockIdx.x / g.groups), group = static_cast<int>(blockIdx.x % g.groups);
   const int chunk = line / static_cast<int>(g.bands), band = line % static_cast<int>(g.bands);
   const int channel = group * g.planes, planes = a.c - channel < g.planes ? a.c - channel : g.planes;
-  const int rows = g.down * kPatchRows, first = band * rows, read = first * S - a.top;
+  const int rows = g.down * R, first = band * rows, read = first * S - a.top;
   Sums<float, K * K + 1> total[1];
   for (int image = chunk; image < a.n; image += chunks) {
     const int64_t plane = int64_t{image} * a.c + channel;
@@ -33,29 +35,28 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<K>) plane_dots_kerne
     for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
       const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
       const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
-      const int oy = first + down * kPatchRows, ox = across * kColumns;
+      const int oy = first + down * R, ox = across * kColumns;
       if (oy >= a.ho) continue;
       constexpr int kBytes = sizeof(T);
       const int iy = oy * S - a.top, ix = ox * S - a.left;
       int at = x.at + ((p * a.h + iy - x_stretch.row) * a.w + ix) * kBytes;
       int dy_at = dy.at + ((p * a.ho + oy - dy_stretch.row) * a.wo + ox) * kBytes;
-      const unsigned x_rows = rows_inside(iy, a.h), dy_rows = rows_inside(oy, a.ho);
       const WindowRow<T, kColumns> dy_row(ox, a.wo);
       const WindowRow<T, kReadColumns> x_row(ix, a.w);
-      float gradient[kPatchRows][kColumns];
+      float gradient[R][kColumns];
 #pragma unroll
       for (int r = 0; r < kReadRows; ++r, at += a.w * kBytes) {
-        if (r % S == 0 && r / S < kPatchRows) {  // the row of dy whose window begins here
+        if (r % S == 0 && r / S < R) {  // the row of dy whose window begins here
           const int o = r / S;
-          dy_row.take(dy.bytes, dy_rows >> o & 1 ? dy_at : 0, gradient[o]);
+          dy_row.take(dy.bytes, o < a.ho - oy ? dy_at : 0, gradient[o]);
           dy_at += a.wo * kBytes;
 #pragma unroll
           for (int t = 0; t < kColumns; ++t) total[0].part[K * K] += gradient[o][t];
         }
         float value[kReadColumns];
-        x_row.take(x.bytes, x_rows >> r & 1 ? at : 0, value);
+        x_row.take(x.bytes, r < a.h - iy && (r >= K - 1 || r >= -iy) ? at : 0, value);
 #pragma unroll
-        for (int o = 0; o < kPatchRows; ++o) {
+        for (int o = 0; o < R; ++o) {
           const int ky = r - o * S;
           if (ky < 0 || ky >= K) continue;
 #pragma unroll
@@ -82,20 +83,21 @@ struct DotsBands {
   int chunks;
 };
 
-template <class T, int K, int S>
+template <class T, int K, int S, int R>
 DotsBands dots_bands(const DepthwiseSizes& s) {
   constexpr int64_t kBlocks = 2048;
   DotsBands g{};
-  g.bands = bands_of(s.n, s.c, s.ho, s.wo, kPatchColumns<T>, [&](int64_t planes, int64_t down) {
-    const bool whole = down * kPatchRows >= s.ho;
-    const int64_t dy = down * kPatchRows, x = reads<K, S>(static_cast<int>(dy));
+  g.bands = bands_of(s.n, s.c, s.ho, s.wo, R, kPatchColumns<T>, [&](int64_t planes, int64_t down) {
+    const bool whole = down * R >= s.ho;
+    const int64_t dy = down * R, x = reads<K, S>(static_cast<int>(dy));
     return window_bytes<T>(planes, whole ? s.ho : dy, s.wo) +
            window_bytes<T>(planes, whole ? s.h : std::min(x, s.h), s.w);
   });
   const size_t merged = g.bands.threads * sizeof(Sums<float, K * K + 1>);
   g.bands.shared_bytes = std::max(g.bands.shared_bytes, merged);
   const int64_t blocks = int64_t{g.bands.groups} * g.bands.bands;
-  g.chunks = static_cast<int>(std::max<int64_t>(1, std::min(s.n, kBlocks / blocks)));
+  const int64_t most = std::max<int64_t>(1, std::min(s.n, kBlocks / blocks)), images = ceil_div(s.n, most);
+  g.chunks = static_cast<int>(ceil_div(s.n, std::max<int64_t>(1, images)));
   return g;
 }
 
@@ -103,8 +105,8 @@ DotsBands dots_bands(const DepthwiseSizes& s) {
 
 int64_t planes_dw_parts(const DepthwiseSizes& s) {
   int64_t parts = 0;
-  const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
-    const DotsBands g = dots_bands<T, K, S>(s);
+  const int code = visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() -> int {
+    const DotsBands g = dots_bands<T, K, S, R>(s);
     parts = int64_t{g.chunks} * g.bands.bands;
     return cudaSuccess;
   });
@@ -113,7 +115,7 @@ int64_t planes_dw_parts(const DepthwiseSizes& s) {
 
 int planes_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  return visit_patches(s, [&]<class T, int K, int S>() {
+  return visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() {
     PlaneDots<T> dots{};
     dots.dy = static_cast<const T*>(a.dy);
     dots.x = static_cast<const T*>(a.x);
@@ -121,9 +123,9 @@ int planes_dw(const DepthwiseConv2dBackward& a, void* stream) {
     const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
     set(dots.n, s.n), set(dots.c, s.c), set(dots.h, s.h), set(dots.w, s.w), set(dots.ho, s.ho), set(dots.wo, s.wo);
     set(dots.top, s.top), set(dots.left, s.left);
-    const auto [g, chunks] = dots_bands<T, K, S>(s);
+    const auto [g, chunks] = dots_bands<T, K, S, R>(s);
     const int64_t blocks = int64_t{g.groups} * g.bands * chunks;
-    return launch(plane_dots_kernel<T, K, S>, blocks, g.threads, g.shared_bytes, stream, dots, g, chunks);
+    return launch(plane_dots_kernel<T, K, S, R>, blocks, g.threads, g.shared_bytes, stream, dots, g, chunks);
   });
 }
 

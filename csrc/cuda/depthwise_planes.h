@@ -4,24 +4,23 @@
 // depthwise_conv2d_dw.cu.
 //
 // The planes of a tensor lie one behind the other. A block takes a band: several planes, or some rows of one. What that
-// reads is one stretch of memory, which it copies to shared memory as it stands. A thread then takes patches of
-// kPatchRows rows and a few columns, whose sums and taps stand in registers; it reads every row of the patch's window
-// once. Columns beside the image are masked, and rows above and below it are a row of zeros.
+// reads is one stretch of memory, which it copies to shared memory as it stands. A thread then takes patches of some
+// rows and a few columns, whose sums and taps stand in registers; it reads every row of the patch's window once.
+// Columns beside the image are masked, and rows above and below it are a row of zeros.
 #include "cuda/depthwise_patches.h"
 
 namespace fusedtrain::cuda {
 
-constexpr int kPatchRows = 8;
 constexpr int kMostPlaneColumns = 512;
+
+// Rows of a patch: as many of them as possible stand in the image. Those of 224 pixels and their halves are of sevens.
+inline int patch_rows(int64_t rows) { return ceil_div<int64_t>(rows, 7) * 7 <= ceil_div<int64_t>(rows, 8) * 8 ? 7 : 8; }
 
 // Columns of a patch: neighbouring threads read words of shared memory that are few words apart.
 template <class T>
 constexpr int kPatchColumns = sizeof(T) == 2 ? 4 : 2;
 
-// Threads of a block, and blocks per multiprocessor that registers must allow.
 constexpr int kBandThreads = 128;
-template <int K>
-constexpr int kBandBlocks = K == 7 ? 4 : 5;
 constexpr int kBandBytes = 32 << 10;  // of shared memory, so that several blocks fit beside each other
 constexpr int kEnoughBlocks = 528;    // four on each multiprocessor of a large GPU
 
@@ -50,9 +49,10 @@ struct Bands {
 
 // Of `planes` planes of rows x cols outputs in each of `images`. bytes(planes, down) of shared memory belong to a band.
 template <class Bytes>
-Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int patch_columns, Bytes&& bytes) {
+Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int patch_rows, int patch_columns,
+               Bytes&& bytes) {
   constexpr int64_t kOutputCost = 8;  // of computing an output, beside moving a byte
-  const int64_t across = ceil_div<int64_t>(cols, patch_columns), all = ceil_div<int64_t>(rows, kPatchRows);
+  const int64_t across = ceil_div<int64_t>(cols, patch_columns), all = ceil_div<int64_t>(rows, patch_rows);
   Bands g{};
   int64_t least = 0;
   const auto consider = [&](int64_t count, int64_t down) {
@@ -61,7 +61,7 @@ Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int p
     const int64_t groups = ceil_div(planes, count), bands = ceil_div(all, down);
     const int64_t shared = bytes(count, down);
     const int64_t cost = std::max<int64_t>(images * groups * bands, kEnoughBlocks) *
-                         (rounds * threads * patch_columns * kPatchRows * kOutputCost + shared);
+                         (rounds * threads * patch_columns * patch_rows * kOutputCost + shared);
     if (g.threads > 0 && (cost > least || shared > kBandBytes)) return;
     least = cost;
     g.down = static_cast<int>(down), g.planes = static_cast<int>(count), g.threads = static_cast<int>(threads);
@@ -69,8 +69,7 @@ Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int p
     g.shared_bytes = static_cast<size_t>(shared);
   };
   for (int64_t down = 1; down <= all && (down == 1 || down * across <= 2 * kBandThreads); ++down) consider(1, down);
-  const int64_t most = std::min(images * planes / kEnoughBlocks, kBandThreads / (all * across));
-  if (most > 1) consider(std::min(planes, most), all);
+  for (int64_t count = std::min(planes, kBandThreads / (all * across)); count > 1; count /= 2) consider(count, all);
   g.across = static_cast<int>(across);
   g.per_plane = Quotient(g.down * across), g.per_row = Quotient(across);
   return g;
@@ -146,13 +145,6 @@ __device__ __forceinline__ void write_stretch(const T* from, const Stretch& s, T
   if (own && i >= skip && i < size) to[i] = from[i];
 }
 
-// Bit i says whether row + i is one of `rows`.
-__device__ __forceinline__ unsigned rows_inside(int row, int rows) {
-  const int left = rows - row;
-  const unsigned bits = left >= kWarp ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
-  return row >= 0 ? bits : row > -kWarp ? bits >> -row << -row : 0u;
-}
-
 // Reads rows of N columns from shared memory, zero beside the image.
 template <class T, int N>
 struct WindowRow {
@@ -195,11 +187,22 @@ struct WindowRow {
   }
 };
 
-// Whether these kernels take the shape: columns of padding are fewer than taps.
+// Whether these kernels take the shape: rows and columns of padding are fewer than taps.
 inline bool has_planes(const DepthwiseSizes& s) {
   const int64_t right = (s.wo - 1) * s.sw + s.kw - s.w - s.left;
-  return s.layout == Layout::kContiguous && has_usual_kernel(s) && s.left >= 0 && s.left < s.kw && right < s.kw &&
-         std::max(s.w, s.wo) <= kMostPlaneColumns && s.n * s.c <= kMaxGrid / (s.kh * s.kw);
+  return s.layout == Layout::kContiguous && has_usual_kernel(s) && s.top >= 0 && s.top < s.kh && s.left >= 0 &&
+         s.left < s.kw && right < s.kw && std::max(s.w, s.wo) <= kMostPlaneColumns &&
+         s.n * s.c <= kMaxGrid / (s.kh * s.kw);
+}
+
+// For patches of R of these `rows`: f.template operator()<T, K, S, R>()
+template <class F>
+[[nodiscard]] int visit_planes(const DepthwiseSizes& s, int64_t rows, F&& f) {
+  return visit_patches(s, [&]<class T, int K, int S>() {
+    int code = cudaErrorInvalidValue;
+    visit<7, 8>(patch_rows(rows), [&]<int R>() { code = f.template operator()<T, K, S, R>(); });
+    return code;
+  });
 }
 
 // All pointers are aligned to 16 bytes. `moments`, [planes_parts(s), 4, c] or null, are those of y.
