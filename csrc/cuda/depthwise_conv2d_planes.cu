@@ -11,6 +11,7 @@ struct PlanePass {
   const T* bias;    // [c] or null
   T* out;           // [planes, ho, wo]
   int planes, c, h, w, ho, wo, top, left;
+  Divider channels{1};
   bool turned;     // the taps, in both directions
   float* moments;  // [images * bands, 4, c], with kMoments
 };
@@ -76,9 +77,10 @@ template <class T, class Rule, bool kMoments>
 __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) plane_kernel(PlanePass<T> a, Bands g) {
   constexpr int K = Rule::kTaps, kRows = Rule::kRows, kColumns = Rule::kColumns, kVector = kVectorBytes / sizeof(float);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int group = static_cast<int>(blockIdx.x / g.bands), band = static_cast<int>(blockIdx.x % g.bands);
+  const int block = static_cast<int>(blockIdx.x), group = g.bands.quotient(block);
+  const int band = block - group * g.bands.divisor;
   const int plane = group * g.planes, planes = a.planes - plane < g.planes ? a.planes - plane : g.planes;
-  const int first = band * g.down * kRows, channel = plane % a.c;
+  const int first = band * g.down * kRows, channel = a.channels.remainder(plane);
   const int read = Rule::read_row(first, a.top), write = Rule::write_row(first, a.top);
   const int rows = g.down * kRows;
   const Stretch in = stretch_of(g, plane, planes, read, read + Rule::read_rows(rows), a.h, a.w);
@@ -94,14 +96,14 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
 
   ShiftedSums<1> moments;
   for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
-    const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
-    const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
+    const int p = g.per_plane.quotient(patch), in_plane = patch - p * g.per_plane.divisor;
+    const int down = g.per_row.quotient(in_plane), across = in_plane - down * g.across;
     const int row = first + down * kRows, ox = across * kColumns, oy = Rule::write_row(row, a.top);
     if (oy >= a.ho) continue;
     float taps[K][K], sums[kRows][kColumns];
 #pragma unroll
     for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + i];
-    const float bias = a.bias != nullptr ? to_acc(a.bias[(channel + p) % a.c]) : 0.0f;
+    const float bias = a.bias != nullptr ? to_acc(a.bias[a.channels.remainder(channel + p)]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
     const int iy = Rule::read_row(row, a.top), ix = Rule::read_column(ox, a.left);
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
     __syncthreads();  // nobody reads what is staged any more
     merge_rows(merged, inside ? lane : lanes, lanes, 1, shared_memory<float>());
     if (!inside || lane != 0) return;
-    const int image_of = (plane + p) / a.c, own = plane + p - image_of * a.c;
-    float* part = a.moments + (int64_t{image_of} * g.bands + band) * Moments<float>::kParts * a.c + own;
+    const int image_of = a.channels.quotient(plane + p), own = plane + p - image_of * a.c;
+    float* part = a.moments + (int64_t{image_of} * g.bands.divisor + band) * Moments<float>::kParts * a.c + own;
 #pragma unroll
     for (int i = 0; i < Moments<float>::kParts; ++i) part[int64_t{i} * a.c] = merged[0].part[i];
   }
@@ -163,6 +165,7 @@ PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* wei
   const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
   set(a.planes, s.n * s.c), set(a.c, s.c), set(a.h, s.h), set(a.w, s.w), set(a.ho, s.ho), set(a.wo, s.wo);
   set(a.top, s.top), set(a.left, s.left);
+  a.channels = Divider(s.c);
   return a;
 }
 
@@ -183,7 +186,8 @@ int run_planes(const PlanePass<T>& a, void* stream) {
   const Bands g = pass_bands<T, Rule>(a);
   size_t shared = g.shared_bytes;
   if (kMoments) shared = std::max(shared, g.threads * sizeof(Moments<float>));
-  return launch(plane_kernel<T, Rule, kMoments>, int64_t{g.groups} * g.bands, g.threads, shared, stream, a, g);
+  const int64_t blocks = int64_t{ceil_div(a.planes, g.planes)} * g.bands.divisor;
+  return launch(plane_kernel<T, Rule, kMoments>, blocks, g.threads, shared, stream, a, g);
 }
 
 }  // namespace
@@ -201,7 +205,7 @@ int64_t planes_parts(const DepthwiseSizes& s) {
   int64_t parts = 0;
   const int code = visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() -> int {
     const PlanePass<T> pass = plane_pass<T>(s, nullptr, nullptr, nullptr, nullptr);
-    parts = s.n * pass_bands<T, Convolve<T, K, S, R>>(pass).bands;
+    parts = s.n * pass_bands<T, Convolve<T, K, S, R>>(pass).bands.divisor;
     return cudaSuccess;
   });
   return code == cudaSuccess ? parts : 0;

@@ -13,15 +13,20 @@ struct PlaneDots {
   int n, c, h, w, ho, wo, top, left;
 };
 
+// Blocks per multiprocessor that registers must allow.
+template <int K>
+constexpr int kDotsBlocks = K == 3   ? 6
+                            : K == 5 ? 5
+                                     : 4;
+
 // A block takes the same band of every `chunks`-th image, so that a thread's patches belong to one channel.
 template <class T, int K, int S, int R>
-__global__ void __launch_bounds__(kBandThreads, K == 3   ? 6
-                                                : K == 5 ? 5
-                                                         : 4) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
+__global__ void __launch_bounds__(kBandThreads, kDotsBlocks<K>) plane_dots_kernel(PlaneDots<T> a, Bands g, int chunks) {
   constexpr int kColumns = kPatchColumns<T>, kReadRows = reads<K, S>(R), kReadColumns = reads<K, S>(kColumns);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int line = static_cast<int>(blockIdx.x / g.groups), group = static_cast<int>(blockIdx.x % g.groups);
-  const int chunk = line / static_cast<int>(g.bands), band = line % static_cast<int>(g.bands);
+  const int block = static_cast<int>(blockIdx.x), line = g.groups.quotient(block);
+  const int chunk = g.bands.quotient(line), band = line - chunk * g.bands.divisor;
+  const int group = block - line * g.groups.divisor;
   const int channel = group * g.planes, planes = a.c - channel < g.planes ? a.c - channel : g.planes;
   const int rows = g.down * R, first = band * rows, read = first * S - a.top;
   Sums<float, K * K + 1> total[1];
@@ -33,8 +38,8 @@ __global__ void __launch_bounds__(kBandThreads, K == 3   ? 6
     const Copied<T> x = copy_stretch(a.x, x_stretch, dy.behind);
     await_copies();
     for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
-      const int p = g.per_plane.of(patch), in_plane = patch - p * g.per_plane.divisor;
-      const int down = g.per_row.of(in_plane), across = in_plane - down * g.across;
+      const int p = g.per_plane.quotient(patch), in_plane = patch - p * g.per_plane.divisor;
+      const int down = g.per_row.quotient(in_plane), across = in_plane - down * g.across;
       const int oy = first + down * R, ox = across * kColumns;
       if (oy >= a.ho) continue;
       constexpr int kBytes = sizeof(T);
@@ -95,7 +100,7 @@ DotsBands dots_bands(const DepthwiseSizes& s) {
   });
   const size_t merged = g.bands.threads * sizeof(Sums<float, K * K + 1>);
   g.bands.shared_bytes = std::max(g.bands.shared_bytes, merged);
-  const int64_t blocks = int64_t{g.bands.groups} * g.bands.bands;
+  const int64_t blocks = int64_t{g.bands.groups.divisor} * g.bands.bands.divisor;
   const int64_t most = std::max<int64_t>(1, std::min(s.n, kBlocks / blocks)), images = ceil_div(s.n, most);
   g.chunks = static_cast<int>(ceil_div(s.n, std::max<int64_t>(1, images)));
   return g;
@@ -107,7 +112,7 @@ int64_t planes_dw_parts(const DepthwiseSizes& s) {
   int64_t parts = 0;
   const int code = visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() -> int {
     const DotsBands g = dots_bands<T, K, S, R>(s);
-    parts = int64_t{g.chunks} * g.bands.bands;
+    parts = int64_t{g.chunks} * g.bands.bands.divisor;
     return cudaSuccess;
   });
   return code == cudaSuccess ? parts : 0;
@@ -124,7 +129,7 @@ int planes_dw(const DepthwiseConv2dBackward& a, void* stream) {
     set(dots.n, s.n), set(dots.c, s.c), set(dots.h, s.h), set(dots.w, s.w), set(dots.ho, s.ho), set(dots.wo, s.wo);
     set(dots.top, s.top), set(dots.left, s.left);
     const auto [g, chunks] = dots_bands<T, K, S, R>(s);
-    const int64_t blocks = int64_t{g.groups} * g.bands * chunks;
+    const int64_t blocks = int64_t{g.groups.divisor} * g.bands.divisor * chunks;
     return launch(plane_dots_kernel<T, K, S, R>, blocks, g.threads, g.shared_bytes, stream, dots, g, chunks);
   });
 }

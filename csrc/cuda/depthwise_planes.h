@@ -27,23 +27,27 @@ constexpr int kEnoughBlocks = 528;    // four on each multiprocessor of a large 
 // Before a stretch stands a row of zeros, as long as a window; windows of its last row reach behind it.
 constexpr int kZeroBytes = 32, kBehindBytes = 64;
 
-// n / divisor for 0 <= n < 2^20 or so by a multiplication.
-struct Quotient {
+// Divides n >= 0 by a multiplication, which is one too low at most.
+struct Divider {
   int divisor;
-  unsigned multiplier;  // 2^31 / divisor, rounded up
+  unsigned multiplier;
 
-  explicit Quotient(int64_t divisor)
-      : divisor(static_cast<int>(divisor)), multiplier(ceil_div(0x80000000u, static_cast<unsigned>(divisor))) {}
-  __device__ int of(int n) const { return static_cast<int>(__umulhi(2 * static_cast<unsigned>(n), multiplier)); }
+  explicit Divider(int64_t divisor)
+      : divisor(static_cast<int>(divisor)), multiplier(0xffffffffu / static_cast<unsigned>(divisor)) {}
+  __device__ int quotient(int n) const {
+    const int low = static_cast<int>(__umulhi(static_cast<unsigned>(n), multiplier));
+    return n - low * divisor < divisor ? low : low + 1;
+  }
+  __device__ int remainder(int n) const { return n - quotient(n) * divisor; }
 };
 
 struct Bands {
   int across, down;  // patches of a plane within a band
   int planes;        // of a band
-  unsigned bands;    // of a plane
-  unsigned groups;   // of planes
   int threads;
-  Quotient per_plane{1}, per_row{1};  // patches
+  Divider bands{1};                  // of a plane
+  Divider groups{1};                 // of planes, for each image or for all of them
+  Divider per_plane{1}, per_row{1};  // patches
   size_t shared_bytes;
 };
 
@@ -65,13 +69,13 @@ Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int p
     if (g.threads > 0 && (cost > least || shared > kBandBytes)) return;
     least = cost;
     g.down = static_cast<int>(down), g.planes = static_cast<int>(count), g.threads = static_cast<int>(threads);
-    g.bands = static_cast<unsigned>(bands), g.groups = static_cast<unsigned>(groups);
+    g.bands = Divider(bands), g.groups = Divider(std::max<int64_t>(1, groups));
     g.shared_bytes = static_cast<size_t>(shared);
   };
   for (int64_t down = 1; down <= all && (down == 1 || down * across <= 2 * kBandThreads); ++down) consider(1, down);
   for (int64_t count = std::min(planes, kBandThreads / (all * across)); count > 1; count /= 2) consider(count, all);
   g.across = static_cast<int>(across);
-  g.per_plane = Quotient(g.down * across), g.per_row = Quotient(across);
+  g.per_plane = Divider(g.down * across), g.per_row = Divider(across);
   return g;
 }
 
@@ -84,7 +88,7 @@ struct Stretch {
 // Rows [first, last) of the planes, as far as they exist; of whole planes all rows.
 __device__ __forceinline__ Stretch stretch_of(const Bands& g, int64_t plane, int planes, int first, int last, int rows,
                                               int cols) {
-  if (g.bands == 1) first = 0, last = rows;
+  if (g.bands.divisor == 1) first = 0, last = rows;
   first = first < 0 ? 0 : first < rows ? first : rows;
   last = last < first ? first : last < rows ? last : rows;
   return {(plane * rows + first) * cols, ((planes - 1) * rows + last - first) * cols, first};
@@ -129,8 +133,7 @@ __device__ __forceinline__ Copied<T> copy_stretch(const T* from, const Stretch& 
           to + kZeros + ceil_div(size, kEach) * kEach + kBehindBytes / sizeof(T)};
 }
 
-// Writes a stretch that begins at skipped(s) of `from`: single elements where its first and last 16 bytes are others',
-// too.
+// Writes a stretch that begins at skipped(s) of `from`. Of 16 bytes that are others', too, it writes single elements.
 template <class T>
 __device__ __forceinline__ void write_stretch(const T* from, const Stretch& s, T* to) {
   constexpr int kEach = kVectorBytes / sizeof(T);
