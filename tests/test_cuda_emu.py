@@ -255,6 +255,10 @@ def test_depthwise_planes_of_several_bands_and_groups(geometry, shape, monkeypat
     compare(depthwise.function(geometry), depthwise.reference_of(geometry), [inputs], str(geometry), monkeypatch)
 
 
+def test_depthwise_planes_of_a_block_in_two_rounds(monkeypatch):
+    check_depthwise((17, 95, 2, 260), "3x3", {"layout": "contiguous", "dtype": torch.bfloat16}, monkeypatch)
+
+
 @pytest.mark.parametrize("shape", ["bands", "rounds", "many_planes"])
 def test_depthwise_planes_with_their_statistics(shape, monkeypatch):
     for dtype, name in zip((torch.bfloat16, torch.float16), ("strided", "plain")):

@@ -169,10 +169,12 @@ PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* wei
   return a;
 }
 
-template <class T, class Rule>
+// For moments a thread takes the patches of one plane.
+template <class T, class Rule, bool kMoments>
 Bands pass_bands(const PlanePass<T>& a) {
+  constexpr int kMost = kMoments ? kBandThreads : kMostPatches;
   const int rows = a.ho - Rule::write_row(0, a.top);
-  return bands_of(1, a.planes, rows, a.wo, Rule::kRows, Rule::kColumns, [&](int64_t planes, int64_t down) {
+  return bands_of(1, a.planes, rows, a.wo, Rule::kRows, Rule::kColumns, kMost, [&](int64_t planes, int64_t down) {
     const bool whole = down * Rule::kRows >= rows;
     const int64_t out = down * Rule::kRows, in = Rule::read_rows(static_cast<int>(out));
     const int64_t taps = stretch_bytes<float>(planes, Rule::kTaps, Rule::kTaps);
@@ -183,7 +185,7 @@ Bands pass_bands(const PlanePass<T>& a) {
 
 template <class T, class Rule, bool kMoments>
 int run_planes(const PlanePass<T>& a, void* stream) {
-  const Bands g = pass_bands<T, Rule>(a);
+  const Bands g = pass_bands<T, Rule, kMoments>(a);
   size_t shared = g.shared_bytes;
   if (kMoments) shared = std::max(shared, g.threads * sizeof(Moments<float>));
   const int64_t blocks = int64_t{ceil_div(a.planes, g.planes)} * g.bands.divisor;
@@ -205,7 +207,7 @@ int64_t planes_parts(const DepthwiseSizes& s) {
   int64_t parts = 0;
   const int code = visit_planes(s, s.ho, [&]<class T, int K, int S, int R>() -> int {
     const PlanePass<T> pass = plane_pass<T>(s, nullptr, nullptr, nullptr, nullptr);
-    parts = s.n * pass_bands<T, Convolve<T, K, S, R>>(pass).bands.divisor;
+    parts = s.n * pass_bands<T, Convolve<T, K, S, R>, true>(pass).bands.divisor;
     return cudaSuccess;
   });
   return code == cudaSuccess ? parts : 0;

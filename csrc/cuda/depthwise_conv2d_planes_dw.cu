@@ -92,7 +92,7 @@ template <class T, int K, int S, int R>
 DotsBands dots_bands(const DepthwiseSizes& s) {
   constexpr int64_t kBlocks = 2048;
   DotsBands g{};
-  g.bands = bands_of(s.n, s.c, s.ho, s.wo, R, kPatchColumns<T>, [&](int64_t planes, int64_t down) {
+  g.bands = bands_of(s.n, s.c, s.ho, s.wo, R, kPatchColumns<T>, kBandThreads, [&](int64_t planes, int64_t down) {
     const bool whole = down * R >= s.ho;
     const int64_t dy = down * R, x = reads<K, S>(static_cast<int>(dy));
     return window_bytes<T>(planes, whole ? s.ho : dy, s.wo) +

@@ -21,8 +21,9 @@ template <class T>
 constexpr int kPatchColumns = sizeof(T) == 2 ? 4 : 2;
 
 constexpr int kBandThreads = 128;
-constexpr int kBandBytes = 32 << 10;  // of shared memory, so that several blocks fit beside each other
-constexpr int kEnoughBlocks = 528;    // four on each multiprocessor of a large GPU
+constexpr int kMostPatches = 2 * kBandThreads;  // of a band
+constexpr int kBandBytes = 32 << 10;            // of shared memory, so that several blocks fit beside each other
+constexpr int kEnoughBlocks = 528;              // four on each multiprocessor of a large GPU
 
 // Before a stretch stands a row of zeros, as long as a window; windows of its last row reach behind it.
 constexpr int kZeroBytes = 32, kBehindBytes = 64;
@@ -51,11 +52,12 @@ struct Bands {
   size_t shared_bytes;
 };
 
-// Of `planes` planes of rows x cols outputs in each of `images`. bytes(planes, down) of shared memory belong to a band.
+// Of `planes` planes of rows x cols outputs in each of `images`. Several planes of a band have `most` patches together.
+// bytes(planes, down) of shared memory belong to a band.
 template <class Bytes>
-Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int patch_rows, int patch_columns,
+Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int patch_rows, int patch_columns, int most,
                Bytes&& bytes) {
-  constexpr int64_t kOutputCost = 8;  // of computing an output, beside moving a byte
+  constexpr int64_t kOutputCost = 8, kThreadCost = 64;  // beside moving a byte
   const int64_t across = ceil_div<int64_t>(cols, patch_columns), all = ceil_div<int64_t>(rows, patch_rows);
   Bands g{};
   int64_t least = 0;
@@ -65,15 +67,15 @@ Bands bands_of(int64_t images, int64_t planes, int64_t rows, int64_t cols, int p
     const int64_t groups = ceil_div(planes, count), bands = ceil_div(all, down);
     const int64_t shared = bytes(count, down);
     const int64_t cost = std::max<int64_t>(images * groups * bands, kEnoughBlocks) *
-                         (rounds * threads * patch_columns * patch_rows * kOutputCost + shared);
+                         (threads * (rounds * patch_columns * patch_rows * kOutputCost + kThreadCost) + shared);
     if (g.threads > 0 && (cost > least || shared > kBandBytes)) return;
     least = cost;
     g.down = static_cast<int>(down), g.planes = static_cast<int>(count), g.threads = static_cast<int>(threads);
     g.bands = Divider(bands), g.groups = Divider(std::max<int64_t>(1, groups));
     g.shared_bytes = static_cast<size_t>(shared);
   };
-  for (int64_t down = 1; down <= all && (down == 1 || down * across <= 2 * kBandThreads); ++down) consider(1, down);
-  for (int64_t count = std::min(planes, kBandThreads / (all * across)); count > 1; count /= 2) consider(count, all);
+  for (int64_t down = 1; down <= all && (down == 1 || down * across <= kMostPatches); ++down) consider(1, down);
+  for (int64_t count = std::min(planes, most / (all * across)); count > 1; count /= 2) consider(count, all);
   g.across = static_cast<int>(across);
   g.per_plane = Divider(g.down * across), g.per_row = Divider(across);
   return g;
