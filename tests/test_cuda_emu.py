@@ -240,6 +240,8 @@ PLANE_GEOMETRIES = {name: depthwise.GEOMETRIES[name] for name in ("3x3", "3x3_st
 PLANE_GEOMETRIES |= {  # more padding on one side than on the other
     "3x3_aside": ((3, 3), (1, 1), (2, 0, 0, 2), (1, 1)),
     "3x3_tf_same": depthwise.GEOMETRIES["3x3_tf_same"],
+    "3x3_stride2_aside": ((3, 3), (2, 2), (1, 1, 0, 2), (1, 1)),
+    "5x5_stride2_aside": ((5, 5), (2, 2), (2, 1, 3, 0), (1, 1)),
     "5x5_stride2_tf_same": ((5, 5), (2, 2), (1, 2, 1, 2), (1, 1)),
     "7x7_aside": ((7, 7), (1, 1), (6, 1, 0, 5), (1, 1)),
 }

@@ -16,16 +16,14 @@ struct PlanePass {
   float* moments;  // [images * bands, 4, c], with kMoments
 };
 
-// Forward, and dx for stride 1. Patches count rows and columns of the output from 0 on; their windows begin at read_row
-// and read_column.
+// Forward, and dx for stride 1. The window of a patch begins at read_row and read_column.
 template <class T, int K, int S, int R>
 struct Convolve {
   static constexpr int kTaps = K, kRows = R, kColumns = kPatchColumns<T>;
   static constexpr int kReadRows = reads<K, S>(kRows), kReadColumns = reads<K, S>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return reads<K, S>(outputs); }
-  FUSEDTRAIN_HD static int read_row(int row, int top) { return row * S - top; }
-  FUSEDTRAIN_HD static int write_row(int row, int /*top*/) { return row; }
+  __device__ static int read_row(int row, int top) { return row * S - top; }
   __device__ static int read_column(int column, int left) { return column * S - left; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
@@ -43,27 +41,26 @@ struct Convolve {
 };
 
 // dx for stride 2: row 2 A + p - top of the output takes the taps p + 2 d from row A - d of the input, columns alike.
-// Patches count rows from 2 (top / 2) - top on, and columns from 0 on, where p is 1 if `left` is odd (kOdd).
-template <class T, int K, bool kOdd>
+// For row 0 and those two apart p is 1 if `top` is odd (kTop), and for columns if `left` is (kLeft).
+template <class T, int K, bool kTop, bool kLeft>
 struct Spread {
   static constexpr int kTaps = K, kRows = 16, kColumns = kPatchColumns<T>, D = ceil_div(K, 2);
   static constexpr int kReadRows = spread_reads<K>(kRows), kReadColumns = spread_reads<K>(kColumns);
 
   FUSEDTRAIN_HD static int read_rows(int outputs) { return spread_reads<K>(outputs); }
-  FUSEDTRAIN_HD static int read_row(int row, int top) { return row / 2 + top / 2 - (D - 1); }
-  FUSEDTRAIN_HD static int write_row(int row, int top) { return row - top % 2; }
-  __device__ static int read_column(int column, int left) { return column / 2 + left / 2 - (D - 1) + kOdd; }
+  __device__ static int read_row(int row, int top) { return row / 2 + top / 2 - (D - 1) + kTop; }
+  __device__ static int read_column(int column, int left) { return column / 2 + left / 2 - (D - 1) + kLeft; }
 
   __device__ static void add(int r, const float (&value)[kReadColumns], const float (&taps)[K][K],
                              float (&sums)[kRows][kColumns]) {
 #pragma unroll
     for (int o = 0; o < kRows; ++o) {
-      const int ky = o % 2 + 2 * (o / 2 + D - 1 - r);
+      const int ky = (o + kTop) % 2 + 2 * ((o + kTop) / 2 - kTop + D - 1 - r);
       if (ky < 0 || ky >= K) continue;
 #pragma unroll
       for (int i = 0; i < kColumns * D; ++i) {
-        const int t = i % kColumns, d = i / kColumns, kx = (t + kOdd) % 2 + 2 * d;
-        if (kx < K) sums[o][t] += taps[ky][kx < K ? kx : 0] * value[(t + kOdd) / 2 - kOdd + D - 1 - d];
+        const int t = i % kColumns, d = i / kColumns, kx = (t + kLeft) % 2 + 2 * d;
+        if (kx < K) sums[o][t] += taps[ky][kx < K ? kx : 0] * value[(t + kLeft) / 2 - kLeft + D - 1 - d];
       }
     }
   }
@@ -81,10 +78,9 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
   const int band = block - group * g.bands.divisor;
   const int plane = group * g.planes, planes = a.planes - plane < g.planes ? a.planes - plane : g.planes;
   const int first = band * g.down * kRows, channel = a.channels.remainder(plane);
-  const int read = Rule::read_row(first, a.top), write = Rule::write_row(first, a.top);
-  const int rows = g.down * kRows;
+  const int rows = g.down * kRows, read = Rule::read_row(first, a.top);
   const Stretch in = stretch_of(g, plane, planes, read, read + Rule::read_rows(rows), a.h, a.w);
-  const Stretch out = stretch_of(g, plane, planes, write, write + rows, a.ho, a.wo);
+  const Stretch out = stretch_of(g, plane, planes, first, first + rows, a.ho, a.wo);
   const Copied<T> image = copy_stretch(a.in, in, shared_memory<T>());
   float* staged_taps = reinterpret_cast<float*>(image.behind);  // [planes, K * K]
   T* staged = reinterpret_cast<T*>(staged_taps + ceil_div(planes * K * K, kVector) * kVector);
@@ -98,7 +94,7 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
   for (int patch = thread; patch < planes * g.down * g.across; patch += threads) {
     const int p = g.per_plane.quotient(patch), in_plane = patch - p * g.per_plane.divisor;
     const int down = g.per_row.quotient(in_plane), across = in_plane - down * g.across;
-    const int row = first + down * kRows, ox = across * kColumns, oy = Rule::write_row(row, a.top);
+    const int oy = first + down * kRows, ox = across * kColumns;
     if (oy >= a.ho) continue;
     float taps[K][K], sums[kRows][kColumns];
 #pragma unroll
@@ -106,7 +102,7 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
     const float bias = a.bias != nullptr ? to_acc(a.bias[a.channels.remainder(channel + p)]) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
-    const int iy = Rule::read_row(row, a.top), ix = Rule::read_column(ox, a.left);
+    const int iy = Rule::read_row(oy, a.top), ix = Rule::read_column(ox, a.left);
     int at = image.at + ((p * a.h + iy - in.row) * a.w + ix) * static_cast<int>(sizeof(T));
     const int above = -iy, below = a.h - iy;  // windows begin fewer than K rows above the image
     const WindowRow<T, Rule::kReadColumns> window(ix, a.w);
@@ -119,7 +115,7 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
     T* to = staged + skipped<T>(out) + (p * a.ho + oy - out.row) * a.wo + ox;
 #pragma unroll
     for (int o = 0; o < kRows; ++o, to += a.wo) {
-      const int columns = o < a.ho - oy && (o > 0 || oy >= 0) ? a.wo - ox : 0;
+      const int columns = o < a.ho - oy ? a.wo - ox : 0;
 #pragma unroll
       for (int t = 0; t < kColumns; t += kPair) {
         Pack<T, kPair> pack;
@@ -173,9 +169,8 @@ PlanePass<T> plane_pass(const DepthwiseSizes& s, const void* in, const void* wei
 template <class T, class Rule, bool kMoments>
 Bands pass_bands(const PlanePass<T>& a) {
   constexpr int kMost = kMoments ? kBandThreads : kMostPatches;
-  const int rows = a.ho - Rule::write_row(0, a.top);
-  return bands_of(1, a.planes, rows, a.wo, Rule::kRows, Rule::kColumns, kMost, [&](int64_t planes, int64_t down) {
-    const bool whole = down * Rule::kRows >= rows;
+  return bands_of(1, a.planes, a.ho, a.wo, Rule::kRows, Rule::kColumns, kMost, [&](int64_t planes, int64_t down) {
+    const bool whole = down * Rule::kRows >= a.ho;
     const int64_t out = down * Rule::kRows, in = Rule::read_rows(static_cast<int>(out));
     const int64_t taps = stretch_bytes<float>(planes, Rule::kTaps, Rule::kTaps);
     return window_bytes<T>(planes, whole ? a.h : std::min<int64_t>(in, a.h), a.w) + taps +
@@ -223,8 +218,12 @@ int planes_dx(const DepthwiseConv2dBackward& a, void* stream) {
       pass.turned = true;
       return run_planes<T, Convolve<T, K, 1, R>, false>(pass, stream);
     } else {
-      return s.left % 2 == 0 ? run_planes<T, Spread<T, K, false>, false>(pass, stream)
-                             : run_planes<T, Spread<T, K, true>, false>(pass, stream);
+      int code = cudaErrorInvalidValue;
+      visit_bool(s.top % 2 != 0, [&]<bool kTop>() {
+        visit_bool(s.left % 2 != 0,
+                   [&]<bool kLeft>() { code = run_planes<T, Spread<T, K, kTop, kLeft>, false>(pass, stream); });
+      });
+      return code;
     }
   });
 }
