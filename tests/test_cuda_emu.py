@@ -222,6 +222,52 @@ def test_depthwise_patches_of_several_slices_and_tiles(shape, dtype, geometry, m
     check_depthwise(shape, geometry, {"layout": "channels_last", "dtype": dtype}, monkeypatch)
 
 
+# Of contiguous images. By what the kernels do with them: bands of rows; two rounds of patches, and rows of an odd
+# length; more patches in a row than threads; images smaller than their kernels; several planes of a block, the last of
+# them fewer, that begin anywhere.
+PLANES = {
+    "bands": (1, 3, 75, 150),
+    "rounds": (2, 3, 61, 99),
+    "wide": (1, 2, 10, 510),
+    "too_wide": (1, 1, 4, 516),
+    "small": (5, 7, 2, 3),
+    "planes": (9, 121, 7, 7),
+    "many_planes": (16, 210, 3, 5),
+}
+
+
+PLANE_GEOMETRIES = {name: depthwise.GEOMETRIES[name] for name in ("3x3", "3x3_stride2", "5x5", "5x5_stride2", "7x7")}
+PLANE_GEOMETRIES |= {  # more padding on one side than on the other
+    "3x3_aside": ((3, 3), (1, 1), (2, 0, 0, 2), (1, 1)),
+    "3x3_tf_same": depthwise.GEOMETRIES["3x3_tf_same"],
+    "3x3_stride2_aside": ((3, 3), (2, 2), (1, 1, 0, 2), (1, 1)),
+    "5x5_stride2_aside": ((5, 5), (2, 2), (2, 1, 3, 0), (1, 1)),
+    "5x5_stride2_tf_same": ((5, 5), (2, 2), (1, 2, 1, 2), (1, 1)),
+    "7x7_aside": ((7, 7), (1, 1), (6, 1, 0, 5), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("shape", PLANES)
+@pytest.mark.parametrize("geometry", PLANE_GEOMETRIES)
+def test_depthwise_planes_of_several_bands_and_groups(geometry, shape, monkeypatch):
+    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    dtype = dtypes[(list(PLANES).index(shape) + list(PLANE_GEOMETRIES).index(geometry)) % len(dtypes)]
+    geometry = PLANE_GEOMETRIES[geometry]
+    inputs = depthwise.make("cpu", PLANES[shape], "contiguous", dtype, geometry[0])
+    compare(depthwise.function(geometry), depthwise.reference_of(geometry), [inputs], str(geometry), monkeypatch)
+
+
+def test_depthwise_planes_of_a_block_in_two_rounds(monkeypatch):
+    check_depthwise((17, 95, 2, 260), "3x3", {"layout": "contiguous", "dtype": torch.bfloat16}, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", ["bands", "rounds", "many_planes"])
+def test_depthwise_planes_with_their_statistics(shape, monkeypatch):
+    for dtype, name in zip((torch.bfloat16, torch.float16), ("strided", "plain")):
+        form = {"layout": "contiguous", "dtype": dtype, "form": name}
+        check_block(PLANES[shape], form, True, block.OPTIONS, monkeypatch)
+
+
 @pytest.mark.parametrize("act", depthwise._codes.INPUT_ACTIVATIONS)
 def test_depthwise_activation_of_inference(act):
     inputs = depthwise.make("cpu", (2, 16, 7, 9), "channels_last")
@@ -345,6 +391,7 @@ def test_optimizer_norms_of_gradients(dtype):
 def test_kernels_under_sanitizers():
     env = sanitizer_environment()
     paths = "every_path or several_chunks or images_do_not_mix or optimizer or (depthwise_geometry and not multiplier)"
+    paths += " or depthwise_planes"
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-k", paths, __file__]
     result = subprocess.run(command, cwd=emulator.TESTS, env=env, capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]

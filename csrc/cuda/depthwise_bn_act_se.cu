@@ -7,7 +7,7 @@
 //   backward  dy, z -> dz
 #include "cuda/batch_sums.h"
 #include "cuda/depthwise_pass.h"
-#include "cuda/depthwise_patches.h"
+#include "cuda/depthwise_planes.h"
 #include "depthwise_bn_act_se.h"
 
 namespace fusedtrain::cuda {
@@ -66,6 +66,12 @@ int convolve_patches(const BnActConv& a, void* stream) {
   const PatchTiles g = forward_patches<K, S>(s);
   const int code = run_patches<T, K, S, true>(pass, g, stream);
   return code != cudaSuccess ? code : finish_moments<float>(a, g.blocks, stream);
+}
+
+int convolve_planes(const BnActConv& a, void* stream) {
+  const DepthwiseConv2d conv{a.sizes, Activation::kIdentity, a.x, a.weight, a.bias, a.z, nullptr};
+  const int code = planes_forward(conv, static_cast<float*>(a.partial), stream);
+  return code != cudaSuccess ? code : finish_moments<float>(a, planes_parts(a.sizes), stream);
 }
 
 // The images of z as statistics over the batch see them.
@@ -393,6 +399,7 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
                                     : tiles_of<8, float>(s, s.c * s.m, s.ho, s.wo, true).chunks;
     parts = std::max(parts, s.n * chunks);
   }
+  if (has_planes(s)) parts = std::max(parts, planes_parts(s));
   if (has_patches(s)) {
     const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
       parts = std::max(parts, forward_patches<K, S>(s).blocks);
@@ -405,6 +412,7 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
 
 int bn_act_conv(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (has_planes(s) && s.n > 0 && is_aligned(a.x, a.z)) return convolve_planes(a, stream);
   if (gathers_moments(s) && has_patches(s) && is_aligned(a.x, a.z)) {
     return visit_patches(s, [&]<class T, int K, int S>() -> int {
       if constexpr (K > kMostMomentTaps)

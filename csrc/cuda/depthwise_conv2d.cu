@@ -1,10 +1,11 @@
-// depthwise_conv2d on CUDA: forward and dx. dw and db: depthwise_conv2d_dw.cu.
+// depthwise_conv2d on CUDA: forward and dx. dw and db: depthwise_conv2d_dw.cu. Usual kernels on contiguous images:
+// depthwise_conv2d_planes.cu.
 //
 //   forward               out[o] = act(bias[o] + sum weight[o, ky, kx] * in[o / m, oy * sh + ky * dil_h - top, ...])
 //   dx for stride 1       the same with the taps turned round, over the m outputs of each channel
 //   dx for other strides  out[o, iy, ix] = sum over the taps for which (iy + top - ky * dil_h) / sh is an output row
 #include "cuda/depthwise_pass.h"
-#include "cuda/depthwise_patches.h"
+#include "cuda/depthwise_planes.h"
 
 namespace fusedtrain::cuda {
 namespace {
@@ -62,6 +63,9 @@ int patches_dx(const DepthwiseConv2dBackward& a, void* stream) {
 
 int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (a.act == Activation::kIdentity && has_planes(s) && is_aligned(a.x, a.y)) {
+    return planes_forward(a, nullptr, stream);
+  }
   if (a.act == Activation::kIdentity && has_patches(s) && is_aligned(a.x, a.y)) {
     return visit_patches(s, [&]<class T, int K, int S>() {
       return run_patches<T, K, S, false>(patch_pass<T>(s, a.x, a.weight, a.bias, a.y), forward_patches<K, S>(s),
@@ -83,6 +87,7 @@ int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
 
 int depthwise_conv2d_dx(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (has_planes(s) && is_aligned(a.dy, a.dx)) return planes_dx(a, stream);
   if (has_patches(s) && is_aligned(a.dy, a.dx)) {
     return visit_patches(s, [&]<class T, int K, int S>() { return patches_dx<T, K, S>(a, stream); });
   }

@@ -3,10 +3,10 @@
 //   dw[o, ky, kx] = sum_{n, oy, ox} dy[o, oy, ox] * x[o / m, oy * sh + ky * dil_h - top, ox * sw + kx * dil_w - left]
 //   db[o]         = sum_{n, oy, ox} dy[o, oy, ox]
 //
-// Usual shapes take the patches of depthwise_patches.h. Of others a thread keeps the sums of one kernel row (of up to 7
-// taps), so x and dy come from memory once and from L1 for the other rows. Blocks sum over chunks of all images; a
-// second kernel adds the chunks in a fixed order: no atomics.
-#include "cuda/depthwise_patches.h"
+// Usual shapes take the patches of depthwise_patches.h, or of depthwise_planes.h where images are contiguous. Of others
+// a thread keeps the sums of one kernel row (of up to 7 taps), so x and dy come from memory once and from L1 for the
+// other rows. Blocks sum over chunks of all images; a second kernel adds the chunks in a fixed order: no atomics.
+#include "cuda/depthwise_planes.h"
 
 namespace fusedtrain::cuda {
 namespace {
@@ -248,6 +248,7 @@ int patches_dw(const DepthwiseConv2dBackward& a, void* stream) {
 
 int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
   int64_t chunks = chunks_of(s);  // which kernels run depends on the pointers, too
+  if (has_planes(s)) chunks = std::max(chunks, planes_dw_parts(s));
   if (has_patches(s)) {
     const int code = visit_patches(s, [&]<class T, int K, int S>() -> int {
       chunks = std::max(chunks, dots_patches<K, S>(s).blocks);
@@ -260,6 +261,11 @@ int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
 
 int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
+  if (a.dw != nullptr && has_planes(s) && is_aligned(a.dy, a.x)) {
+    const int code = planes_dw(a, stream);
+    if (code != cudaSuccess) return code;
+    return visit_element(s.dtype, [&]<class T>() { return finish<T>(a, planes_dw_parts(s), stream); });
+  }
   if (a.dw != nullptr && has_patches(s) && is_aligned(a.dy, a.x)) {
     return visit_patches(s, [&]<class T, int K, int S>() { return patches_dw<T, K, S>(a, stream); });
   }

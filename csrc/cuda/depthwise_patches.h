@@ -1,7 +1,7 @@
 #pragma once
 // The depthwise CUDA kernels for what networks are made of: channels_last images, channels in whole 16-byte vectors,
-// kernels of 3x3 and 5x5 taps with strides of 1 and 2 and of 7x7 with a stride of 1. Everything else: depthwise_pass.h
-// and depthwise_conv2d_dw.cu.
+// kernels of 3x3 and 5x5 taps with strides of 1 and 2 and of 7x7 with a stride of 1. Contiguous images:
+// depthwise_planes.h. Everything else: depthwise_pass.h and depthwise_conv2d_dw.cu.
 //
 // A block takes a tile of the output: some rows and columns of up to 128 bytes of channels. It copies what the tile
 // reads into shared memory, zeros where the image ends, all of it under way at once; other blocks compute meanwhile. A
@@ -100,14 +100,19 @@ __device__ __forceinline__ void store_pair(T* p, const Pack<T, kPair>& pack) {
   *reinterpret_cast<Word*>(p) = word;
 }
 
-// 16 bytes from global to shared memory, or zeros; they have arrived after await_copies.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
+// `bytes` of 16 from global to shared memory, and zeros behind them; they have arrived after await_copies.
+__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
   const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  const int bytes = inside ? kVectorBytes : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 #else
-  *static_cast<uint4*>(to) = inside ? *static_cast<const uint4*>(from) : uint4{};
+  if (bytes == kVectorBytes) {
+    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+  } else {
+    for (int i = 0; i < kVectorBytes; ++i) {
+      static_cast<char*>(to)[i] = i < bytes ? static_cast<const char*>(from)[i] : char{0};
+    }
+  }
 #endif
 }
 __device__ __forceinline__ void await_copies() {
@@ -132,7 +137,8 @@ __device__ __forceinline__ void copy_tile(const T* image, int64_t c, int h, int 
     const T* from = image + int64_t{row + r} * w * c + channel;
     for (int i = lane / kChunks; i < cols; i += kWarp / kChunks) {
       const bool inside = in_row && static_cast<unsigned>(col + i) < static_cast<unsigned>(w);
-      copy_async(to + (r * cols + i) * kPixel + chunk * kEach, inside ? from + int64_t{col + i} * c : image, inside);
+      copy_async(to + (r * cols + i) * kPixel + chunk * kEach, inside ? from + int64_t{col + i} * c : image,
+                 inside ? kVectorBytes : 0);
     }
   }
 }
@@ -405,16 +411,20 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) dots_kernel(Pa
 
 // --- launchers ------------------------------------------------------------------------------------------------------
 
-// Whether these kernels take the shape.
-inline bool has_patches(const DepthwiseSizes& s) {
-  const bool kernel = s.kh == s.kw && (s.kh == 3 || s.kh == 5 || (s.kh == 7 && s.sh == 1));
-  const int64_t bytes = s.c * (s.dtype == DType::kFloat32 ? 4 : 2);
-  return kernel && s.layout == Layout::kChannelsLast && s.dtype != DType::kFloat64 && s.m == 1 &&
-         bytes % kVectorBytes == 0 && s.sh == s.sw && s.sh <= 2 && s.dil_h == 1 && s.dil_w == 1 &&
+// Kernels of networks, and images whose pixels an int counts.
+inline bool has_usual_kernel(const DepthwiseSizes& s) {
+  return s.kh == s.kw && (s.kh == 3 || s.kh == 5 || (s.kh == 7 && s.sh == 1)) && s.dtype != DType::kFloat64 &&
+         s.m == 1 && s.sh == s.sw && s.sh <= 2 && s.dil_h == 1 && s.dil_w == 1 &&
          s.n * std::max(s.h, s.ho) * std::max(s.w, s.wo) <= kMaxGrid;
 }
 
-// f.template operator()<T, K, S>()
+// Whether these kernels take the shape.
+inline bool has_patches(const DepthwiseSizes& s) {
+  const int64_t bytes = s.c * (s.dtype == DType::kFloat32 ? 4 : 2);
+  return s.layout == Layout::kChannelsLast && bytes % kVectorBytes == 0 && has_usual_kernel(s);
+}
+
+// For usual kernels: f.template operator()<T, K, S>()
 template <class F>
 [[nodiscard]] int visit_patches(const DepthwiseSizes& s, F&& f) {
   return visit_element(s.dtype, [&]<class T>() -> int {

@@ -1,6 +1,6 @@
 #pragma once
-// How the depthwise CUDA kernels for unusual shapes (usual ones: depthwise_patches.h) share out an image: to every
-// thread a run of columns of one row, in a pack of channels.
+// How the depthwise CUDA kernels for unusual shapes (usual ones: depthwise_patches.h and depthwise_planes.h) share out
+// an image: to every thread a run of columns of one row, in a pack of channels.
 //
 // No tile of x stands in shared memory: a thread keeps the columns that its run reads in registers, and neighbours find
 // the rows they share in L1. Shared memory holds the weights, as acc, [tap][channel of the block].
