@@ -50,6 +50,7 @@ struct BatchNormUpdate {
   const void* m2;      // acc [c]
   void* running_mean;  // running_dtype [c], or null
   void* running_var;   // running_dtype [c], or null; takes m2 / (count - 1)
+  int64_t* batches;    // [1] or null; counted up, on the CPU by the caller
   void* rstd;          // acc [c]
 };
 

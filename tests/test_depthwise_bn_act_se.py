@@ -259,7 +259,7 @@ def test_a_training_block_calls_one_operator_in_each_direction(device, kernels, 
         pytest.skip("its kernels are launched from Python, which calls them all the same")
     skip_unless_runs(kernels, device)
     inputs = {name: t.requires_grad_() for name, t in make(device, layout="channels_last", form=form).items()}
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function(inputs)(*inputs.values()).sum().backward()
     called = [event.name for event in profile.events() if event.name.startswith("fusedtrain::")]
     assert called == ["fusedtrain::depthwise_bn_act_se_train_", "fusedtrain::depthwise_bn_act_se_train_backward"]

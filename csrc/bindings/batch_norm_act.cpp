@@ -127,8 +127,9 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const 
   return {mean, m2};
 }
 
-Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
-                              const std::optional<Tensor>& running_var, double count, double momentum, double eps) {
+Tensor batch_norm_act_update(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
+                             const std::optional<Tensor>& running_var, const std::optional<Tensor>& batches,
+                             double count, double momentum, double eps) {
   const int64_t c = mean.numel();
   const auto dense = [&](const char* name, const Tensor& t) {
     STD_TORCH_CHECK(t.numel() == c && t.is_contiguous() && t.is_cuda() == mean.is_cuda(), "fusedtrain: ", name,
@@ -140,6 +141,9 @@ Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::o
   if (running_var) dense("running_var", *running_var);
   STD_TORCH_CHECK(mean.scalar_type() == acc_type(mean) && m2.scalar_type() == mean.scalar_type(),
                   "fusedtrain: mean and m2 must be float32 or float64");
+  STD_TORCH_CHECK(!batches || (batches->scalar_type() == ScalarType::Long && batches->numel() == 1 &&
+                               batches->is_cuda() == mean.is_cuda()),
+                  "fusedtrain: num_batches_tracked must be one int64 on the device of mean");
   const std::optional<Tensor>& running = running_mean ? running_mean : running_var;
   STD_TORCH_CHECK(!running_mean || !running_var || running_mean->scalar_type() == running_var->scalar_type(),
                   "fusedtrain: running_mean and running_var must have one dtype");
@@ -156,8 +160,10 @@ Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::o
                           .m2 = m2.const_data_ptr(),
                           .running_mean = running_mean ? running_mean->mutable_data_ptr() : nullptr,
                           .running_var = running_var ? running_var->mutable_data_ptr() : nullptr,
+                          .batches = batches ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr,
                           .rstd = rstd.mutable_data_ptr()};
   if (!mean.is_cuda()) {
+    if (a.batches != nullptr) ++*a.batches;
     parallel_items(0, c, 5, [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_update<I>(a, b, e); });
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("batch_norm_act_update_", mean);
@@ -248,15 +254,18 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
 
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(const Tensor& x, const std::optional<Tensor>& running_mean,
-                                                         const std::optional<Tensor>& running_var,
-                                                         const std::optional<Tensor>& weight,
-                                                         const std::optional<Tensor>& bias,
-                                                         const std::optional<Tensor>& residual, double momentum,
-                                                         double eps, int64_t act, bool residual_after) {
+Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
+                              const std::optional<Tensor>& running_var, double count, double momentum, double eps) {
+  return batch_norm_act_update(mean, m2, running_mean, running_var, {}, count, momentum, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(
+    const Tensor& x, const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
+    const std::optional<Tensor>& batches, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, double momentum, double eps, int64_t act, bool residual_after) {
   const auto [mean, m2] = batch_norm_act_stats(x);
   const Tensor rstd =
-      batch_norm_act_update_(mean, m2, running_mean, running_var, batch_norm_act_count(x), momentum, eps);
+      batch_norm_act_update(mean, m2, running_mean, running_var, batches, batch_norm_act_count(x), momentum, eps);
   return {batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after), mean, rstd};
 }
 

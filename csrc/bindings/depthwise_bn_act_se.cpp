@@ -269,13 +269,13 @@ using Optional = std::optional<Tensor>;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Optional, Optional, Optional, Optional> depthwise_bn_act_se_train_(
     const Tensor& x, const Tensor& kernel, const Optional& bias, const Optional& running_mean,
-    const Optional& running_var, const Optional& norm_weight, const Optional& norm_bias, const Optional& w1,
-    const Optional& b1, const Optional& w2, const Optional& b2, double momentum, double eps, const Ints& stride,
-    const Ints& padding, const Ints& dilation, int64_t act, int64_t se_act, int64_t gate_act) {
+    const Optional& running_var, const Optional& batches, const Optional& norm_weight, const Optional& norm_bias,
+    const Optional& w1, const Optional& b1, const Optional& w2, const Optional& b2, double momentum, double eps,
+    const Ints& stride, const Ints& padding, const Ints& dilation, int64_t act, int64_t se_act, int64_t gate_act) {
   STD_TORCH_CHECK(w1.has_value() == w2.has_value(), "fusedtrain: both weights of the gate or none expected");
   const auto [z, mean, m2] = depthwise_bn_act_se_conv(x, kernel, bias, stride, padding, dilation);
   const Tensor rstd =
-      batch_norm_act_update_(mean, m2, running_mean, running_var, batch_norm_act_count(z), momentum, eps);
+      batch_norm_act_update(mean, m2, running_mean, running_var, batches, batch_norm_act_count(z), momentum, eps);
   if (!w1)
     return {batch_norm_act(z, mean, rstd, norm_weight, norm_bias, {}, act, false), z, mean, rstd, {}, {}, {}, {}};
   const Gated to = gated(z, mean, rstd, norm_weight, norm_bias, *w1, b1, *w2, b2, act, se_act, gate_act, {}, false);

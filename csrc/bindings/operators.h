@@ -31,8 +31,9 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x);
 // How many values of a channel these are taken from.
 double batch_norm_act_count(const Tensor& x);
-Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
-                              const std::optional<Tensor>& running_var, double count, double momentum, double eps);
+Tensor batch_norm_act_update(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
+                             const std::optional<Tensor>& running_var, const std::optional<Tensor>& batches,
+                             double count, double momentum, double eps);
 Tensor batch_norm_act(const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act,
                       bool residual_after);

@@ -125,6 +125,7 @@ template <class A, class Running>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) update_kernel(BatchNormUpdate a) {
   const int64_t channel = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (channel >= a.c) return;
+  if (channel == 0 && a.batches != nullptr) ++*a.batches;
   const A m2 = static_cast<const A*>(a.m2)[channel];
   static_cast<A*>(a.rstd)[channel] = A(1) / sqrt(m2 * A(1 / a.count) + A(a.eps));
   move(static_cast<Running*>(a.running_mean), channel, static_cast<const A*>(a.mean)[channel], A(a.momentum));

@@ -29,16 +29,21 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def arguments(layer: nn.Module) -> tuple:
-    """Returns what ``ops.batch_norm_act`` takes behind x for this call of ``layer``; counts the batch as that does."""
-    momentum = 0.0 if layer.momentum is None else layer.momentum
-    batches = layer.num_batches_tracked if layer.training and layer.track_running_stats else None
-    if batches is not None:
-        batches.add_(1)
-        if layer.momentum is None:  # the plain average of all batches
-            momentum = 1.0 / float(batches)
+    """Returns what ``ops.batch_norm_act`` takes behind x for this call of ``layer``, but for its :func:`counter`."""
+    momentum = layer.momentum
+    if momentum is None:  # the plain average of all batches
+        momentum, batches = 0.0, layer.num_batches_tracked
+        if layer.training and layer.track_running_stats and batches is not None:
+            momentum = 1.0 / float(batches.add_(1))
     keeps = layer.track_running_stats or not layer.training
     running = (layer.running_mean, layer.running_var) if keeps else (None, None)
     return *running, layer.weight, layer.bias, takes_batch(layer), momentum, layer.eps
+
+
+def counter(layer: nn.Module) -> Tensor | None:
+    """Returns the number of batches that this call of ``layer`` is to count up, unless :func:`arguments` has."""
+    counts = layer.training and layer.track_running_stats and layer.momentum is not None
+    return layer.num_batches_tracked if counts else None
 
 
 def takes_batch(layer: nn.Module) -> bool:
@@ -87,6 +92,7 @@ def normalise(
         residual_after=residual_after,
         process_group=process_group,
         moments=moments,
+        num_batches_tracked=counter(layer),
     )
     return shaped_as(y, x) if of_any_shape else y
 

@@ -199,7 +199,8 @@ def _is_before_norm(layer: nn.Module) -> bool:
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
     group = norms.group_of(norm)
     layers = (conv.weight, conv.bias, *norms.arguments(norm))
-    return pointwise_conv2d_norm(x, *layers, stride=conv.stride, act=act, process_group=group)
+    options = {"stride": conv.stride, "act": act, "process_group": group, "num_batches_tracked": norms.counter(norm)}
+    return pointwise_conv2d_norm(x, *layers, **options)
 
 
 def _gated(
@@ -216,6 +217,7 @@ def _gated(
         relu=relu,
         process_group=norms.group_of(norm),
         moments=moments,
+        num_batches_tracked=norms.counter(norm),
     )
 
 
@@ -233,6 +235,7 @@ def _as_one(
         se_act=se_act,
         gate=gate_act,
         process_group=norms.group_of(norm),
+        num_batches_tracked=norms.counter(norm),
         projection=None if project is None else (project.weight, project.bias),
         groups=conv.groups,
     )

@@ -153,6 +153,16 @@ def wanted(gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[T
     return [gradient if need else None for gradient, need in zip(gradients, needed)]
 
 
+def autocast_apart(x: Tensor, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """:func:`autocast`, but that autograd learns of the cast of ``x`` alone: for Functions that take the weights as
+    they are, and cast their gradients."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, *weights
+    (x,) = autocast(x)
+    with torch.no_grad():
+        return x, *autocast(x, *weights)[1:]
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts as autocast does for convolutions: float32, bfloat16 and float16 to the autocast dtype."""
     if not torch._C._is_any_autocast_enabled():

@@ -90,8 +90,8 @@ _CONV, _CODES = "int[] stride, int[] padding, int[] dilation", "int act, int se_
 # Compiled only, never traced. Steps on tables of addresses that fusedtrain._host.Gatherer fills, of tensors on the
 # device of `like`; and several of the operators above in one call, for the dispatcher takes as long as small kernels.
 UNTRACED = {
-    "batch_norm_act_train_": "(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight,"
-    " Tensor? bias, Tensor? residual, float momentum, float eps, int act, bool residual_after)"
+    "batch_norm_act_train_": "(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches,"
+    " Tensor? weight, Tensor? bias, Tensor? residual, float momentum, float eps, int act, bool residual_after)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     "batch_norm_act_train_backward": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, int act, bool residual_after, bool need_dresidual)"
@@ -99,8 +99,8 @@ UNTRACED = {
     "depthwise_bn_act_se_scale": "(Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor gate,"
     " int act) -> Tensor y",
     "depthwise_bn_act_se_train_": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean,"
-    " Tensor(b!)? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2,"
-    f" float momentum, float eps, {_CONV}, {_CODES})"
+    " Tensor(b!)? running_var, Tensor(c!)? batches, Tensor? norm_weight, Tensor? norm_bias, Tensor? w1, Tensor? b1,"
+    f" Tensor? w2, Tensor? b2, float momentum, float eps, {_CONV}, {_CODES})"
     " -> (Tensor y, Tensor z, Tensor mean, Tensor rstd, Tensor? pooled, Tensor? hidden, Tensor? logits, Tensor? gate)",
     "depthwise_bn_act_se_train_backward": "(Tensor dy, Tensor x, Tensor weight, Tensor z, Tensor mean, Tensor rstd,"
     " Tensor? norm_weight, Tensor? norm_bias, Tensor? w1, Tensor? w2, Tensor? pooled, Tensor? hidden, Tensor? logits,"

@@ -332,6 +332,7 @@ def batch_norm_act(
     residual_after: bool = False,
     process_group=None,
     moments: tuple[Tensor, Tensor] | None = None,
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     r"""Normalises every channel over the batch, then activates, with a residual added before or after the activation.
 
@@ -357,6 +358,7 @@ def batch_norm_act(
         moments: mean of ``x`` over this process's batch and its sum of squares about the mean, each ``[C]`` in float32
             (float64 for float64), where the op that made ``x`` gathered them; for training. They are not checked
             against ``x``, and stock PyTorch takes its own.
+        num_batches_tracked: one int64, counted up in training, or None.
 
     Returns:
         ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside
@@ -384,7 +386,9 @@ def batch_norm_act(
     code = _codes.code("act", act, _codes.ACTIVATIONS)
     group = process_group if training else None
     impl = select("batch_norm_act", IMPLS, x, group is not None, residual is not None and not residual_after)
+    counter = num_batches_tracked if training else None
     if group is None and (impl.backward is None or x.numel() == 0):
+        _count_up(counter)
         statistics = (running_mean, running_var, weight, bias, training, momentum, eps)
         return reference(x, *statistics, act, residual, residual_after)
     if impl.backward is None:
@@ -395,14 +399,20 @@ def batch_norm_act(
     y = None
     with torch.no_grad():
         if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
-            running, tail = (running_mean, running_var), (momentum, eps, code, residual_after)
+            running, tail = (running_mean, running_var, counter), (momentum, eps, code, residual_after)
             (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _count(x)
         else:
+            _count_up(counter)
             mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if recording:
         options = count, code, residual_after, group, impl, y
         return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, options)
     return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after) if y is None else y
+
+
+def _count_up(batches: Tensor | None) -> None:
+    if batches is not None:
+        batches.add_(1)
 
 
 def _count(x: Tensor) -> float:

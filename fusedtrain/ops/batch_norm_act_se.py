@@ -14,6 +14,7 @@ from fusedtrain.ops.batch_norm_act import (
     _check_moments,
     _check_residual,
     _check_statistics,
+    _count_up,
     _statistics,
     batch_norm_act,
 )
@@ -61,6 +62,7 @@ def batch_norm_act_se(
     relu: bool = False,
     process_group=None,
     moments: tuple[Tensor, Tensor] | None = None,
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """``squeeze_excite`` of what ``batch_norm_act`` returns, with the arguments of both; ``act`` takes what is
     ``in_act`` there. ``residual``, of the shape and dtype of x, is added to that, and with ``relu`` ReLU follows the
@@ -75,7 +77,8 @@ def batch_norm_act_se(
     running, affine = (running_mean, running_var), (weight, bias)
     if impl.backward is None or x.numel() == 0:
         norm = (*running, *affine, training, momentum, eps)
-        a = batch_norm_act(x, *norm, act=act, process_group=process_group, moments=moments)
+        others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
+        a = batch_norm_act(x, *norm, act=act, **others)
         y = squeeze_excite(a, *se, act=se_act, gate=gate)
         y = y if residual is None else y + residual
         return y.relu() if relu else y
@@ -93,6 +96,7 @@ def batch_norm_act_se(
     recording = _common.needs_autograd(x, *affine, *se, residual)  # before running statistics move
     x = _common.dense(x)
     residual = None if residual is None else _common.dense_like(residual, x)
+    _count_up(num_batches_tracked if training else None)
     with torch.no_grad():
         mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
     if recording:

@@ -24,6 +24,7 @@ from fusedtrain.ops.batch_norm_act import (
     _all_reduced,
     _check_statistics,
     _count,
+    _count_up,
     _fake_stats,
     _statistics,
     batch_norm_act,
@@ -52,10 +53,10 @@ def reference(x, conv, norm, se, geometry, act: str, se_act: str, gate: str) -> 
     return a if se is None else gate_reference(a, *se, se_act, gate, "avg", "identity")
 
 
-def _single_ops(x, conv, norm, se, geometry, act: str, se_act: str, gate: str, group) -> Tensor:
+def _single_ops(x, conv, norm, se, geometry, act: str, se_act: str, gate: str, group, counter) -> Tensor:
     """The same by the three ops, each on the backend that it chooses, or that is forced."""
     z = depthwise_conv2d(x, *conv, *geometry)
-    a = batch_norm_act(z, *norm, act=act, process_group=group)
+    a = batch_norm_act(z, *norm, act=act, process_group=group, num_batches_tracked=counter)
     return a if se is None else squeeze_excite(a, *se, act=se_act, gate=gate)
 
 
@@ -167,6 +168,12 @@ def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
 
 
+def _of_the_weights(ctx, grads, needed) -> list[Tensor | None]:
+    """Those of ``grads`` that are needed, of weights in the dtypes that they have."""
+    grads = _common.wanted(grads, needed)
+    return [g if g is None or kind is None else _common.cast(g, kind) for g, kind in zip(grads, ctx.kinds)]
+
+
 def _in_one_call(ctx, x: Tensor) -> bool:
     own = ctx.conv_backward is None and ctx.group is None and ctx.count is not None
     return own and ctx.impl.train_backward is not None and _common.untraced(x)
@@ -179,7 +186,7 @@ def _all_gradients(ctx, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1
     tail = (*ctx.geometry, *ctx.codes, *need_conv, any(need_se))
     *grads, dgamma, dbeta, dw1, db1, dw2, db2 = ctx.impl.train_backward(*inputs, *(small or _NO_GATE[:3]), *tail)
     return (
-        *_common.wanted(grads, need_conv),
+        *_of_the_weights(ctx, grads, need_conv),
         _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
         _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
         *(
@@ -212,12 +219,15 @@ def _convolutions(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, geometry) -
 class _DepthwiseBnActSe(torch.autograd.Function):
     """z, mean and rstd have been computed from x, and ``made`` from these: y and vectors of the gate, or None.
 
-    ``count`` is as in batch_norm_act.
+    ``kernel`` is what autocast has made of ``weight``, or None where that is ``weight`` itself; ``count`` is as in
+    batch_norm_act.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm_weight, norm_bias, w1, b1, w2, b2, z, mean, rstd, options):
-        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made = options
+        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made, kernel = options
+        ctx.kinds = None, weight.dtype, None if bias is None else bias.dtype
+        weight = weight if kernel is None else kernel
         inputs = (z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2)
         y, *small = ctx.impl.forward(*inputs, *ctx.codes) if made is None else made
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small)
@@ -234,7 +244,7 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         grads = (None, None, None)
         if any(need_conv):
             grads = _conv_gradients(ctx, inputs, x, weight, ctx.codes[0], need_conv)
-        return *_common.wanted(grads, need_conv), *others, *(None,) * 4
+        return *_of_the_weights(ctx, grads, need_conv), *others, *(None,) * 4
 
 
 class _DepthwiseBnAct(torch.autograd.Function):
@@ -242,8 +252,9 @@ class _DepthwiseBnAct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm_weight, norm_bias, z, mean, rstd, options):
-        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made = options
-        ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
+        ctx.impl, ctx.conv_backward, ctx.codes, ctx.count, ctx.geometry, ctx.group, made, kernel = options
+        ctx.kinds = None, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight if kernel is None else kernel, z, mean, rstd, norm_weight, norm_bias)
         if made is not None:
             return made[0]
         return ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.codes[0], False)
@@ -267,7 +278,7 @@ class _DepthwiseBnAct(torch.autograd.Function):
                 sums = _all_reduced(*sums, ctx.group)
             grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, act, need_conv)
         return (
-            *_common.wanted(grads, need_conv),
+            *_of_the_weights(ctx, grads, need_conv),
             _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
             _common.cast(dbeta, norm[4].dtype) if need_dbeta else None,
             *(None,) * 4,
@@ -287,10 +298,15 @@ def _without_gate(norm: Impl, act: int, *inputs) -> Tensor:
 
 
 class _Projection(torch.autograd.Function):
-    """A 1x1 convolution of y that keeps what ``again`` makes y of, which the block keeps anyway, instead of y."""
+    """A 1x1 convolution of y that keeps what ``again`` makes y of, which the block keeps anyway, instead of y.
+
+    ``cast`` are weight and bias as autocast has them, or None where they are these.
+    """
 
     @staticmethod
-    def forward(ctx, y, weight, bias, again, *kept):
+    def forward(ctx, y, weight, bias, cast, again, *kept):
+        ctx.kinds = None, weight.dtype, None if bias is None else bias.dtype
+        weight, bias = (weight, bias) if cast is None else cast
         ctx.save_for_backward(weight, *kept)
         impl = select("pointwise_conv2d", PROJECTION_IMPLS, y, weight, bias, [1, 1])
         stock = impl.backward is None
@@ -304,7 +320,7 @@ class _Projection(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
         grads = ctx.run_backward(_common.dense_like(dout, y), y, weight, *ctx.options, needed)
-        return *_common.wanted(grads, needed), None, *(None,) * len(kept)
+        return *_of_the_weights(ctx, grads, needed), None, None, *(None,) * len(kept)
 
 
 # Elements of y: from here on computing it again costs about a hundredth of the step, see benchmarks/LOG.md.
@@ -359,6 +375,7 @@ def depthwise_bn_act_se(
     process_group=None,
     projection: tuple[Tensor, Tensor | None] | None = None,
     groups: int | None = None,
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     r"""Convolves every channel, normalises, activates, and scales by a gate: the middle of an inverted residual block.
 
@@ -389,6 +406,7 @@ def depthwise_bn_act_se(
         projection: weight ``[D, C * m, 1, 1]`` and bias (``[D]`` or None) of a 1x1 convolution to follow, in the dtype
             of ``x``. It does not keep a large :math:`y` but computes it again in backward.
         groups: C, to be compared with that of ``x``, as for :func:`depthwise_conv2d`.
+        num_batches_tracked: one int64, counted up in training, or None.
 
     Returns:
         ``[N, C * m, Ho, Wo]``, or what ``projection`` makes of it, in the dtype and memory format of ``x``; under
@@ -418,32 +436,36 @@ def depthwise_bn_act_se(
         _codes.code("se_act", se_act, _codes.ACTIVATIONS),
         _codes.code("gate", gate, _codes.ACTIVATIONS),
     ]
-    conv = _common.autocast(x, weight, bias)
+    apart = _common.untraced(x)
+    cast = _common.autocast_apart if apart else _common.autocast
+    conv = cast(x, weight, bias)
     geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
     _check(*conv, *running, *affine, se, training, process_group, output, groups)
-    after = () if projection is None else _common.autocast(x, *projection)[1:]
+    after = () if projection is None else cast(x, *projection)[1:]
     if after:
         _check_projection(conv[0], conv[1].shape[0], *after)
-    group = process_group if training else None
+    group, counter = (process_group, num_batches_tracked) if training else (None, None)
     impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
     if impl.backward is None or 0 in x.shape:
         norm = (*running, *affine, training, momentum, eps)
-        y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group)
-        return _product(y, *after, [1, 1])[0] if after else y
+        y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group, counter)
+        return _project(y, projection) if after else y
+    own = (weight, bias) if apart else conv[1:]
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
     if se is not None:
         se = _dense_weights(_weight_dtype(x, *se), se)
-    recording = _common.needs_autograd(x, weight, bias, *affine, *(se or ()))
+    recording = _common.needs_autograd(x, *own, *affine, *(se or ()))
     norm, moments, made = impl.norm, (), None
     with torch.no_grad():
         convolve, conv_backward = _convolutions(impl, x, weight, bias, geometry)
         gathers = training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward)
-        if gathers and group is None and impl.train is not None and _common.untraced(x):
-            inputs = (x, weight, bias, *running, *affine, *(se or _NO_GATE), momentum, eps)
+        if gathers and group is None and impl.train is not None and apart:
+            inputs = (x, weight, bias, *running, counter, *affine, *(se or _NO_GATE), momentum, eps)
             y, z, mean, rstd, *small, factors = impl.train(*inputs, *geometry, *codes)
             made, count = (y, *small), _count(z)
         else:
+            _count_up(counter)
             if gathers:
                 z, *moments = impl.convolve(x, weight, bias, *geometry)
             else:  # stock convolutions may be faster on CPUs
@@ -458,13 +480,20 @@ def depthwise_bn_act_se(
         again, kept = functools.partial(_with_factors, impl, codes[0]), (*kept, factors)
     if not recording:
         y = _common.in_format_of(again(*kept) if made is None else y, x)
-        return _product(y, *after, [1, 1])[0] if after else y
-    options = impl, conv_backward, codes, count, geometry, group, made
+        return _project(y, projection) if after else y
+    options = impl, conv_backward, codes, count, geometry, group, made, weight if apart else None
+    own = own if apart else (weight, bias)
     if se is None:
-        y = _DepthwiseBnAct.apply(x, weight, bias, *affine, z, mean, rstd, options)
+        y = _DepthwiseBnAct.apply(x, *own, *affine, z, mean, rstd, options)
     else:
-        y = _DepthwiseBnActSe.apply(x, weight, bias, *affine, *se, z, mean, rstd, options)
+        y = _DepthwiseBnActSe.apply(x, *own, *affine, *se, z, mean, rstd, options)
     y = _common.in_format_of(y, x)
     if not after:
         return y
-    return _Projection.apply(y, *after, again, *kept) if y.numel() >= _LARGE else _product(y, *after, [1, 1])[0]
+    if y.numel() < _LARGE:
+        return _project(y, projection)
+    return _Projection.apply(y, *(projection if apart else after), after if apart else None, again, *kept)
+
+
+def _project(y: Tensor, projection: tuple[Tensor, Tensor | None]) -> Tensor:
+    return _product(*_common.autocast(y, *projection), [1, 1])[0]

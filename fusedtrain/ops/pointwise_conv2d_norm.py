@@ -10,7 +10,14 @@ from torch import Tensor
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
-from fusedtrain.ops.batch_norm_act import _all_reduced, _check, _check_statistics, _statistics, batch_norm_act
+from fusedtrain.ops.batch_norm_act import (
+    _all_reduced,
+    _check,
+    _check_statistics,
+    _count_up,
+    _statistics,
+    batch_norm_act,
+)
 from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _by_kernel, _product
 
 
@@ -92,6 +99,7 @@ def pointwise_conv2d_norm(
     stride: int | tuple[int, int] = 1,
     act: str = "identity",
     process_group=None,
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
     x, weight, bias, stride = _arguments(x, weight, bias, stride)
@@ -99,12 +107,14 @@ def pointwise_conv2d_norm(
     running, affine, group = (running_mean, running_var), (norm_weight, norm_bias), process_group if training else None
     if not _meet(x, weight, bias, stride, z, group is not None):
         norm = (*running, *affine, training, momentum, eps)
-        return batch_norm_act(z, *norm, act=act, process_group=process_group, moments=moments)
+        others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
+        return batch_norm_act(z, *norm, act=act, **others)
     vectors = {"weight": norm_weight, "bias": norm_bias, "running_mean": running_mean, "running_var": running_var}
     _check(z, z.shape[1], **vectors)
     _check_statistics(z.shape, *running, training, group is not None)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()
+    _count_up(num_batches_tracked if training else None)
     with torch.no_grad():
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, (count, code, group, norm))
