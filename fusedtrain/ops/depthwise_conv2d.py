@@ -169,6 +169,12 @@ def _slower(direction: str):
     return slower
 
 
+def _has_planes(x: Tensor, weight: Tensor, stride) -> bool:
+    """Whether csrc/cuda/depthwise_planes.h takes contiguous images of this shape, faster than cuDNN in any case."""
+    kh, kw = weight.shape[2:]
+    return kh == kw in (3, 5, 7) and stride[0] == stride[1] <= (2 if kh < 7 else 1) and _common.is_less(x.shape[3], 513)
+
+
 def _slower_cuda(direction: str):
     """Where cuDNN was measured faster than the CUDA kernels on an H200 (benchmarks/LOG.md, 2026-11-26)."""
 
@@ -181,7 +187,7 @@ def _slower_cuda(direction: str):
                 where = "channels that fill no whole vectors"
             elif direction == "forward" and k == 3 and max(stride) == 2 and x.dtype == torch.float32:
                 where = "float32, stride 2"
-        elif direction == "forward" and k <= 5:
+        elif direction == "forward" and k <= 5 and not _has_planes(x, weight, stride):
             if max(stride) > 1:
                 where = "contiguous, stride 2"
             elif k == 5 and x.element_size() == 2:
