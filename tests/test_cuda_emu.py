@@ -143,6 +143,14 @@ def test_every_depthwise_geometry(geometry, form, layout, monkeypatch):
     check_depthwise(shape, geometry, {"layout": layout, "dtype": dtype, **options}, monkeypatch)
 
 
+@pytest.mark.parametrize("channels", [13, 16])  # with 13 images begin amid 16 bytes
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_depthwise_bits_depend_on_nothing_else(layout, channels):
+    inputs = depthwise.make("cpu", (3, channels, 17, 19), layout)
+    properties.assert_images_do_not_mix(depthwise.function("3x3"), inputs, ("x",))
+    properties.assert_frozen_inputs_change_nothing(depthwise.function(), inputs)
+
+
 @pytest.mark.parametrize("case", batch_norm.CASES, ids=cases.label)
 def test_batch_norm_act_is_as_good_as_torch_in_every_thread_order(case, monkeypatch):
     shape = cases.SHAPES[case["shape"]]

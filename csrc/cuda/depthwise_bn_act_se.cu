@@ -412,7 +412,7 @@ int64_t bn_act_conv_partial_size(const DepthwiseSizes& s) {
 
 int bn_act_conv(const BnActConv& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (has_planes(s) && s.n > 0 && is_aligned(a.x, a.z)) return convolve_planes(a, stream);
+  if (has_planes(s) && s.n > 0) return convolve_planes(a, stream);
   if (gathers_moments(s) && has_patches(s) && is_aligned(a.x, a.z)) {
     return visit_patches(s, [&]<class T, int K, int S>() -> int {
       if constexpr (K > kMostMomentTaps)

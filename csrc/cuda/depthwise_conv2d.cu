@@ -63,7 +63,7 @@ int patches_dx(const DepthwiseConv2dBackward& a, void* stream) {
 
 int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (a.act == Activation::kIdentity && has_planes(s) && is_aligned(a.x, a.y)) {
+  if (a.act == Activation::kIdentity && has_planes(s)) {
     return planes_forward(a, nullptr, stream);
   }
   if (a.act == Activation::kIdentity && has_patches(s) && is_aligned(a.x, a.y)) {
@@ -87,7 +87,7 @@ int depthwise_conv2d(const DepthwiseConv2d& a, void* stream) {
 
 int depthwise_conv2d_dx(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (has_planes(s) && is_aligned(a.dy, a.dx)) return planes_dx(a, stream);
+  if (has_planes(s)) return planes_dx(a, stream);
   if (has_patches(s) && is_aligned(a.dy, a.dx)) {
     return visit_patches(s, [&]<class T, int K, int S>() { return patches_dx<T, K, S>(a, stream); });
   }

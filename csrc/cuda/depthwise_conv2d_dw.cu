@@ -261,12 +261,12 @@ int64_t depthwise_conv2d_partial_size(const DepthwiseSizes& s) {
 
 int depthwise_conv2d_dw(const DepthwiseConv2dBackward& a, void* stream) {
   const DepthwiseSizes& s = a.sizes;
-  if (a.dw != nullptr && has_planes(s) && is_aligned(a.dy, a.x)) {
+  if (has_planes(s)) {
     const int code = planes_dw(a, stream);
     if (code != cudaSuccess) return code;
     return visit_element(s.dtype, [&]<class T>() { return finish<T>(a, planes_dw_parts(s), stream); });
   }
-  if (a.dw != nullptr && has_patches(s) && is_aligned(a.dy, a.x)) {
+  if (has_patches(s) && is_aligned(a.dy, a.x)) {
     return visit_patches(s, [&]<class T, int K, int S>() { return patches_dw<T, K, S>(a, stream); });
   }
   return visit_pack(s, is_aligned(a.dy, a.x), [&]<class T, int N>() {

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
     for (int i = 0; i < K * K; ++i) taps[i / K][i % K] = staged_taps[p * K * K + i];
     const float bias = a.bias != nullptr ? to_acc(a.bias[a.channels.remainder(channel + p)]) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = bias;
+    for (int i = 0; i < kRows * kColumns; ++i) sums[i / kColumns][i % kColumns] = 0.0f;
     const int iy = Rule::read_row(oy, a.top), ix = Rule::read_column(ox, a.left);
     int at = image.at + ((p * a.h + iy - in.row) * a.w + ix) * static_cast<int>(sizeof(T));
     const int above = -iy, below = a.h - iy;  // windows begin fewer than K rows above the image
@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(kBandThreads, kBandBlocks<Rule, kMoments>) pla
       window.take(image.bytes, r < below && (r >= K - 1 || r >= above) ? at : 0, value);
       Rule::add(r, value, taps, sums);
     }
-    T* to = staged + skipped<T>(out) + (p * a.ho + oy - out.row) * a.wo + ox;
+    T* to = staged + skipped(a.out + out.begin) + (p * a.ho + oy - out.row) * a.wo + ox;
 #pragma unroll
     for (int o = 0; o < kRows; ++o, to += a.wo) {
       const int columns = o < a.ho - oy ? a.wo - ox : 0;
 #pragma unroll
       for (int t = 0; t < kColumns; t += kPair) {
         Pack<T, kPair> pack;
-        from_acc(sums[o][t], pack.v[0]), from_acc(sums[o][t + 1], pack.v[1]);
+        from_acc(sums[o][t] + bias, pack.v[0]), from_acc(sums[o][t + 1] + bias, pack.v[1]);
         if (a.wo % kPair == 0) {
           if (t < columns) store_pair(to + t, pack);
         } else {

@@ -227,8 +227,7 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) patch_kernel(P
       const T* at = image + (down * kSide * S * cols + across * kSide * S) * kPixel + thread.column * kPair;
       float sums[kSide][kSide][kPair];
 #pragma unroll
-      for (int i = 0; i < kSide * kSide * kPair; ++i)
-        sums[i / (kSide * kPair)][i / kPair % kSide][i % kPair] = bias[i % kPair];
+      for (int i = 0; i < kSide * kSide * kPair; ++i) sums[i / (kSide * kPair)][i / kPair % kSide][i % kPair] = 0.0f;
 #pragma unroll
       for (int r = 0; r < kWindow; ++r, at += cols * kPixel) {
         float value[kWindow][kPair];
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(kPatchThreads, kPatchBlocks<K>) patch_kernel(P
         for (int t = 0; t < kSide; ++t) {
           if (ox + t >= a.wo) break;
           Pack<T, kPair> pack;
-          from_acc(sums[o][t][0], pack.v[0]), from_acc(sums[o][t][1], pack.v[1]);
+          from_acc(sums[o][t][0] + bias[0], pack.v[0]), from_acc(sums[o][t][1] + bias[1], pack.v[1]);
           store_pair(out + t * a.c, pack);
           if constexpr (kMoments) moments.add({to_acc(pack.v[0]), to_acc(pack.v[1])});
         }

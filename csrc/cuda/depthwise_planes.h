@@ -105,10 +105,10 @@ int64_t window_bytes(int64_t planes, int64_t rows, int64_t cols) {
   return kZeroBytes + stretch_bytes<T>(planes, rows, cols) + kBehindBytes;
 }
 
-// A stretch begins in shared memory where it does in its 16 bytes of the tensor.
+// A stretch begins in shared memory where it does in its 16 bytes of memory: so many elements behind their first.
 template <class T>
-__device__ __forceinline__ int skipped(const Stretch& s) {
-  return static_cast<int>(s.begin & (kVectorBytes / sizeof(T) - 1));
+__device__ __forceinline__ int skipped(const T* begin) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(begin) % kVectorBytes / sizeof(T));
 }
 
 // The copy of a stretch: it begins `at` bytes behind `bytes`, where a row of zeros stands.
@@ -119,11 +119,12 @@ struct Copied {
   T* behind;  // what may follow in shared memory
 };
 
-// Starts the copy of a stretch to `to`.
+// Starts the copy of a stretch to `to`, with what stands before it in its first 16 bytes: where a tensor begins amid
+// them, so does its memory before.
 template <class T>
 __device__ __forceinline__ Copied<T> copy_stretch(const T* from, const Stretch& s, T* to) {
   constexpr int kEach = kVectorBytes / sizeof(T), kZeros = kZeroBytes / sizeof(T);
-  const int thread = static_cast<int>(threadIdx.x), skip = skipped<T>(s), size = skip + s.size;
+  const int thread = static_cast<int>(threadIdx.x), skip = skipped(from + s.begin), size = skip + s.size;
   if (thread < kZeroBytes / 4) reinterpret_cast<unsigned*>(to)[thread] = 0;
   from += s.begin - skip;
   int i = thread * kEach;
@@ -135,11 +136,12 @@ __device__ __forceinline__ Copied<T> copy_stretch(const T* from, const Stretch& 
           to + kZeros + ceil_div(size, kEach) * kEach + kBehindBytes / sizeof(T)};
 }
 
-// Writes a stretch that begins at skipped(s) of `from`. Of 16 bytes that are others', too, it writes single elements.
+// Writes a stretch that begins so many elements behind `from`. Of 16 bytes that are others', too, it writes single
+// elements.
 template <class T>
 __device__ __forceinline__ void write_stretch(const T* from, const Stretch& s, T* to) {
   constexpr int kEach = kVectorBytes / sizeof(T);
-  const int thread = static_cast<int>(threadIdx.x), skip = skipped<T>(s), size = skip + s.size;
+  const int thread = static_cast<int>(threadIdx.x), skip = skipped(to + s.begin), size = skip + s.size;
   const int begin = skip > 0 ? kEach : 0, end = size / kEach * kEach;
   to += s.begin - skip;
   for (int i = begin + thread * kEach; i < end; i += static_cast<int>(blockDim.x) * kEach) {
@@ -210,7 +212,7 @@ template <class F>
   });
 }
 
-// All pointers are aligned to 16 bytes. `moments`, [planes_parts(s), 4, c] or null, are those of y.
+// `moments`, [planes_parts(s), 4, c] or null, are those of y.
 [[nodiscard]] int planes_forward(const DepthwiseConv2d& a, float* moments, void* stream);
 int64_t planes_parts(const DepthwiseSizes& s);
 [[nodiscard]] int planes_dx(const DepthwiseConv2dBackward& a, void* stream);
