@@ -843,6 +843,8 @@ def test_what_only_looks_like_a_pattern_stays(block):
 class Configured(ConvNormAct):
     """What its forward reads stands in attributes of all kinds."""
 
+    factor = 2.0
+
     def __init__(self, c):
         super().__init__(c, c, 3, 1, c)
         self.scale, self.scales, self.by_name = 2.0, [2.0, (2.0,)], {"scale": 2.0}
@@ -851,11 +853,12 @@ class Configured(ConvNormAct):
     def forward(self, x):
         y = super().forward(x).to(self.dtype) * self.scale * self.scales[0] * self.scales[1][0] * self.by_name["scale"]
         y = y if self.gain is None else y * self.gain
-        return y if self.after is None else self.after(y)
+        return self.factor * (y if self.after is None else self.after(y))
 
 
 CHANGES = {
     "number": lambda block: setattr(block, "scale", 3.0),
+    "number of the class, hidden": lambda block: setattr(block, "factor", 3.0),
     "list": lambda block: block.scales.__setitem__(0, 3.0),
     "tuple in a list": lambda block: block.scales.__setitem__(1, (3.0,)),
     "dict": lambda block: block.by_name.update(scale=3.0),
@@ -1031,7 +1034,7 @@ def test_of_large_defaults_it_counts_which_they_are(function, calls, monkeypatch
 
 
 @compiled_as
-@pytest.mark.parametrize("change", ["number", "list", "tuple in a list", "dict"])
+@pytest.mark.parametrize("change", ["number", "number of the class, hidden", "list", "tuple in a list", "dict"])
 def test_attributes_of_compiled_blocks_count(change, wrap):
     block, stock, _ = fused(Configured)
     x = harness.images((2, 16, 9, 9))

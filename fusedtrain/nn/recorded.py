@@ -153,14 +153,14 @@ def _state(module: nn.Module, kind: type) -> Callable[[nn.Module, bool], tuple]:
     """Looks at what decides what another forward does: the same, what of children, parameters and buffers is None, and
     attributes, but for tensors, which recorded forwards do not use."""
     others, asks = _constants(kind)
-    known = {*vars(module), *(name for _, name in others)} - _OTHERS  # torch.compile cannot ask for all names (2.11)
+    known = vars(module).keys() - _OTHERS  # torch.compile of torch 2.11 cannot ask for the names
 
     def look(module: nn.Module, traced: bool) -> tuple:
         missing = [k for k, v in (module._parameters | module._buffers | module._modules).items() if v is None]
-        held = module.__dict__
-        names = known if traced else held.keys() - _OTHERS
-        attributes = {k: _content(held[k]) for k in names if k in held and not isinstance(held[k], Tensor)}
-        constants = [_content(held.get(name)) for held, name in others] if others else ()
+        own = module.__dict__
+        names = known if traced else own.keys() - _OTHERS
+        attributes = {k: _content(own[k]) for k in names if k in own and not isinstance(own[k], Tensor)}
+        constants = others and [_content(getattr(module, k, None) if d is None else d.get(k)) for d, k in others]
         classes = list(map(_own_class, module.children())) if asks else ()
         return _content(kind.forward), list(module._modules), missing, attributes, constants, classes
 
@@ -171,14 +171,16 @@ _GLOBALS = (bool, int, float, str, types.FunctionType)
 
 
 @functools.cache
-def _constants(kind: type) -> tuple[list[tuple[Mapping, str]], bool]:
+def _constants(kind: type) -> tuple[list[tuple[Mapping | None, str]], bool]:
     """Where else methods find values by their names, which are attributes and methods of the class and global numbers,
-    switches and functions; and whether they ask for the classes of layers."""
+    switches and functions; and whether they ask for the classes of layers. None: in the module, whose own attribute
+    would hide that of the class."""
     classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
     members = [value for held in classes for name, value in held.items() if name != "__init__"]
     codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
     read = {name for code in codes if code is not None for name in code.co_names}
     found = [(held, name) for held in classes for name in read & held.keys()]
+    found = [(held if hasattr(held[name], "__get__") else None, name) for held, name in found]
     names = getattr(kind.forward, "__globals__", {})
     found += [(names, name) for name in read if isinstance(names.get(name), _GLOBALS)]
     return found, not read.isdisjoint(("isinstance", "type"))
