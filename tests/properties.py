@@ -10,6 +10,7 @@ import harness
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain.backend import current_backend
 
@@ -19,7 +20,7 @@ def assert_returned_by_one_name(graphs: list[torch.fx.GraphModule]) -> None:
     compiled by torch 2.11 it has no gradient."""
     for body in (body.graph for graph in graphs for name, body in graph.named_children() if name.startswith("fwd_")):
         tensors = [id(node.meta.get("example_value")) for node in body.nodes]
-        for node in body.output_node().args[0][0]:
+        for node in tree_leaves(body.output_node().args[0][0]):
             assert tensors.count(id(node.meta["example_value"])) == 1, f"{node} has another name"
 
 
