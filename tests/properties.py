@@ -9,16 +9,33 @@ from collections.abc import Callable
 import harness
 import pytest
 import torch
+import torch._dynamo.testing
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain.backend import current_backend
+
+
+def assert_returned_by_one_name(graphs: list[torch.fx.GraphModule]) -> None:
+    """No autograd Function returns what a call without effect, such as ``contiguous()``, made of a tensor of its own:
+    compiled by torch 2.11 it has no gradient."""
+    bodies = [(graph, name) for graph in graphs for name, _ in graph.named_children() if name.startswith("fwd_")]
+    for graph, name in bodies:
+        forward, backward = (graph.get_submodule(body).graph for body in (name, name.replace("fwd", "bwd")))
+        made = [id(node.meta.get("example_value")) for node in forward.nodes if node.op.startswith("call")]
+        returned = tree_leaves(forward.output_node().args[0][0])
+        for node, gradient in zip(returned, backward.find_nodes(op="placeholder")):
+            between = gradient.name.startswith("unused")  # torch 2.11 returns what the Function does not, too
+            assert between or made.count(id(node.meta["example_value"])) <= 1, f"{node} has another name"
 
 
 def assert_compiles(function: Callable, inputs: dict, compiler: str = "aot_eager") -> None:
     """``torch.compile(fullgraph=True)`` gives the same bits both ways, and a second call compiles nothing."""
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
     eager = harness.evaluate(function, inputs)
     harness.assert_bitwise_equal(harness.evaluate(compiled, inputs), eager, "compiled")
+    assert_returned_by_one_name(counter.graphs)
     with torch.compiler.set_stance("fail_on_recompile"):
         harness.assert_bitwise_equal(harness.evaluate(compiled, inputs), eager, "compiled, second call")
         with torch.no_grad():

@@ -236,6 +236,12 @@ def test_compiles_as_one_graph_and_once(device, backend, layout, training):
     properties.assert_compiles(function(inputs, training, residual="before"), inputs)
 
 
+@pytest.mark.parametrize("again", [lambda x: x, torch.Tensor.contiguous], ids=["itself", "contiguous"])
+def test_compiles_where_x_is_the_residual(device, backend, again):
+    normalise = function(make(device, residual="before"), residual="before")
+    properties.assert_compiles(lambda x, weight, bias: normalise(x, weight, bias, again(x)), make(device))
+
+
 @dense_layouts
 def test_keeps_vectors_beside_its_inputs(device, kernels, layout):
     for residual in RESIDUALS:

@@ -169,6 +169,12 @@ def test_compiles_as_one_graph_and_once(device, backend, layout):
     properties.assert_compiles(function(inputs), inputs)
 
 
+def test_compiles_where_x_is_the_residual(device, backend):
+    skip_unless_runs(backend, device)
+    normalise, inputs = function(make(device, residual=True)), make(device)
+    properties.assert_compiles(lambda x, *others: normalise(x, *others, x), inputs)
+
+
 @dense_layouts
 def test_keeps_its_input_and_vectors(device, kernels, layout):
     skip_unless_runs(kernels, device)

@@ -97,8 +97,9 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout, pool):
 
 @dense_layouts
 @pools
-def test_compiles_as_one_graph_and_once(device, backend, layout, pool):
-    properties.assert_compiles(function(pool), make(device, layout=layout, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_as_one_graph_and_once(device, backend, layout, pool, dtype):
+    properties.assert_compiles(function(pool), make(device, layout=layout, dtype=dtype))
 
 
 @pools

@@ -7,6 +7,7 @@ import pickle
 import sys
 
 import harness
+import properties
 import pytest
 import torch
 import torch._dynamo.testing
@@ -412,6 +413,7 @@ def test_compiles_without_graph_break_and_once(label, device, backend):
             results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())])
         assert all(map(torch.equal, *results))
     assert counter.frame_count == 1
+    properties.assert_returned_by_one_name(counter.graphs)
 
 
 @one_each

@@ -361,12 +361,19 @@ def test_what_a_class_says_of_its_copies_counts(calls):
         assert made.lock is not block.lock and isinstance(made, Recorded)
 
 
-def test_a_compiled_block_is_one_graph_without_a_warning(monkeypatch, recwarn):
+compiled_as = pytest.mark.parametrize("wrap", [lambda block: block, nn.Sequential], ids=["itself", "in a model"])
+
+
+@compiled_as
+def test_a_compiled_block_is_one_graph_without_a_warning(wrap, calls, monkeypatch, recwarn):
     monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    torch._dynamo.reset()
     block, stock, _ = fused(Flat)
     x = harness.images((2, 16, 9, 9))
-    y, truth = torch.compile(block, fullgraph=True, backend="eager")(x), copy.deepcopy(stock).double()(x.double())
+    y, truth = torch.compile(wrap(block), fullgraph=True, backend="eager")(x), copy.deepcopy(stock).double()(x.double())
     harness.assert_as_good_as_torch(y, stock(x), truth, "compiled")
+    made = list(calls)
+    assert block(x).shape == y.shape and calls == 2 * made and "depthwise_bn_act_se" in made
     assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
 
@@ -836,6 +843,8 @@ def test_what_only_looks_like_a_pattern_stays(block):
 class Configured(ConvNormAct):
     """What its forward reads stands in attributes of all kinds."""
 
+    factor = 2.0
+
     def __init__(self, c):
         super().__init__(c, c, 3, 1, c)
         self.scale, self.scales, self.by_name = 2.0, [2.0, (2.0,)], {"scale": 2.0}
@@ -844,11 +853,12 @@ class Configured(ConvNormAct):
     def forward(self, x):
         y = super().forward(x).to(self.dtype) * self.scale * self.scales[0] * self.scales[1][0] * self.by_name["scale"]
         y = y if self.gain is None else y * self.gain
-        return y if self.after is None else self.after(y)
+        return self.factor * (y if self.after is None else self.after(y))
 
 
 CHANGES = {
     "number": lambda block: setattr(block, "scale", 3.0),
+    "number of the class, hidden": lambda block: setattr(block, "factor", 3.0),
     "list": lambda block: block.scales.__setitem__(0, 3.0),
     "tuple in a list": lambda block: block.scales.__setitem__(1, (3.0,)),
     "dict": lambda block: block.by_name.update(scale=3.0),
@@ -1023,12 +1033,13 @@ def test_of_large_defaults_it_counts_which_they_are(function, calls, monkeypatch
     harness.assert_as_good_as_torch(block(x), stock(x), truth, "other defaults")
 
 
-@pytest.mark.parametrize("change", ["number", "list", "tuple in a list", "dict"])
-def test_attributes_of_compiled_blocks_count(change):
+@compiled_as
+@pytest.mark.parametrize("change", ["number", "number of the class, hidden", "list", "tuple in a list", "dict"])
+def test_attributes_of_compiled_blocks_count(change, wrap):
     block, stock, _ = fused(Configured)
     x = harness.images((2, 16, 9, 9))
     torch._dynamo.reset()
-    compiled = torch.compile(block.eval(), backend="eager")
+    compiled = torch.compile(wrap(block.eval()), backend="eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), block(x))
         for model in (block, stock.eval()):
@@ -1039,10 +1050,11 @@ def test_attributes_of_compiled_blocks_count(change):
 
 
 def test_what_torch_keeps_in_modules_does_not_count(calls):
-    """Marks of FSDP and DataParallel, and a full backward hook on the block itself."""
+    """Marks of FSDP, DataParallel and torch.compile, and a full backward hook on the block itself."""
     block, _, _ = fused(Bottleneck)
     for module in block.modules():
-        module._is_fsdp_managed_module = module._fsdp_use_orig_params = module._is_replica = True
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_replica", "_is_torch_compile"):
+            setattr(module, mark, True)
     block.register_full_backward_hook(lambda *_: None)
     block(harness.images((2, 16, 9, 9)).requires_grad_())
     assert "sum" in calls

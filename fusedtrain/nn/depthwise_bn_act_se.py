@@ -5,7 +5,6 @@ Each call looks at the layers first: with a hook on one of them, or another laye
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -397,7 +396,11 @@ def find(layers: Sequence[nn.Module], kind: Callable[[nn.Module], type]) -> tupl
     conv, (norm, *behind) = (None, steps) if alone else (steps[0], steps[1:] or [None])
     if kind(norm) not in NORMS:
         return None
-    acts = list(itertools.takewhile(lambda layer: op_name(layer) in INPUT_ACTIVATIONS, behind))
+    acts = []
+    for layer in behind:  # takewhile breaks graphs of torch 2.11
+        if op_name(layer) not in INPUT_ACTIVATIONS:
+            break
+        acts.append(layer)
     count = len(steps) - len(behind) + len(acts)
     next_one = layers[1:2] if nested else layers[count : count + 1]
     gate = next_one[0] if next_one and kind(next_one[0]) in GATES else None

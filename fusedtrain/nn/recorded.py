@@ -59,7 +59,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.MethodT
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # What torch, and fuse(), keep in modules: of the hooks alone observed() knows.
 _OTHERS = {*vars(nn.Module()), "_recording", "_stock_class", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-_OTHERS |= {"_is_replica"}
+_OTHERS |= {"_is_replica", "_is_torch_compile"}
 _FUNCTIONS = {
     **{F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.silu: "silu", F.hardswish: "hard_swish"},
     **{F.gelu: "gelu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", F.hardsigmoid: "hard_sigmoid"},
@@ -129,44 +129,58 @@ class _Seen(NamedTuple):
     parent: str  # its path
     name: str
     kind: type
-    look: Callable[[nn.Module, type], tuple]
+    look: Callable[[nn.Module, bool], tuple]
     state: tuple  # what ``look`` returns
 
     @classmethod
     def of(cls, path: str, module: nn.Module) -> "_Seen":
         parent, _, name = path.rpartition(".")
-        kind, look = _own_class(module), _sequence if _is_sequence(module) else _state
-        return cls(parent, name, kind, look, look(module, kind))
+        kind = _own_class(module)
+        look = (_sequence if _is_sequence(module) else _state)(module, kind)
+        return cls(parent, name, kind, look, look(module, False))
 
 
-def _sequence(module: nn.Module, kind: type) -> tuple[Callable, list[str]]:
-    """What decides what the forward of a sequence does: that of its class, and the children that are not None."""
-    return kind.forward, [k for k, v in module._modules.items() if v is not None]
+# What these two return is traced by torch.compile, which so guards what is read.
 
 
-def _state(module: nn.Module, kind: type) -> tuple:
-    """What decides what another forward does: the same, what of children, parameters and buffers is None, and
+def _sequence(module: nn.Module, kind: type) -> Callable[[nn.Module, bool], tuple]:
+    """Looks at what decides what the forward of a sequence does: that of its class, and the children that are not
+    None."""
+    return lambda module, traced: (kind.forward, [k for k, v in module._modules.items() if v is not None])
+
+
+def _state(module: nn.Module, kind: type) -> Callable[[nn.Module, bool], tuple]:
+    """Looks at what decides what another forward does: the same, what of children, parameters and buffers is None, and
     attributes, but for tensors, which recorded forwards do not use."""
-    missing = [k for k, v in (module._parameters | module._buffers | module._modules).items() if v is None]
-    attributes = {k: _content(v) for k, v in vars(module).items() if k not in _OTHERS and not isinstance(v, Tensor)}
     others, asks = _constants(kind)
-    constants = [_content(held.get(name)) for held, name in others] if others else ()
-    classes = list(map(_own_class, module.children())) if asks else ()
-    return _content(kind.forward), list(module._modules), missing, attributes, constants, classes
+    known = vars(module).keys() - _OTHERS  # torch.compile of torch 2.11 cannot ask for the names
+
+    def look(module: nn.Module, traced: bool) -> tuple:
+        missing = [k for k, v in (module._parameters | module._buffers | module._modules).items() if v is None]
+        own = module.__dict__
+        names = known if traced else own.keys() - _OTHERS
+        attributes = {k: _content(own[k]) for k in names if k in own and not isinstance(own[k], Tensor)}
+        constants = others and [_content(getattr(module, k, None) if d is None else d.get(k)) for d, k in others]
+        classes = list(map(_own_class, module.children())) if asks else ()
+        return _content(kind.forward), list(module._modules), missing, attributes, constants, classes
+
+    return look
 
 
 _GLOBALS = (bool, int, float, str, types.FunctionType)
 
 
 @functools.cache
-def _constants(kind: type) -> tuple[list[tuple[Mapping, str]], bool]:
+def _constants(kind: type) -> tuple[list[tuple[Mapping | None, str]], bool]:
     """Where else methods find values by their names, which are attributes and methods of the class and global numbers,
-    switches and functions; and whether they ask for the classes of layers."""
+    switches and functions; and whether they ask for the classes of layers. None: in the module, whose own attribute
+    would hide that of the class."""
     classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
     members = [value for held in classes for name, value in held.items() if name != "__init__"]
     codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
     read = {name for code in codes if code is not None for name in code.co_names}
     found = [(held, name) for held in classes for name in read & held.keys()]
+    found = [(held if hasattr(held[name], "__get__") else None, name) for held, name in found]
     names = getattr(kind.forward, "__globals__", {})
     found += [(names, name) for name in read if isinstance(names.get(name), _GLOBALS)]
     return found, not read.isdisjoint(("isinstance", "type"))
@@ -193,24 +207,20 @@ class Recording(NamedTuple):
     saved: int
     of_images: bool | None
 
-    def takes(self, argument) -> bool:
-        if self.of_images is None:
-            return argument is not None
-        return isinstance(argument, Tensor) == self.of_images
-
-    def holds_for(self, block: nn.Module) -> bool:
-        modules = {"": block}
+    def holds_for(self, block: nn.Module, argument) -> bool:
+        suits = argument is not None if self.of_images is None else isinstance(argument, Tensor) == self.of_images
+        if not suits:
+            return False
+        modules, traced = {"": block}, torch.compiler.is_dynamo_compiling()
         for path, (parent, name, kind, look, state) in self.seen.items():
             if path:
                 module = modules[path] = modules[parent]._modules[name]
                 same = type(module) is kind or _own_class(module) is kind
                 if not same or module.training != block.training or observed(module):
                     return False
-            if look(modules[path], kind) != state:
+            if look(modules[path], traced) != state:
                 return False
         return True
-
-    holds_for._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing dynamo
 
 
 class Recorded(nn.Module):
@@ -225,8 +235,8 @@ class Recorded(nn.Module):
         recording = self._recording
         # Tracers of torch.fx name what they see by layers and by how often these were called.
         one = len(args) == 1 and not kwargs and not isinstance(args[0], fx.Proxy)
-        if one and not stays_stock(self, *args) and recording.takes(*args) and recording.holds_for(self):
-            return recording.forwards[self.training](self, *args)
+        if one and not stays_stock(self, *args) and recording.holds_for(self, *args):
+            return recording.forwards[int(self.training)](self, *args)  # torch.compile of torch 2.11 takes no bool
         return super().forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
@@ -546,7 +556,7 @@ class _Tracer(fx.Tracer):
 
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
-    if any(_state(m, type(m)) != _state(m, type(m)) for m in block.modules()):
+    if any(_state(m, type(m))(m, False) != _state(m, type(m))(m, False) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
     traced = _trace(block)
     if isinstance(traced, str):
@@ -586,14 +596,14 @@ def _ids(holder: dict | list | set) -> list:
 def _untouched(modules: list[nn.Module]):
     """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
     numpy, changes = sys.modules.get("numpy"), []
-    before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))) for m in modules]
+    before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))(m, False)) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
     mine, theirs = random.getstate(), torch.get_rng_state()
     third = None if numpy is None else pickle.dumps(numpy.random.get_state())  # printed it takes milliseconds
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
-        changed = changed or [(type(m), _state(m, type(m))) for m in modules] != seen
+        changed = changed or [(type(m), _state(m, type(m))(m, False)) for m in modules] != seen
         if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)

@@ -135,6 +135,12 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
+    """``t.contiguous(memory_format=layout)`` for what an autograd Function returns: in compiled code torch 2.11 loses
+    the gradient of the result of a call that has nothing to do. Not for backward, where that torch cannot ask."""
+    return t if t.is_contiguous(memory_format=layout) else t.contiguous(memory_format=layout)
+
+
 def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     """Returns ``dy`` in the dtype and memory format of the dense tensor ``x``."""
     return cast(dy, x.dtype).contiguous(memory_format=format_of(x))

@@ -53,7 +53,7 @@ def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Te
     if not _garbles(x, weight, stride, dilation, groups):
         return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
     y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, stride, rest, dilation, groups)
-    return y.contiguous(memory_format=torch.channels_last) if _looks_channels_last(x) else y
+    return _common.laid_out(y, torch.channels_last) if _looks_channels_last(x) else y
 
 
 def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:

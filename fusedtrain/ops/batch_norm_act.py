@@ -78,7 +78,7 @@ def _normalised(x, mean, rstd, weight, bias, residual, residual_after):
 def _reference_apply(x, mean, rstd, weight, bias, residual, act, residual_after):
     _, z = _normalised(x, mean, rstd, weight, bias, residual, residual_after)
     y = _activation.REFERENCE[_codes.ACTIVATIONS[act]](z)
-    return (y + residual if residual is not None and residual_after else y).to(x.dtype)
+    return _common.cast(y + residual if residual is not None and residual_after else y, x.dtype)
 
 
 def _reference_dz(dy, x, mean, rstd, weight, bias, residual, act, residual_after):
@@ -395,8 +395,7 @@ def batch_norm_act(
         impl = _REFERENCE_PARTS
     recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
     x = _common.dense(x)
-    residual = None if residual is None else _common.dense_like(residual, x)
-    y = None
+    residual, y = _residual_like(residual, x), None
     with torch.no_grad():
         if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
             running, tail = (running_mean, running_var, counter), (momentum, eps, code, residual_after)
@@ -418,6 +417,15 @@ def _count_up(batches: Tensor | None) -> None:
 def _count(x: Tensor) -> float:
     n, _, h, w = x.shape
     return float(n * h * w)
+
+
+def _residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """``residual``, laid out as x. Where it is x itself it becomes a view: torch.compile takes no tensor twice, and
+    torch 2.11 would lose one of the two gradients."""
+    if residual is None:
+        return None
+    residual = _common.dense_like(residual, x)
+    return residual.view_as(residual) if residual is x else residual
 
 
 def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):

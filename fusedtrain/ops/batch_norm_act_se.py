@@ -15,6 +15,7 @@ from fusedtrain.ops.batch_norm_act import (
     _check_residual,
     _check_statistics,
     _count_up,
+    _residual_like,
     _statistics,
     batch_norm_act,
 )
@@ -95,7 +96,7 @@ def batch_norm_act_se(
     se = _dense_weights(_weight_dtype(x, *se), se)
     recording = _common.needs_autograd(x, *affine, *se, residual)  # before running statistics move
     x = _common.dense(x)
-    residual = None if residual is None else _common.dense_like(residual, x)
+    residual = _residual_like(residual, x)
     _count_up(num_batches_tracked if training else None)
     with torch.no_grad():
         mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)

@@ -134,7 +134,8 @@ def _channels_last(t: Tensor) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[str, ...], *geometry) -> Tensor:
     if "forward" not in parts:
         return reference(x, weight, bias, *geometry)
-    return _common.dense_like(_OP(_channels_last(x), _channels_last(weight), bias, *geometry), x)
+    y = _OP(_channels_last(x), _channels_last(weight), bias, *geometry)
+    return _common.laid_out(y, _common.format_of(x))
 
 
 def _backward(dy, x, weight, parts, *geometry, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
