@@ -70,12 +70,14 @@ export FUSEDTRAIN_REQUIRE_EXT=1
 
 stage machine 25 bash -c machine
 stage build 130 bash -c build
-stage tests 140 bash -c 'tests "(cuda or graphs or gpu) and not (cuda-reference or cuda-triton or emu or nvcc or csrc)"'
-stage triton 100 bash -c 'tests cuda-triton'
-stage memcheck 60 bash -c 'sanitize memcheck'
-stage racecheck 40 bash -c 'sanitize racecheck'
-# Every case beside PyTorch's eager forms first; then beside compiled ones too, as far as compiling them leaves time.
+stage tests 120 bash -c 'tests "(cuda or graphs or gpu) and not (cuda-reference or cuda-triton or emu or nvcc or csrc)"'
+stage triton 90 bash -c 'tests cuda-triton'
+stage memcheck 45 bash -c 'sanitize memcheck'
+stage racecheck 30 bash -c 'sanitize racecheck'
+# Every case beside PyTorch's eager forms first, and whole steps; then beside compiled ones too, as far as compiling them
+# leaves time.
 benchmarks=(python benchmarks/run.py --device cuda --quick --budget 0.1)
-stage benchmarks 60 "${benchmarks[@]}" --without compile --output "$out"
-stage compiled 40 "${benchmarks[@]}" --output "$out/compiled"
+stage benchmarks 50 "${benchmarks[@]}" --without compile --output "$out"
+stage steps 70 "${benchmarks[@]}" --models efficientnet_b0 --batch 256 --dtype bfloat16 --output "$out"
+stage compiled 30 "${benchmarks[@]}" --output "$out/compiled"
 exit $failed

@@ -191,6 +191,13 @@ def test_every_path_through_the_kernels_of_depthwise_bn_act_se(shape, layout, mo
 
 
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("images", [140, 270])  # up to 128, 256 and more parts: blocks of other sizes add them up
+def test_statistics_of_many_parts(images, layout, monkeypatch):
+    form = {"layout": layout, "dtype": torch.bfloat16, "form": "no gate"}
+    check_block((images, 8, 3, 4), form, True, block.OPTIONS, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_residual_behind_the_gate(shape, layout, monkeypatch):
     for dtype, act, relu in zip(harness.DTYPES, ("identity", "identity", "silu", "relu"), (True, False, True, True)):

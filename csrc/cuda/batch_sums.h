@@ -65,23 +65,24 @@ __device__ __forceinline__ void load_part(const A* partial, const Channels& chan
 }
 
 constexpr int kFinishChannels = 8;  // one 32-byte access; the other threads of a block split the parts
-constexpr int kFinishLanes = kThreads / kFinishChannels;
+constexpr int kMostFinishThreads = 1024;
 
 // term.finish_channel(channel, sum, sum) with the totals of what term.add_part(part, channel, sums) adds.
 template <class Term>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) finish_batch_kernel(Term term, int64_t parts, int64_t c) {
+__global__ void __launch_bounds__(kMostFinishThreads) finish_batch_kernel(Term term, int64_t parts, int64_t c) {
+  const int threads = static_cast<int>(blockDim.x);
   const int64_t channel = int64_t{blockIdx.x} * kFinishChannels + threadIdx.x % kFinishChannels;
   double sums[2] = {0, 0};
 #pragma unroll 8
-  for (int64_t p = threadIdx.x / kFinishChannels; p < parts && channel < c; p += kFinishLanes) {
+  for (int64_t p = threadIdx.x / kFinishChannels; p < parts && channel < c; p += threads / kFinishChannels) {
     term.add_part(p, channel, sums);
   }
-  double* shared = shared_memory<double>();  // [2, kThreads]
-  for (int half = kThreads / 2; half >= kFinishChannels; half /= 2) {
+  double* shared = shared_memory<double>();  // [2, threads]
+  for (int half = threads / 2; half >= kFinishChannels; half /= 2) {
     const int at = static_cast<int>(threadIdx.x);
-    if (at >= half && at < 2 * half) shared[at] = sums[0], shared[kThreads + at] = sums[1];
+    if (at >= half && at < 2 * half) shared[at] = sums[0], shared[threads + at] = sums[1];
     __syncthreads();
-    if (at < half) sums[0] += shared[at + half], sums[1] += shared[kThreads + at + half];
+    if (at < half) sums[0] += shared[at + half], sums[1] += shared[threads + at + half];
     __syncthreads();
   }
   if (threadIdx.x < kFinishChannels && channel < c) term.finish_channel(channel, sums[0], sums[1]);
@@ -89,8 +90,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) finish_batch_kernel(Term
 
 template <class Term>
 [[nodiscard]] int finish_batch(const Term& term, int64_t parts, int64_t c, void* stream) {
-  return launch(finish_batch_kernel<Term>, ceil_div<int64_t>(c, kFinishChannels), kThreads,
-                2 * kThreads * sizeof(double), stream, term, parts, c);
+  constexpr int kPartsOfLane = 4;
+  int threads = kThreads;  // a power of two
+  while (threads < kMostFinishThreads && parts > threads / kFinishChannels * kPartsOfLane) threads *= 2;
+  return launch(finish_batch_kernel<Term>, ceil_div<int64_t>(c, kFinishChannels), threads, 2 * threads * sizeof(double),
+                stream, term, parts, c);
 }
 
 template <class Term>
