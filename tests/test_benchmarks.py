@@ -255,7 +255,7 @@ def test_the_check_on_a_gpu_keeps_what_each_stage_says(tmp_path):
     command = ["bash", FOLDER / "gpu_check.sh", tmp_path / "out"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     lines = {line.split()[0]: line for line in (tmp_path / "out" / "summary.txt").read_text().splitlines()}
-    stages = ["machine", "build", "tests", "triton", "memcheck", "racecheck", "benchmarks", "compiled"]
+    stages = ["machine", "build", "tests", "triton", "memcheck", "racecheck", "benchmarks", "steps", "compiled"]
     assert list(lines) == stages, done.stderr
     assert done.returncode == 2 and all(f"{name} exit" in " ".join(lines[name].split()) for name in lines)
     for name in ("tests", "triton"):  # pytest fails here, and the next stage runs all the same
