@@ -217,7 +217,7 @@ def untraced(x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
         and not torch._C._are_functorch_transforms_active()
     )
 
