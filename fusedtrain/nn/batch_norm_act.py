@@ -54,7 +54,8 @@ def takes_batch(layer: nn.Module) -> bool:
 def group_of(layer: nn.Module):
     """Returns the process group over which ``layer`` takes the statistics of a batch, or None."""
     distributed = torch.distributed
-    if not layer.training or "process_group" not in layer.__dict__:  # hasattr() takes a microsecond to say so
+    # hasattr(layer, ...) takes a microsecond to say no.
+    if not layer.training or not ("process_group" in layer.__dict__ or hasattr(type(layer), "process_group")):
         return None
     if not distributed.is_available() or not distributed.is_initialized():
         return None
