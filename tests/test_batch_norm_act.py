@@ -117,6 +117,15 @@ def test_images_that_outgrow_the_caches(device, kernels):  # 8 MiB: the CPU kern
     harness.assert_op_as_good_as_torch(*calls, draw, "many rows")
 
 
+def test_batches_are_counted_in_training_alone(device, backend):
+    harness.skip_unless_runs(backend, device, "batch_norm_act", torch.float32)
+    x, batches = make(device)["x"], torch.zeros((), dtype=torch.int64, device=device)
+    mean, var = (torch.ones(x.shape[1], device=device) for _ in range(2))
+    for training, expected in ((True, 1), (False, 1), (True, 2)):
+        batch_norm_act(x, mean, var, training=training, num_batches_tracked=batches)
+        assert batches == expected
+
+
 def test_a_training_layer_calls_one_operator_in_each_direction(device, kernels):
     if kernels == "triton":
         pytest.skip("its kernels are launched from Python, which calls them all the same")

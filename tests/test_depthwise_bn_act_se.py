@@ -254,6 +254,18 @@ def test_a_projection_gives_the_same_and_need_not_keep_its_input(device, backend
 
 
 @pytest.mark.parametrize("form", ["plain", "no gate"])
+def test_batches_are_counted_in_training_alone(device, backend, form):
+    skip_unless_runs(backend, device, interpreted=form == "plain")
+    given, batches = make(device, form=form), torch.zeros((), dtype=torch.int64, device=device)
+    se = tuple(given[name] for name in ("w1", "b1", "w2", "b2")) if "w1" in given else None
+    mean, var = (torch.ones(given["weight"].shape[0], device=device) for _ in range(2))
+    for training, expected in ((True, 1), (False, 1), (True, 2)):
+        inputs = (given["x"], given["weight"], None, mean, var, None, None, se, training)
+        depthwise_bn_act_se(*inputs, padding=1, num_batches_tracked=batches)
+        assert batches == expected
+
+
+@pytest.mark.parametrize("form", ["plain", "no gate"])
 def test_a_training_block_calls_one_operator_in_each_direction(device, kernels, form):
     if kernels == "triton":
         pytest.skip("its kernels are launched from Python, which calls them all the same")

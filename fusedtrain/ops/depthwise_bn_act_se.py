@@ -141,23 +141,31 @@ IMPLS = register(
 )
 
 
+def _of_the_others(norm_weight, norm_bias, w1, w2, dgamma, dbeta, *dse, needed) -> tuple:
+    """Those gradients of the normalisation's and the gate's parameters that are needed; w1 is None without a gate."""
+    need_dgamma, need_dbeta, *need_se = needed
+    if w1 is not None:
+        dw1, db1, dw2, db2 = dse
+        dse = _common.wanted((_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2), need_se)
+    return (
+        _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
+        _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
+        *(() if w1 is None else dse),
+    )
+
+
 def _reduced(ctx, dy, saved, need_dz: bool, needed) -> tuple[tuple, tuple]:
     """What ``backward`` takes to make dz, and the gradients of the normalisation's and the gate's parameters."""
     z, mean, rstd, norm_weight, norm_bias, w1, w2, *small = saved
-    need_dgamma, need_dbeta, *need_se = needed
     inputs = (_common.dense_like(dy, z), z, mean, rstd, norm_weight, norm_bias)
-    *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(need_se))
+    *sums, gate, dpooled, dw1, db1, dw2, db2 = ctx.impl.reduce(*inputs, w1, w2, *small, *ctx.codes, any(needed[2:]))
     dbeta, dgamma = sums
     if ctx.count is None:
         sums = (None, None)
     elif need_dz and ctx.group is not None:
         sums = _all_reduced(*sums, ctx.group)
-    dse = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
-    return (*inputs, gate, dpooled, *sums), (
-        _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
-        _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
-        *_common.wanted(dse, need_se),
-    )
+    found = (dgamma, dbeta, dw1, db1, dw2, db2)
+    return (*inputs, gate, dpooled, *sums), _of_the_others(norm_weight, norm_bias, w1, w2, *found, needed=needed)
 
 
 def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
@@ -181,20 +189,13 @@ def _in_one_call(ctx, x: Tensor) -> bool:
 
 def _all_gradients(ctx, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small) -> tuple:
     """What ``backward`` returns for the tensors that the op takes, in one call."""
-    need_conv, (need_dgamma, need_dbeta, *need_se) = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+    need_conv, needed = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
     inputs = (_common.dense_like(dy, z), x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2)
-    tail = (*ctx.geometry, *ctx.codes, *need_conv, any(need_se))
+    tail = (*ctx.geometry, *ctx.codes, *need_conv, w1 is not None and any(needed[2:]))
     *grads, dgamma, dbeta, dw1, db1, dw2, db2 = ctx.impl.train_backward(*inputs, *(small or _NO_GATE[:3]), *tail)
-    return (
-        *_of_the_weights(ctx, grads, need_conv),
-        _common.cast(dgamma, norm_weight.dtype) if need_dgamma else None,
-        _common.cast(dbeta, norm_bias.dtype) if need_dbeta else None,
-        *(
-            _common.wanted((_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2), need_se)
-            if small
-            else ()
-        ),
-    )
+    found = (dgamma, dbeta, dw1, db1, dw2, db2)
+    others = _of_the_others(norm_weight, norm_bias, w1, w2, *found, needed=needed)
+    return *_of_the_weights(ctx, grads, need_conv), *others
 
 
 _NO_GATE = (None,) * 4
@@ -277,12 +278,8 @@ class _DepthwiseBnAct(torch.autograd.Function):
             elif ctx.group is not None:
                 sums = _all_reduced(*sums, ctx.group)
             grads = _conv_gradients(ctx, (*inputs, None, None, *sums), x, weight, act, need_conv)
-        return (
-            *_of_the_weights(ctx, grads, need_conv),
-            _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
-            _common.cast(dbeta, norm[4].dtype) if need_dbeta else None,
-            *(None,) * 4,
-        )
+        others = _of_the_others(*norm[3:], None, None, dgamma, dbeta, needed=(need_dgamma, need_dbeta))
+        return *_of_the_weights(ctx, grads, need_conv), *others, *(None,) * 4
 
 
 def _with_gate(impl: _BlockImpl, codes: list[int], *inputs) -> Tensor:
