@@ -10,9 +10,11 @@
 //           Raw<N> = load<N>(offset); Factors<N>; factors<N>(nc, f) of N channels; factor(nc, f) of one plane
 //   reduce: Stat; add<N>(raw, offset, f, stats[N]); finish(nc, stat)
 //   map:    apply<N>(raw, offset, f)
-// A Term that reduces without factors is a NoFactors.
+// A Term that reduces without factors is a NoFactors. One with an activation names AtRunTime, itself with RunTimeAct.
 // N is kPack<T> where rows, planes and pointers are aligned, else half of it or 1. All sums run in an order that
 // depends on c, hw and the alignment: not on the batch, the grid or the device.
+#include <bit>
+
 #include "core/cuda.h"
 
 namespace fusedtrain::cuda {
@@ -388,9 +390,19 @@ __global__ void __launch_bounds__(kThreads, Term::kBlocks) map_planes_kernel(Ter
   }
 }
 
+// A term for where few kernels are worth more than fast ones: rows that no pack fits, and what knows no activation.
+template <class Term>
+auto at_run_time(const Term& term) {
+  if constexpr (requires { typename Term::AtRunTime; }) {
+    return std::bit_cast<typename Term::AtRunTime>(term);
+  } else {
+    return term;
+  }
+}
+
 // --- launchers ------------------------------------------------------------------------------------------------------
 
-template <class Term, int N>
+template <int N, class Term>
 [[nodiscard]] int reduce_rows(const Images& images, const Term& term, int64_t min_chunk, void* partial, void* stream,
                               int64_t* parts) {
   using A = typename Term::A;
@@ -401,11 +413,12 @@ template <class Term, int N>
   if (parts != nullptr) *parts = images.n * g.chunks;
   if (code != cudaSuccess || parts != nullptr || g.chunks <= 1) return code;
   const int64_t planes = images.n * images.c;
-  return launch(reduce_finish_kernel<Term>, ceil_div<int64_t>(planes, kThreads), kThreads, 0, stream, term,
-                static_cast<const A*>(partial), planes, images.c, g.chunks);
+  auto finish = at_run_time(term);
+  return launch(reduce_finish_kernel<decltype(finish)>, ceil_div<int64_t>(planes, kThreads), kThreads, 0, stream,
+                finish, static_cast<const A*>(partial), planes, images.c, g.chunks);
 }
 
-template <class Term, int N>
+template <int N, class Term>
 [[nodiscard]] int reduce_planes(const Images& images, const Term& term, void* stream) {
   const PlaneGroups g = plane_groups<N>(images);
   const size_t shared_bytes = kThreads / kWarp * sizeof(typename Term::Stat);
@@ -419,16 +432,16 @@ template <class Term>
                          void* stream, int64_t* parts = nullptr) {
   constexpr int N = Term::N;
   if (images.layout == Layout::kChannelsLast) {
-    return aligned && images.c % N == 0 ? reduce_rows<Term, N>(images, term, min_chunk, partial, stream, parts)
-                                        : reduce_rows<Term, 1>(images, term, min_chunk, partial, stream, parts);
+    return aligned && images.c % N == 0 ? reduce_rows<N>(images, term, min_chunk, partial, stream, parts)
+                                        : reduce_rows<1>(images, at_run_time(term), min_chunk, partial, stream, parts);
   }
   if (parts != nullptr) *parts = images.n;
-  if (aligned && images.hw % N == 0) return reduce_planes<Term, N>(images, term, stream);
-  if (N >= 4 && aligned && images.hw % (N / 2) == 0) return reduce_planes<Term, (N + 1) / 2>(images, term, stream);
-  return reduce_planes<Term, 1>(images, term, stream);
+  if (aligned && images.hw % N == 0) return reduce_planes<N>(images, term, stream);
+  if (N >= 4 && aligned && images.hw % (N / 2) == 0) return reduce_planes<(N + 1) / 2>(images, term, stream);
+  return reduce_planes<1>(images, term, stream);
 }
 
-template <class Term, int N>
+template <int N, class Term>
 [[nodiscard]] int map_rows(const Images& images, const Term& term, void* stream) {
   const RowTiles g = row_tiles<N>(images, 1, 8);
   return launch(map_rows_kernel<Term, N>, g.blocks, g.threads(), 0, stream, term, g);
@@ -440,8 +453,8 @@ template <class Term>
   const int64_t elements = images.n * images.c * images.hw;
   if (elements == 0) return cudaSuccess;
   if (images.layout == Layout::kChannelsLast) {
-    return aligned && images.c % N == 0 ? map_rows<Term, N>(images, term, stream)
-                                        : map_rows<Term, 1>(images, term, stream);
+    return aligned && images.c % N == 0 ? map_rows<N>(images, term, stream)
+                                        : map_rows<1>(images, at_run_time(term), stream);
   }
   const bool whole = images.hw % N == 0;
   constexpr int kTile = kThreads * N * Term::kUnroll;

@@ -146,6 +146,7 @@ struct ForwardTerm : ChannelFactors<ForwardTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = ForwardRaw<Pack<T, N>>;
+  using AtRunTime = ForwardTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
 
   Activate act;

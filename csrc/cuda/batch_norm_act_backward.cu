@@ -76,6 +76,7 @@ struct SumsTerm : ChannelFactors<SumsTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
+  using AtRunTime = SumsTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = kMinBlocks;
 
   Gradient<T, Activate> gradient;
@@ -129,6 +130,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
+  using AtRunTime = BackwardTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = kMinBlocks;
 
   Gradient<T, Activate> gradient;

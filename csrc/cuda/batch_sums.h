@@ -105,7 +105,7 @@ template <class Term>
   int64_t parts = std::min(kMostParts, std::max<int64_t>(1, images.n * reduce_chunks(images)));
   if (images.layout == Layout::kChannelsLast && images.n > 0) batch.n = 1, batch.hw *= images.n;
   const int code = reduce(batch, term, aligned, ceil_div(batch.hw, parts), term.partial, stream, &parts);
-  return code != cudaSuccess ? code : finish_batch(term, parts, images.c, stream);
+  return code != cudaSuccess ? code : finish_batch(at_run_time(term), parts, images.c, stream);
 }
 
 }  // namespace fusedtrain::cuda

@@ -14,6 +14,7 @@ struct PoolTerm : NoFactors {
   using Stat = S<A>;
   template <int N>
   using Raw = Pack<T, N>;
+  using AtRunTime = PoolTerm<T, RunTimeAct, S>;
   static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   const T* x;  // [n, c, hw] or [n, hw, c]

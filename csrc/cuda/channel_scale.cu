@@ -27,6 +27,7 @@ struct ScaleTerm : FactorSource<Acc<T>, 1> {
   using Factors = FactorPack<Acc<T>, 1, N>;
   template <int N>
   using Raw = Pack<T, N>;
+  using AtRunTime = ScaleTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   const T* x;  // [n, c, hw] or [n, hw, c]
@@ -63,6 +64,7 @@ struct DotTerm : std::conditional_t<kDx, FactorSource<Acc<T>, 1>, NoFactors> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = RawPair<T, N>;
+  using AtRunTime = DotTerm<T, RunTimeAct, kDx>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
 
   const T* dy;  // as x
@@ -104,6 +106,7 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
   using Factors = FactorPack<A, Peak ? 4 : 2, N>;
   template <int N>
   using Raw = RawPair<T, N>;
+  using AtRunTime = ScaleBackwardTerm<T, RunTimeAct, Peak>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
   static constexpr bool kReadsX = !Activate::kIdentity || Peak;
 

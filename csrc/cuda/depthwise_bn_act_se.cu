@@ -128,6 +128,7 @@ struct PoolTerm : ChannelFactors<PoolTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = Pack<T, N>;
+  using AtRunTime = PoolTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   Activate act;
@@ -176,6 +177,7 @@ struct ScaleTerm : ChannelFactors<ScaleTerm<T, Activate, kAdds>, Acc<T>, 4> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = SumRaw<Pack<T, N>>;
+  using AtRunTime = ScaleTerm<T, RunTimeAct, kAdds>;
   static constexpr int N = kPack<T>, kUnroll = kAdds ? 1 : ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
 
   Activate act;
@@ -237,6 +239,7 @@ struct ReduceTerm : ChannelFactors<ReduceTerm<T, Activate>, Acc<T>, 3> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
+  using AtRunTime = ReduceTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = 1, kBlocks = kMinBlocks;
 
   Activate act;
@@ -325,6 +328,7 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
   using Factors = typename Base::template Factors<N>;
   template <int N>
   using Raw = GradientRaw<Pack<T, N>>;
+  using AtRunTime = BackwardTerm<T, RunTimeAct>;
   static constexpr int N = kPack<T>, kUnroll = 1, kBlocks = kMinBlocks;
 
   Activate act;
