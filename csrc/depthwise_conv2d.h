@@ -105,8 +105,8 @@ constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
   const int64_t row = ((cols + 8) * s.sw + span_w) * kVecBytesMost;
   const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
-  const int64_t mirrored = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // weights, where k <= 7
-  return mirrored + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
+  const int64_t weights = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // rearranged, where k <= 7
+  return weights + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
          s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 +
          std::max(depthwise_planes_scratch(s), depthwise_transposed_scratch(s));
 }

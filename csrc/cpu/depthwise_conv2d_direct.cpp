@@ -5,6 +5,9 @@
 // weights of one kernel row once. Columns outside the image are skipped.
 // dx at stride 1 is the forward pass with mirrored weights. At stride 2 each dy is spread over its k outputs of the
 // row.
+// bfloat16 rows are multiplied in pairs where an instruction does that and taps are many.
+#include <bit>
+
 #include "cpu/depthwise_direct.h"
 
 namespace fusedtrain::cpu {
@@ -32,14 +35,15 @@ struct Spread {
   static constexpr bool kAtOnce = kTaps <= 3;
 };
 
-// The input rows of one row of output.
+// The input rows of one row of output, or pairs of them.
 template <class T>
 struct Rows {
   const T* in;  // column 0 of the first row
   int64_t in_step;
-  const Acc<T>* taps;  // [column of the kernel][vector][lane] for the first row
+  const Acc<T>* taps;  // [column of the kernel][vector][lane] for the first row or pair
   int64_t tap_step;
   int64_t count;
+  int64_t from = 0, to = 0;  // of pairs: the rows inside the image, counted from the first
 };
 
 template <class T>
@@ -108,11 +112,12 @@ class Moments {
   alignas(64) float sums_[kSums * (kChunkChannels + kMostLanes)];
 };
 
-// kWide outputs of a row.
-template <class T, class Form, int kWide, bool kInside>
+// kWide outputs of a row, from kDeep input rows at a time.
+template <class T, class Form, int kDeep, int kWide, bool kInside>
 void run_tile(const Tile<T>& tile) {
   using G = Group<T>;
   using V = typename G::V;
+  using In = std::conditional_t<kDeep == 1, V, Pairs>;
   constexpr int kColumns = Form::columns(kWide);
   V acc[kWide][G::kVecs];
 #pragma GCC unroll 32
@@ -136,42 +141,49 @@ void run_tile(const Tile<T>& tile) {
   for (int64_t i = 0; i < tile.rows.count; ++i) {
     const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
     const auto* taps = tile.rows.taps + i * tile.rows.tap_step;
+    const auto tap_at = [&](int k, int v) __attribute__((always_inline)) {
+      return std::bit_cast<In>(load<V>(taps + (k * G::kVecs + v) * V::kLanes));
+    };
+    const auto in_image = [&](int row) __attribute__((always_inline)) {
+      return kDeep == 1 || (i * kDeep + row >= tile.rows.from && i * kDeep + row < tile.rows.to);
+    };
+    const Column<T, kDeep> columns(first, tile.rows.in_step / kDeep, tile.pitch, in_image);
     if constexpr (Form::kAtOnce) {
-      V tap[Form::kSize][G::kVecs];
+      In tap[Form::kSize][G::kVecs];
 #pragma GCC unroll 32
       for (int k = 0; k < Form::kSize; ++k) {
 #pragma GCC unroll 32
-        for (int v = 0; v < G::kVecs; ++v) tap[k][v] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
+        for (int v = 0; v < G::kVecs; ++v) tap[k][v] = tap_at(k, v);
       }
-      const T* p = first;
+      auto column = columns;
 #pragma GCC unroll 32
-      for (int j = 0; j < kColumns; ++j, p += tile.pitch) {
+      for (int j = 0; j < kColumns; ++j, column.next()) {
         if (!kInside && uint64_t(tile.column + j) >= uint64_t(tile.width)) continue;
-        V x[G::kVecs];
-        G::get_all(p, x);
+        In x[G::kVecs];
+        column.get_all(x);
 #pragma GCC unroll 32
         for (int t = 0; t < kWide; ++t) {
           const int k = Form::tap(t, j);
           if (k < 0 || k >= Form::kSize) continue;
 #pragma GCC unroll 32
-          for (int v = 0; v < G::kVecs; ++v) acc[t][v] += tap[k][v] * x[v];
+          for (int v = 0; v < G::kVecs; ++v) acc[t][v] = multiply_add(acc[t][v], tap[k][v], x[v]);
         }
       }
       continue;
     }
     unroll<G::kVecs>([&](auto v) __attribute__((always_inline)) {
-      V tap[Form::kSize];
+      In tap[Form::kSize];
 #pragma GCC unroll 32
-      for (int k = 0; k < Form::kSize; ++k) tap[k] = load<V>(taps + (k * G::kVecs + v) * V::kLanes);
-      const T* p = first;
+      for (int k = 0; k < Form::kSize; ++k) tap[k] = tap_at(k, v);
+      auto column = columns;
 #pragma GCC unroll 32
-      for (int j = 0; j < kColumns; ++j, p += tile.pitch) {
+      for (int j = 0; j < kColumns; ++j, column.next()) {
         if (!kInside && uint64_t(tile.column + j) >= uint64_t(tile.width)) continue;
-        const V x = G::template get<v>(p);
+        const In x = column.template get<v>();
 #pragma GCC unroll 32
         for (int t = 0; t < kWide; ++t) {
           const int k = Form::tap(t, j);
-          if (k >= 0 && k < Form::kSize) acc[t][v] += tap[k] * x;
+          if (k >= 0 && k < Form::kSize) acc[t][v] = multiply_add(acc[t][v], tap[k], x);
         }
       }
     });
@@ -205,7 +217,7 @@ struct Row {
 
 // Tiles of nearly equal width from left to right, all groups of each, so that memory is read and written in long runs.
 // Tiles begin at multiples of kOutStep outputs, `skip` of which are before the row. `column` is that of the first tile.
-template <class T, class Form>
+template <class T, class Form, int kDeep>
 void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
   constexpr int kIn = Form::kInStep, kOut = Form::kOutStep;
   const int64_t units = ceil_div(count + skip, kOut), tiles = ceil_div(units, kMostWide / kOut);
@@ -232,11 +244,76 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
           Acc<T> init[Group<T>::kChannels];
           if (row.tile.bias) load_group(row.tile.bias + channel, init);
           tile.init = row.tile.bias ? init : nullptr;
-          inside ? run_tile<T, Form, kWide, true>(tile) : run_tile<T, Form, kWide, false>(tile);
+          inside ? run_tile<T, Form, kDeep, kWide, true>(tile) : run_tile<T, Form, kDeep, kWide, false>(tile);
         }
       }
     });
   }
+}
+
+// The weights of the groups of a part as Rows::taps. In pairs, two rows of the kernel share one: the first is the lower
+// half of each lane, the second, or 0 beyond the last, the upper one.
+template <class T>
+struct Weights {
+  const Acc<T>* taps;  // of group 0
+  bool pairs;
+};
+
+// Where pairs of rows are faster: fewer taps are bound by memory.
+template <class T, int kTaps, int kStride>
+constexpr bool kPairsRows = Group<T>::kPairs && kTaps >= 5 && kStride == 1;
+
+// Those of the forward pass, or mirrored, for dx. What is not in `taps` is put into scratch.
+template <class T, int kTaps, int kStride>
+Weights<T> arrange(const void* taps, bool mirrored, DepthwisePart part, void* scratch) {
+  constexpr int64_t kTap = Group<T>::kChannels, kCount = kTaps * kTaps, kSize = kCount * kTap;
+  const bool pairs = kPairsRows<T, kTaps, kStride> && rounds_to_bf16_by_instruction;
+  const auto* all = static_cast<const Acc<T>*>(taps);
+  if (!pairs && !mirrored) return {all, false};
+  auto* arranged = static_cast<Acc<T>*>(scratch) - part.begin * kSize;
+  for (int64_t group = part.begin; group < part.end; ++group) {
+    const Acc<T>* from = all + group * kSize;
+    const auto of = [&](int64_t tap) { return from + (mirrored ? kCount - 1 - tap : tap) * kTap; };
+    Acc<T>* to = arranged + group * kSize;
+    for (int64_t tap = 0; tap < kCount; ++tap) {
+      if (!pairs) {
+        std::copy_n(of(tap), kTap, to + tap * kTap);
+      } else if constexpr (kPairsRows<T, kTaps, kStride>) {
+        const int64_t row = tap / kTaps, below = tap + kTaps;
+        if (row % 2 != 0) continue;
+        pair(of(tap), below < kCount ? of(below) : nullptr, to + (tap - row / 2 * kTaps) * kTap);
+      }
+    }
+  }
+  return {arranged, pairs};
+}
+
+// A row of y, or of dx at stride 1, from the kTaps rows of `in` whose first is `top`.
+template <class T, int kTaps, int kStride>
+void gather_row(Row<T>& row, const Weights<T>& weights, const T* in, int64_t h, int64_t top, int64_t count,
+                int64_t column) {
+  constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
+  const int64_t step = row.tile.width * row.tile.pitch;
+  const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(h - top, from, kTaps);
+  if constexpr (kPairsRows<T, kTaps, kStride>) {
+    if (weights.pairs) {
+      const int64_t first = from / 2 * 2;
+      row.tile.rows = {.in = in + (top + first) * step,
+                       .in_step = 2 * step,
+                       .taps = weights.taps + first / 2 * kTapRow,
+                       .tap_step = kTapRow,
+                       .count = ceil_div(to - first, 2),
+                       .from = from - first,
+                       .to = to - first};
+      return run_row<T, Gathered<kTaps, kStride>, 2>(row, count, 0, column);
+    }
+  }
+  row.tile.rows = {.in = in + (top + from) * step,
+                   .in_step = step,
+                   .taps = weights.taps + from * kTapRow,
+                   .tap_step = kTapRow,
+                   .count = to - from};
+  run_row<T, Gathered<kTaps, kStride>, 1>(row, count, 0, column);
 }
 
 }  // namespace
@@ -303,16 +380,14 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
       const int64_t groups = part.end - part.begin;
+      const Weights<T> weights = arrange<T, kTaps, kStride>(taps, false, part, scratch);
       for (int64_t oy = rows.begin; oy < rows.end; ++oy) {
         const int64_t top = oy * kStride - s.top;
-        const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.h - top, from, kTaps);
-        tile.rows = {x + (top + from) * s.w * s.c, s.w * s.c, static_cast<const Acc<T>*>(taps) + from * kTapRow,
-                     kTapRow, to - from};
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
         tile.out_step = s.wo * s.c;
         tile.opens = oy == rows.begin;
-        run_row<T, Gathered<kTaps, kStride>>(row, s.wo, 0, -s.left);
+        gather_row<T, kTaps, kStride>(row, weights, x, s.h, top, s.wo, -s.left);
         if (tile.moments != nullptr) moments.end_row(groups, tile.opens);
       }
       for (int64_t group = 0; a.moments != nullptr && group < groups; ++group) {
@@ -332,42 +407,34 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
       const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c;
-      const auto* weights = static_cast<const Acc<T>*>(taps);
       Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow};
       Tile<T>& tile = row.tile;
       tile.width = s.wo;
       tile.pitch = s.c;
       tile.act = Activation::kIdentity;
       tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w, s.c);
-      if constexpr (kStride == 1) {
-        auto* mirrored = static_cast<Acc<T>*>(scratch) - part.begin * kTaps * kTapRow;
-        for (int64_t group = part.begin; group < part.end; ++group) {
-          for (int64_t tap = 0; tap < kTaps * kTaps; ++tap) {
-            std::copy_n(weights + group * kTaps * kTapRow + tap * Group<T>::kChannels, Group<T>::kChannels,
-                        mirrored + group * kTaps * kTapRow + (kTaps * kTaps - 1 - tap) * Group<T>::kChannels);
-          }
-        }
-        weights = mirrored;
-      }
+      // At stride 2 each row of dx meets a half of the kernel's rows.
+      const Weights<T> weights = arrange<T, kTaps, kStride>(taps, kStride == 1, part, scratch);
       const Span rows = band_rows(part, s.h);
       for (int64_t iy = rows.begin; iy < rows.end; ++iy) {
         tile.out = static_cast<T*>(a.dx) + (part.image * s.h + iy) * s.w * s.c;
         tile.out_step = s.w * s.c;
         if constexpr (kStride == 1) {
           const int64_t top = iy + s.top - (kTaps - 1);
-          const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(s.ho - top, from, kTaps);
-          tile.rows = {dy + (top + from) * s.wo * s.c, s.wo * s.c, weights + from * kTapRow, kTapRow, to - from};
           tile.ahead = dy + (top + kTaps) * s.wo * s.c;
-          run_row<T, Gathered<kTaps, 1>>(row, s.w, 0, s.left - (kTaps - 1));
+          gather_row<T, kTaps, kStride>(row, weights, dy, s.ho, top, s.w, s.left - (kTaps - 1));
         } else {
           // oy = (iy + top - ky) / 2 for the ky of one parity, downwards from the first.
           const int64_t odd = (iy + s.top) % 2, most = (iy + s.top - odd) / 2, count = (kTaps - odd + 1) / 2;
           const int64_t from = std::clamp<int64_t>(most - s.ho + 1, 0, count);
           const int64_t to = std::clamp<int64_t>(most + 1, from, count);
-          tile.rows = {dy + (most - from) * s.wo * s.c, -s.wo * s.c, weights + (odd + 2 * from) * kTapRow, 2 * kTapRow,
-                       to - from};
+          tile.rows = {.in = dy + (most - from) * s.wo * s.c,
+                       .in_step = -s.wo * s.c,
+                       .taps = weights.taps + (odd + 2 * from) * kTapRow,
+                       .tap_step = 2 * kTapRow,
+                       .count = to - from};
           tile.ahead = dy + (most + 1) * s.wo * s.c;
-          run_row<T, Spread<kTaps>>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
+          run_row<T, Spread<kTaps>, 1>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
         }
       }
       stream_fence();

@@ -144,6 +144,7 @@ void depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a,
     constexpr int64_t kChannels = Group<T>::kChannels;
     const Span y_rows = band_rows(part, s.ho), x_rows = rows_of_x(s, y_rows);
     Arena arena(scratch);
+    auto* weights = arena.take<Acc<T>>(s.kh * s.kw * kChannels);
     T* x = arena.take<T>(x_rows.size() * s.w * kChannels);
     T* y = arena.take<T>(y_rows.size() * s.wo * kChannels);
     T bias[kChannels];
@@ -166,7 +167,7 @@ void depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a,
       }
       depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(group,
                                                     static_cast<const Acc<T>*>(taps) + block * s.kh * s.kw * kChannels,
-                                                    nullptr, {0, part.band, part.bands, 0, 1});
+                                                    weights, {0, part.band, part.bands, 0, 1});
       for (int64_t i = 0; a.moments && i < 3; ++i) {
         float* to = a.moments + ((part.image * part.bands + part.band) * 3 + i) * s.c + block * kChannels;
         std::copy_n(moments + i * kChannels, std::min(kChannels, s.c - block * kChannels), to);
@@ -194,7 +195,7 @@ void depthwise_transposed_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBac
       dy_rows = {std::min(reached.begin, dw_rows.begin), std::max(reached.end, dw_rows.end)};
     }
     Arena arena(scratch);
-    auto* mirrored = arena.take<Acc<T>>(k * kChannels);
+    auto* weights = arena.take<Acc<T>>(k * kChannels);
     T* dy = arena.take<T>(dy_rows.size() * s.wo * kChannels);
     T* x = arena.take<T>(std::max(dx_rows.size(), x_rows.size()) * s.w * kChannels);  // dx, then x
     const DepthwiseConv2dBackward group{.sizes = group_sizes<T>(s),
@@ -209,7 +210,7 @@ void depthwise_transposed_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBac
       Planes<const T>(s, static_cast<const T*>(a.dy) + part.image * s.c * s.ho * s.wo, block, s.ho, s.wo, dy_rows)
           .read(dy);
       if (a.dx) {
-        depthwise_direct_dx<I>(group, static_cast<const Acc<T>*>(taps) + block * k * kChannels, mirrored, one);
+        depthwise_direct_dx<I>(group, static_cast<const Acc<T>*>(taps) + block * k * kChannels, weights, one);
         Planes<T>(s, static_cast<T*>(a.dx) + part.image * s.c * s.h * s.w, block, s.h, s.w, dx_rows).write(x);
       }
       if (a.partial == nullptr) continue;

@@ -83,6 +83,16 @@ struct Group<BFloat16> {
 };
 #endif
 
+// Numbers of a group that are whole bfloat16, two in the place of one: the first, and the second or 0, as a pair's.
+[[gnu::always_inline]] inline void pair(const float* first, const float* second, float* out) {
+  using Words = RawVec<uint32_t>;
+  for (int i = 0; i < Group<BFloat16>::kChannels; i += Vec<float>::kLanes) {
+    const auto bits = [&](const float* p) { return reinterpret_cast<Words>(load<Vec<float>>(p + i).v); };
+    const Words upper = second != nullptr ? bits(second) & 0xffff0000 : Words{};
+    store(out + i, Vec<float>(reinterpret_cast<Vec<float>::Raw>(bits(first) >> 16 | upper)));
+  }
+}
+
 // A pixel of each of kDeep neighbouring rows, moving along them. Two rows are multiplied in pairs. A row outside the
 // image is all zeros.
 template <class T, int kDeep>
