@@ -261,7 +261,7 @@ struct Weights {
 
 // Where pairs of rows are faster: fewer taps are bound by memory.
 template <class T, int kTaps, int kStride>
-constexpr bool kPairsRows = Group<T>::kPairs && kTaps >= 5 && kStride == 1;
+constexpr bool kPairsRows = Group<T>::kPairs && kStride == 1;
 
 // Those of the forward pass, or mirrored, for dx. What is not in `taps` is put into scratch.
 template <class T, int kTaps, int kStride>
