@@ -97,15 +97,15 @@ _STOCK_FASTER = {
     },
 }
 # What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), on Zen 4
-# (benchmarks/results/amd-epyc-family-25-avx512) and on Zen 5 since it loads both vectors of a group at once
-# (benchmarks/LOG.md, 2026-11-25). Without instructions for bfloat16 oneDNN takes several times as long
-# over it, without AVX-512 up to a hundred times.
+# (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, rows in pairs) and
+# on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25). Without instructions for
+# bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
         "forward": {
             ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER},
             ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
-            ("channels_last", torch.bfloat16, 1): {3: _RAGGED._replace(least=33), 5: _RAGGED, 7: _RAGGED},
+            ("channels_last", torch.bfloat16, 1): {**dict.fromkeys((3, 5), _RAGGED._replace(least=33)), 7: _NEVER},
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
         },
     },
