@@ -188,7 +188,7 @@ void depthwise_direct_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                 unroll<G::kVecs>([&](auto v) { dot<T, kTaps, kStride, kDeep, v, 1>(task); });
               }
             };
-            if constexpr (G::kPairs && kTaps >= 5) {  // fewer taps are bound by memory
+            if constexpr (G::kPairs) {
               if (rounds_to_bf16_by_instruction) return dot_all.template operator()<2>();
             }
             dot_all.template operator()<1>();
