@@ -92,7 +92,6 @@ ACTIVATIONS = {"ReLU", "ReLU6", "SiLU", "Swish", "GELU", "Hardswish", "HardSwish
 RECORDED = "fusedtrain.nn.recorded.Recorded"
 NOT_YET = {
     "timm.layers.global_context.GlobalContext",
-    "timm.models.hgnet.EseModule",
     "timm.layers.split_attn.SplitAttn",
 }
 

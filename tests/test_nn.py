@@ -48,6 +48,7 @@ ORIGINALS = {
     "SqueezeExcitation": "torchvision.ops.misc.SqueezeExcitation",
     "SEBlock": None,
     "EffectiveSEModule": "timm.layers.squeeze_excite.EffectiveSEModule",
+    "EseModule": "timm.models.hgnet.EseModule",
     "EcaModule": "timm.layers.eca.EcaModule",
     "CecaModule": "timm.layers.eca.CecaModule",
 }
@@ -95,6 +96,7 @@ CASES = {
         {"channels": C, "add_maxpool": True, "gate_layer": "sigmoid"},
         False,
     ),
+    "EseModule": ("EseModule", {"chs": C}, False),
     "EcaModule": ("EcaModule", {"channels": C}, False),
     "EcaModule k5": ("EcaModule", {"kernel_size": 5, "gate_layer": nn.Tanh}, False),
     "EcaModule mlp": ("EcaModule", {"channels": C, "use_mlp": True, "act_layer": nn.SiLU}, False),
@@ -327,7 +329,7 @@ def test_eca_refuses_what_has_no_centre_or_no_channels():
 
 
 INNER = {"SqueezeExcite": "conv_expand", "SEModule": "bn", "SENetModule": "relu", "SqueezeExcitation": "avgpool"}
-INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EcaModule": "conv", "CecaModule": "gate"}
+INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EseModule": "conv", "EcaModule": "conv", "CecaModule": "gate"}
 
 
 @pytest.mark.parametrize("label", INNER)
@@ -475,7 +477,8 @@ def test_gradients_under_vmap_are_refused_and_results_without_them_are_those_of_
         else:
             with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap; .*use_backend\('reference'\)"):
                 run()
-    if backend != "reference" and label not in ("EcaModule", "CecaModule", "SEModule norm"):  # parts of them are stock
+    partly_stock = ("EseModule", "EcaModule", "CecaModule", "SEModule norm")
+    if backend != "reference" and label not in partly_stock:
         with torch.no_grad():
             assert all(map(torch.equal, torch.vmap(layers[0])(x), map(layers[0], x)))
 

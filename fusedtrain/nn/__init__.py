@@ -9,6 +9,7 @@ from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.squeeze_excite import (
     EffectiveSEModule,
+    EseModule,
     SEBlock,
     SEModule,
     SENetModule,
@@ -26,6 +27,7 @@ __all__ = [
     "DepthwiseSeparableConv",
     "EcaModule",
     "EffectiveSEModule",
+    "EseModule",
     "GroupedConv2d",
     "Linear",
     "PointwiseConv2d",

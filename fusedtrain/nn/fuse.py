@@ -79,6 +79,7 @@ RULES = (
     Rule("timm.layers.squeeze_excite.SEModule", squeeze_excite.SEModule, ("fc1", "bn", "act", "fc2", "gate")),
     Rule("timm.models.senet.SEModule", squeeze_excite.SENetModule, ("fc1", "relu", "fc2", "sigmoid")),
     Rule("timm.layers.squeeze_excite.EffectiveSEModule", squeeze_excite.EffectiveSEModule, ("fc", "gate")),
+    Rule("timm.models.hgnet.EseModule", squeeze_excite.EseModule, ("conv", "sigmoid")),
     Rule("timm.layers.eca.EcaModule", eca.EcaModule, ("conv", "gate")),
     Rule("timm.layers.eca.CecaModule", eca.CecaModule, ("conv", "gate")),
     Rule(

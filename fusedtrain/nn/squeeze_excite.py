@@ -335,3 +335,34 @@ class EffectiveSEModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pooled = gates.pool(x, "avg_max" if self.add_maxpool else "avg")
         return gates.scale(x, self.gate(self.fc(gates.as_map(pooled))))
+
+
+class EseModule(nn.Module):
+    r"""Squeeze-and-excitation with a single layer, in the place of the ``EseModule`` of timm's HGNet.
+
+    .. math:: y = x \cdot \sigma(W\, \mathrm{mean}_{hw}(x) + b)
+
+    Args:
+        chs: channels C of the images.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format. state_dict:
+        ``conv.weight`` ``[C, C, 1, 1]``, ``conv.bias``.
+
+    Raises:
+        ValueError: the images have another shape.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.channel_pool`.
+
+    Cost and numerics: those of :class:`EffectiveSEModule`.
+    Source: ``timm.models.hgnet.EseModule``
+    """
+
+    def __init__(self, chs: int, device=None, dtype=None):
+        super().__init__()
+        self.conv = nn.Conv2d(chs, chs, kernel_size=1, device=device, dtype=dtype)
+        self.sigmoid = nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gates.scale(x, self.sigmoid(self.conv(gates.as_map(gates.pool(x)))))
