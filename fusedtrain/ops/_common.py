@@ -221,8 +221,13 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
 
 def owned(y: Tensor) -> Tensor:
     """Returns ``y`` as what an autograd Function may return: nobody can write to a view that it makes, such as the
-    permuted tensor that a channels_last one is in the bindings."""
-    return y.detach() if not torch.compiler.is_compiling() and y._is_view() else y
+    permuted tensor that a channels_last one is in the bindings, or what Torch makes of a result for a subclass."""
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    kind = type(y)
+    if kind is Tensor or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return y.detach()
+    return Tensor._make_subclass(kind, y)  # its own detach() makes a view again
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
