@@ -437,6 +437,14 @@ def test_layer_follows_timms_through_training(zoo, kernels, device, options):
     harness.assert_module_as_good_as_torch(layer.eval(), stock.eval(), x, "evaluation")
 
 
+def test_batches_are_counted_in_any_dtype(kernels, device):
+    """``Module.type`` casts all buffers."""
+    layer = fusedtrain.nn.BatchNormAct2d(3, device=device).type(torch.float32)
+    for batches in (1, 2):
+        layer(harness.images((2, 3, 4, 5), device=device))
+        assert layer.num_batches_tracked == batches and layer.num_batches_tracked.dtype == torch.float32
+
+
 def test_hooks_on_the_activation_are_called():
     layer, calls = fusedtrain.nn.BatchNormAct2d(3), []
     layer.act.register_forward_hook(lambda *_: calls.append("act"))

@@ -426,6 +426,18 @@ def test_what_the_rules_chose_is_remembered_for_the_same_call_alone(monkeypatch)
     assert len(OP._chosen) == 3
 
 
+def test_what_the_rules_chose_for_traced_calls_is_not_remembered(monkeypatch):
+    """Sizes are tensors there, and vmap's images have no memory format."""
+    if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
+        pytest.skip("without the compiled kernels stock PyTorch is all there is")
+    monkeypatch.setattr(OP, "_chosen", {})
+    images = make("cpu", (2, 20, 9, 10), "channels_last")
+    with torch.no_grad():
+        torch.jit.trace(lambda x: depthwise_conv2d(x, images["w"], padding=1), images["x"], check_trace=False)
+        torch.vmap(lambda x: depthwise_conv2d(x, images["w"], padding=1))(images["x"][:, None])
+    assert not OP._chosen
+
+
 @pytest.mark.parametrize(
     ("shape", "kernel", "multiplier", "dtype"),
     [

@@ -456,6 +456,7 @@ VMAPPED = {
     "Linear": lambda device: fusedtrain.nn.Linear(5, 7, device=device),
     "PointwiseConv2d": lambda device: fusedtrain.nn.PointwiseConv2d(C, 7, 1, device=device),
     "DepthwiseConv2d": lambda device: fusedtrain.nn.DepthwiseConv2d(C, C, 3, groups=C, device=device),
+    "GroupedConv2d": lambda device: fusedtrain.nn.GroupedConv2d(C, C, 3, groups=C // 2, device=device),
     "BatchNorm2d": lambda device: fusedtrain.nn.BatchNorm2d(C, device=device),
 }
 
@@ -481,6 +482,22 @@ def test_gradients_under_vmap_are_refused_and_results_without_them_are_those_of_
     if backend != "reference" and label not in partly_stock:
         with torch.no_grad():
             assert all(map(torch.equal, torch.vmap(layers[0])(x), map(layers[0], x)))
+
+
+@pytest.mark.parametrize("label", VMAPPED)
+def test_images_under_vmap_may_have_any_layout(label, device, backend):
+    """Torch answers no question for channels_last there."""
+    if backend not in ("cpu", "reference"):
+        pytest.skip("some layers are stock PyTorch there")
+    layers = [VMAPPED[label](device).eval() for _ in range(2)]
+    weights, buffers = torch.func.stack_module_state(layers)
+    x = torch.stack([harness.images((2, C, 3, 5), device=device, seed=seed) for seed in range(3)])
+    turned = x.movedim(2, -1).contiguous().movedim(-1, 2)
+    with torch.no_grad():
+        for images, dim in ((turned, 0), (x.transpose(0, 1).contiguous(), 1)):
+            torch.testing.assert_close(torch.vmap(layers[0], dim)(images), torch.stack([layers[0](one) for one in x]))
+        ensemble = torch.vmap(lambda w, b: functional_call(layers[0], (w, b), (turned[0],)))(weights, buffers)
+        torch.testing.assert_close(ensemble, torch.stack([layer(x[0]) for layer in layers]))
 
 
 def test_a_norm_under_vmap_is_refused_before_its_statistics_move(device, backend):

@@ -43,7 +43,11 @@ def arguments(layer: nn.Module) -> tuple:
 def counter(layer: nn.Module) -> Tensor | None:
     """Returns the number of batches that this call of ``layer`` is to count up, unless :func:`arguments` has."""
     counts = layer.training and layer.track_running_stats and layer.momentum is not None
-    return layer.num_batches_tracked if counts else None
+    batches = layer.num_batches_tracked if counts else None
+    if batches is None or batches.dtype is torch.int64:
+        return batches
+    batches.add_(1)  # Module.type() has cast it with the other buffers
+    return None
 
 
 def takes_batch(layer: nn.Module) -> bool:

@@ -103,7 +103,22 @@ def check_pixels(op: str, x: Tensor, pool: str) -> None:
 
 def is_channels_last(x: Tensor) -> bool:
     """True for channels_last memory; a tensor that is dense in both formats counts as contiguous."""
-    return not x.is_contiguous() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return not x.is_contiguous() and x.dim() == 4 and _is_turned(x)
+
+
+def _is_turned(x: Tensor) -> bool:
+    """``x.is_contiguous(memory_format=torch.channels_last)``; what vmap has wrapped cannot be asked, and is not."""
+    try:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    except RuntimeError:
+        if vmapped():
+            return False
+        raise
+
+
+def vmapped() -> bool:
+    """Whether tensors may be such as vmap has wrapped, which know no other memory format than the contiguous one."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def format_of(x: Tensor) -> torch.memory_format:
@@ -123,9 +138,9 @@ def dense(x: Tensor) -> Tensor:
 
     The copy takes channels_last when the channels of ``x`` are its fastest dimension.
     """
-    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
+    if x.is_contiguous() or _is_turned(x):
         return x
-    if x.stride(1) == 1 and x.size(1) > 1 and 0 not in x.stride():
+    if x.stride(1) == 1 and x.size(1) > 1 and 0 not in x.stride() and not vmapped():
         return x.contiguous(memory_format=torch.channels_last)
     return x.contiguous()
 
@@ -138,6 +153,8 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
     """``t.contiguous(memory_format=layout)`` for what an autograd Function returns: in compiled code torch 2.11 loses
     the gradient of the result of a call that has nothing to do. Not for backward, where that torch cannot ask."""
+    if layout is torch.channels_last and vmapped():
+        return t
     return t if t.is_contiguous(memory_format=layout) else t.contiguous(memory_format=layout)
 
 
@@ -197,15 +214,20 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
         return y
     n_stride, *strides = x.stride()
     _, c, h, w = x.shape
-    if strides == [1, w * c, c] and n_stride == h * w * c != 1:
+    if strides == [1, w * c, c] and n_stride == h * w * c != 1 and not vmapped():
         return y.contiguous(memory_format=torch.channels_last)
     return y
 
 
 def owned(y: Tensor) -> Tensor:
     """Returns ``y`` as what an autograd Function may return: nobody can write to a view that it makes, such as the
-    permuted tensor that a channels_last one is in the bindings."""
-    return y.detach() if not torch.compiler.is_compiling() and y._is_view() else y
+    permuted tensor that a channels_last one is in the bindings, or what Torch makes of a result for a subclass."""
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    kind = type(y)
+    if kind is Tensor or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return y.detach()
+    return Tensor._make_subclass(kind, y)  # its own detach() makes a view again
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

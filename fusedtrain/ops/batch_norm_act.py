@@ -208,7 +208,9 @@ class _BatchNormAct(torch.autograd.Function):
         keeps_residual = residual is not None and not residual_after and act != 0
         ctx.save_for_backward(x, weight, bias, residual if keeps_residual else None, mean, rstd)
         ctx.codes = act, residual_after
-        return ctx.impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after) if y is None else y
+        if y is not None:
+            return y
+        return _common.owned(ctx.impl.forward(x, mean, rstd, weight, bias, residual, act, residual_after))
 
     @staticmethod
     @_common.once_differentiable

@@ -30,6 +30,7 @@ class _BatchNormActSe(torch.autograd.Function):
     def forward(ctx, z, weight, bias, w1, b1, w2, b2, residual, mean, rstd, options):
         relu, ctx.codes, ctx.count, ctx.group, ctx.impl = options
         y, *small = ctx.impl.forward(z, mean, rstd, weight, bias, w1, b1, w2, b2, *ctx.codes, residual, relu)
+        y = _common.owned(y)
         ctx.save_for_backward(y if relu else None, z, mean, rstd, weight, bias, w1, w2, *small)
         return y
 

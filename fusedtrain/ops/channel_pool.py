@@ -49,7 +49,8 @@ class _ChannelPool(torch.autograd.Function):
         pooled, peak, ties = impl.forward(x, pool, in_act)
         ctx.save_for_backward(x, peak, ties)
         ctx.codes, ctx.impl = (pool, in_act), impl
-        return _common.cast(pooled, x.dtype)  # in compiled code torch 2.11 loses the gradient of a `to` without effect
+        # In compiled code torch 2.11 loses the gradient of a `to` without effect.
+        return _common.owned(_common.cast(pooled, x.dtype))
 
     @staticmethod
     @_common.once_differentiable

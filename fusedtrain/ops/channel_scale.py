@@ -42,7 +42,7 @@ class _ChannelScale(torch.autograd.Function):
     def forward(ctx, x, gate, in_act, impl):
         ctx.save_for_backward(x, gate)
         ctx.in_act, ctx.impl = in_act, impl
-        return impl.forward(x, gate, in_act)
+        return _common.owned(impl.forward(x, gate, in_act))
 
     @staticmethod
     @_common.once_differentiable

@@ -232,7 +232,7 @@ class _DepthwiseBnActSe(torch.autograd.Function):
         inputs = (z, mean, rstd, norm_weight, norm_bias, w1, b1, w2, b2)
         y, *small = ctx.impl.forward(*inputs, *ctx.codes) if made is None else made
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small)
-        return y
+        return y if made is not None else _common.owned(y)
 
     @staticmethod
     @_common.once_differentiable
@@ -258,7 +258,7 @@ class _DepthwiseBnAct(torch.autograd.Function):
         ctx.save_for_backward(x, weight if kernel is None else kernel, z, mean, rstd, norm_weight, norm_bias)
         if made is not None:
             return made[0]
-        return ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.codes[0], False)
+        return _common.owned(ctx.impl.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.codes[0], False))
 
     @staticmethod
     @_common.once_differentiable

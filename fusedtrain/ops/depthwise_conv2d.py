@@ -233,7 +233,6 @@ BACKWARD_IMPLS = register(
 
 # What the rules chose for a call: they take longer than the rest of it (benchmarks/LOG.md, 2026-11-26).
 _chosen: dict[tuple, tuple[Callable, Callable]] = {}
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_CHOSEN = 4096
 
 
@@ -242,7 +241,7 @@ def choose(
 ) -> tuple[Callable, Callable]:
     """The implementations of both directions."""
     key = None
-    if not torch.compiler.is_compiling() and is_automatic() and type(x) in _PLAIN and (x.is_cpu or x.is_cuda):
+    if _common.untraced(x) and is_automatic() and (x.is_cpu or x.is_cuda):
         stride, padding, dilation = geometry
         key = (x.is_cuda, x.shape, x.stride(), x.dtype, weight.shape, *stride, *padding, *dilation)
         found = _chosen.get(key)

@@ -128,6 +128,8 @@ def _slower(x: Tensor, weight: Tensor, bias=None, stride=(1, 1), padding=None, d
 
 
 def _channels_last(t: Tensor) -> Tensor:
+    if _common.vmapped():
+        return t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     return t.contiguous(memory_format=torch.channels_last)  # of a weight: the kernel's fast way to read it
 
 

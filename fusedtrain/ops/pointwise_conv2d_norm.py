@@ -38,7 +38,7 @@ class _PointwiseNorm(torch.autograd.Function):
     def forward(ctx, x, weight, norm_weight, norm_bias, z, mean, rstd, options):
         ctx.save_for_backward(x, weight, z, mean, rstd, norm_weight, norm_bias)
         ctx.count, ctx.act, ctx.group, ctx.norm = options
-        return ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.act, False)
+        return _common.owned(ctx.norm.forward(z, mean, rstd, norm_weight, norm_bias, None, ctx.act, False))
 
     @staticmethod
     @_common.once_differentiable

@@ -58,7 +58,7 @@ class _SqueezeExcite(torch.autograd.Function):
         y, *saved = impl.forward(x, w1, b1, w2, b2, *codes)
         ctx.save_for_backward(x, w1, w2, *saved)
         ctx.codes, ctx.impl = codes, impl
-        return y
+        return _common.owned(y)
 
     @staticmethod
     @_common.once_differentiable
