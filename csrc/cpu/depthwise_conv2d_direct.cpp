@@ -5,7 +5,7 @@
 // weights of one kernel row once. Columns outside the image are skipped.
 // dx at stride 1 is the forward pass with mirrored weights. At stride 2 each dy is spread over its k outputs of the
 // row.
-// bfloat16 rows are multiplied in pairs where an instruction does that and taps are many.
+// Rows of bfloat16 are multiplied in pairs where an instruction does that.
 #include <bit>
 
 #include "cpu/depthwise_direct.h"
@@ -259,15 +259,15 @@ struct Weights {
   bool pairs;
 };
 
-// Where pairs of rows are faster: fewer taps are bound by memory.
-template <class T, int kTaps, int kStride>
+// With a stride pairs were measured slower (benchmarks/LOG.md, 2026-11-25).
+template <class T, int kStride>
 constexpr bool kPairsRows = Group<T>::kPairs && kStride == 1;
 
 // Those of the forward pass, or mirrored, for dx. What is not in `taps` is put into scratch.
 template <class T, int kTaps, int kStride>
 Weights<T> arrange(const void* taps, bool mirrored, DepthwisePart part, void* scratch) {
   constexpr int64_t kTap = Group<T>::kChannels, kCount = kTaps * kTaps, kSize = kCount * kTap;
-  const bool pairs = kPairsRows<T, kTaps, kStride> && rounds_to_bf16_by_instruction;
+  const bool pairs = kPairsRows<T, kStride> && rounds_to_bf16_by_instruction;
   const auto* all = static_cast<const Acc<T>*>(taps);
   if (!pairs && !mirrored) return {all, false};
   auto* arranged = static_cast<Acc<T>*>(scratch) - part.begin * kSize;
@@ -278,7 +278,7 @@ Weights<T> arrange(const void* taps, bool mirrored, DepthwisePart part, void* sc
     for (int64_t tap = 0; tap < kCount; ++tap) {
       if (!pairs) {
         std::copy_n(of(tap), kTap, to + tap * kTap);
-      } else if constexpr (kPairsRows<T, kTaps, kStride>) {
+      } else if constexpr (kPairsRows<T, kStride>) {
         const int64_t row = tap / kTaps, below = tap + kTaps;
         if (row % 2 != 0) continue;
         pair(of(tap), below < kCount ? of(below) : nullptr, to + (tap - row / 2 * kTaps) * kTap);
@@ -295,7 +295,7 @@ void gather_row(Row<T>& row, const Weights<T>& weights, const T* in, int64_t h, 
   constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
   const int64_t step = row.tile.width * row.tile.pitch;
   const int64_t from = std::clamp<int64_t>(-top, 0, kTaps), to = std::clamp<int64_t>(h - top, from, kTaps);
-  if constexpr (kPairsRows<T, kTaps, kStride>) {
+  if constexpr (kPairsRows<T, kStride>) {
     if (weights.pairs) {
       const int64_t first = from / 2 * 2;
       row.tile.rows = {.in = in + (top + first) * step,
