@@ -46,14 +46,14 @@ USAGE = re.compile(
 
 
 def compile_cuda(source: Path, target: Path) -> subprocess.CompletedProcess:
-    """Compiles the kernels of one file for every architecture, with the warnings of nvcc and ptxas as errors.
+    """Compiles one file for every architecture, with the warnings of nvcc, ptxas and the host compiler as errors.
 
-    The host compiler sees the same files in test_cuda_emu.py.
+    -O0 is for the host code alone: the launches are called in test_cuda_emu.py.
     """
     codes = (f"-gencode=arch={arch},code=[{','.join(codes)}]" for arch, codes in ARCHS.items())
-    gates = ["-Werror", "all-warnings,default-stream-launch", "-Xptxas", "-v"]
-    command = ["nvcc", "--fatbin", "-std=c++20", *codes, *gates, f"-I{compiler.CSRC}", source, "-o", target]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    gates = ["-Werror", "all-warnings,default-stream-launch", "-Xcompiler", "-Wall,-Wextra"]
+    command = ["nvcc", "-O0", "-std=c++20", *codes, *gates, "-Xptxas", "-v", f"-I{compiler.CSRC}"]
+    return subprocess.run([*command, "-c", source, "-o", target], capture_output=True, text=True, check=False)
 
 
 def usages(result: subprocess.CompletedProcess) -> list[Usage]:
@@ -70,11 +70,11 @@ def spilling(usages: list[Usage]) -> list[Usage]:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """(folder of the compiled kernels, {stem: what nvcc said})"""
+    """(folder of the object files, {stem: what nvcc said})"""
     folder = tmp_path_factory.mktemp("nvcc")
     longest_first = sorted(SOURCES, key=lambda source: source.stat().st_size, reverse=True)
     with ThreadPoolExecutor(2) as pool:
-        jobs = {s.stem: pool.submit(compile_cuda, s, folder / f"{s.stem}.fatbin") for s in longest_first}
+        jobs = {s.stem: pool.submit(compile_cuda, s, folder / f"{s.stem}.o") for s in longest_first}
         return folder, {stem: job.result() for stem, job in jobs.items()}
 
 
@@ -97,7 +97,7 @@ def test_a_kernel_that_spills_is_found(tmp_path):
         "  for (int i = 0; i < 64; ++i) p[(63 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 7) % 64];\n"
         "}\n"
     )
-    found = usages(compile_cuda(source, tmp_path / "spills.fatbin"))
+    found = usages(compile_cuda(source, tmp_path / "spills.o"))
     assert len(found) == 2 * len(CODES)
     bad = spilling(found)
     assert [usage.arch for usage in bad] == CODES
@@ -115,7 +115,7 @@ def cuobjdump() -> str:
 
 
 def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
-    """Mangled name -> machine code of every kernel of a compiled file for one architecture."""
+    """Mangled name -> machine code of every kernel of an object file for one architecture."""
     command = [tool, "-sass", "-arch", arch, path]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"^\s*Function : (\S+)$", sass, flags=re.MULTILINE)
@@ -125,7 +125,7 @@ def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
 def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
     # A kernel for each rule, and for each number of states.
     for stem, kernels in (("grad_norm", 1), ("optimizer_step", len(_codes.RULES)), ("optimizer_step_narrow", 5)):
-        code = machine_code(compiled[0] / f"{stem}.fatbin", cuobjdump, CODES[0])
+        code = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
         walks = [text for name, text in code.items() if re.search(r"(partial|step|narrow)_kernel", name)]
         assert len(walks) == kernels
         assert all("LDG.E.128" in text and ("STG.E.128" in text or stem == "grad_norm") for text in walks)
@@ -143,7 +143,7 @@ def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
     ],
 )
 def test_images_move_16_bytes_at_a_time(compiled, cuobjdump, stem, count):
-    kernels = machine_code(compiled[0] / f"{stem}.fatbin", cuobjdump, CODES[0])
+    kernels = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
     vectors = {
         name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*(TermIf.*ELi4E|ELi8E)", name)
     }
