@@ -72,7 +72,8 @@ void dot_rows(const DotRows<T>& task) {
           __builtin_prefetch(dy + dy_next + (d * task.wo + col + i) * task.pitch, 0, 2);
         });
       });
-      unroll<kRows>([&](auto ky) __attribute__((always_inline)) {
+      // No template of ky: the compiler has enough to do.
+      const auto dot_row = [&](int ky, V(&row_sums)[kTaps][kVecs]) __attribute__((always_inline)) {
         const auto in_image = [&](int i) __attribute__((always_inline)) {
           return is_row(i) && uint64_t(x_row + ky + i * kStride) < uint64_t(task.h);
         };
@@ -83,18 +84,15 @@ void dot_rows(const DotRows<T>& task) {
           if (inside || uint64_t(first + j) < uint64_t(task.w)) {
             In value[kVecs];
             get(column, value);
-            unroll<pixels>([&](auto i) __attribute__((always_inline)) {
-              constexpr int kx = j - i * kStride;
-              if constexpr (kx >= 0 && kx < kTaps) {
-                unroll<kVecs>([&](auto u) __attribute__((always_inline)) {
-                  sums[ky][kx][u] = multiply_add(sums[ky][kx][u], g[i][u], value[u]);
-                });
-              }
+            unroll<pixels * kVecs>([&](auto n) __attribute__((always_inline)) {
+              constexpr int i = n / kVecs, u = n % kVecs, kx = j - i * kStride;
+              if constexpr (kx >= 0 && kx < kTaps) row_sums[kx][u] = multiply_add(row_sums[kx][u], g[i][u], value[u]);
             });
           }
           column.next();
         });
-      });
+      };
+      unroll<kRows>([&](auto ky) __attribute__((always_inline)) { dot_row(ky, sums[ky]); });
     };
     constexpr std::integral_constant<int, kPixels> kMany{};
     constexpr std::integral_constant<int, 1> kOne{};

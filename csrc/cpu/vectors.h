@@ -11,10 +11,23 @@ namespace {
 // f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>)
 template <int N, class F>
 [[gnu::always_inline]] inline void unroll(F&& f) {
-  [&]<int... Is>(std::integer_sequence<int, Is...>) __attribute__((always_inline)) {
-    (f(std::integral_constant<int, Is>{}), ...);
-  }
-  (std::make_integer_sequence<int, N>{});
+  static_assert(N <= 16);
+  if constexpr (N > 0) f(std::integral_constant<int, 0>{});
+  if constexpr (N > 1) f(std::integral_constant<int, 1>{});
+  if constexpr (N > 2) f(std::integral_constant<int, 2>{});
+  if constexpr (N > 3) f(std::integral_constant<int, 3>{});
+  if constexpr (N > 4) f(std::integral_constant<int, 4>{});
+  if constexpr (N > 5) f(std::integral_constant<int, 5>{});
+  if constexpr (N > 6) f(std::integral_constant<int, 6>{});
+  if constexpr (N > 7) f(std::integral_constant<int, 7>{});
+  if constexpr (N > 8) f(std::integral_constant<int, 8>{});
+  if constexpr (N > 9) f(std::integral_constant<int, 9>{});
+  if constexpr (N > 10) f(std::integral_constant<int, 10>{});
+  if constexpr (N > 11) f(std::integral_constant<int, 11>{});
+  if constexpr (N > 12) f(std::integral_constant<int, 12>{});
+  if constexpr (N > 13) f(std::integral_constant<int, 13>{});
+  if constexpr (N > 14) f(std::integral_constant<int, 14>{});
+  if constexpr (N > 15) f(std::integral_constant<int, 15>{});
 }
 
 // Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...
