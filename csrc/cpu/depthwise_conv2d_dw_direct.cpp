@@ -50,6 +50,8 @@ void dot_rows(const DotRows<T>& task) {
                          : small ? kTaps / 2 * x_pitch + G::kChannels
                                  : ((kDeep - 1) * kStride + kRows) * x_pitch;
   const int64_t dy_next = later ? 0 : small ? G::kChannels : kDeep * task.wo * task.pitch;
+  // Where a group lies across two lines of the caches, the group before has read the first of them.
+  constexpr int64_t kLast = G::kChannels - 1;
   for (int64_t row = 0; row < task.rows; row += kDeep) {
     const auto is_row = [&](int i) __attribute__((always_inline)) { return i == 0 || row + i < task.rows; };
     const T* x = task.x + row * kStride * x_pitch;
@@ -62,14 +64,14 @@ void dot_rows(const DotRows<T>& task) {
       unroll<pixels>([&](auto i) __attribute__((always_inline)) {
         get(gradient, g[i]);
         gradient.next();
-        const T* x_ahead = x + x_next + (col + i) * kStride * task.pitch;
+        const T* x_ahead = x + x_next + (col + i) * kStride * task.pitch + kLast;
         unroll<kDeep * kStride>([&](auto new_row) __attribute__((always_inline)) {
           unroll<kStride>([&](auto j) __attribute__((always_inline)) {
             __builtin_prefetch(x_ahead + new_row * x_pitch + j * task.pitch, 0, 2);
           });
         });
         unroll<kDeep>([&](auto d) __attribute__((always_inline)) {
-          __builtin_prefetch(dy + dy_next + (d * task.wo + col + i) * task.pitch, 0, 2);
+          __builtin_prefetch(dy + dy_next + (d * task.wo + col + i) * task.pitch + kLast, 0, 2);
         });
       });
       // No template of ky: the compiler has enough to do.
