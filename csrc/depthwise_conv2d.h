@@ -60,10 +60,24 @@ constexpr int64_t kChunkPlanes = 32;               // contiguous: a plane is rea
 constexpr int64_t kUnitBytes = 256 << 10;          // of x in float32
 constexpr int64_t kLeastRows = 4, kMostRows = 32;  // of y per band
 constexpr int64_t kTileCols = 128;                 // columns of y per tile, at most
+constexpr int64_t kStreamBytes = 8 << 20;          // of y or dx, from which on they are written past the caches
+constexpr int64_t kLineBytes = 64;                 // of the caches
+constexpr int64_t kMostWholeChannels = 512;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
+constexpr int64_t element_bytes(const DepthwiseSizes& s) {
+  return s.dtype == DType::kFloat64 ? 8 : s.dtype == DType::kFloat32 ? 4 : 2;
+}
+// Whether a unit has all channels of its pixels: what is written past the caches goes in whole lines, and pixels are
+// none.
+constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
+  return s.layout == Layout::kChannelsLast && s.m == 1 && s.c <= kMostWholeChannels &&
+         s.c * element_bytes(s) % kLineBytes != 0 &&
+         s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * element_bytes(s) >= kStreamBytes;
+}
 constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
+  if (has_whole_pixels(s)) return s.c;
   return std::min(s.c, s.layout == Layout::kContiguous ? kChunkPlanes : kChunkChannels);
 }
 constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
@@ -75,7 +89,8 @@ constexpr int64_t first_row(const DepthwiseSizes& s, int64_t band) { return s.ho
 
 // The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
 constexpr int64_t groups(const DepthwiseSizes& s) {
-  return std::max<int64_t>(1, std::min(ceil_div(32, ceil_div(s.c, kChunkChannels)), s.n * bands(s)));
+  const int64_t parts = has_whole_pixels(s) ? 1 : ceil_div(s.c, kChunkChannels);
+  return std::max<int64_t>(1, std::min(ceil_div(32, parts), s.n * bands(s)));
 }
 
 // Elements of acc: the weights by blocks of lanes, and `partial`.
@@ -105,7 +120,8 @@ constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
   const int64_t row = ((cols + 8) * s.sw + span_w) * kVecBytesMost;
   const int64_t ring = kRowBytes + (span_h + 1) * (row + 8) + kMostSteps * s.sh * 8 + 1024;
-  const int64_t weights = kChunkChannels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // rearranged, where k <= 7
+  const int64_t channels = std::max(kChunkChannels, has_whole_pixels(s) ? padded_channels(s) : 0);
+  const int64_t weights = channels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // rearranged, where k <= 7
   return weights + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
          s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 +
          std::max(depthwise_planes_scratch(s), depthwise_transposed_scratch(s));

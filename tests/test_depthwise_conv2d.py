@@ -332,18 +332,33 @@ def test_one_image_without_batch(device, backend):
     assert torch.equal(depthwise_conv2d(x[0], w, b, padding=1), depthwise_conv2d(x, w, b, padding=1)[0])
 
 
+# 8 MiB and more go past the caches: contiguous images where the last group of channels is not full, and channels_last
+# ones whose pixels end amid a cache line.
+@pytest.mark.parametrize(
+    ("shape", "memory_format", "stride"),
+    [
+        ((5, 80, 112, 112), torch.contiguous_format, 1),
+        ((5, 72, 109, 113), torch.channels_last, 1),
+        ((5, 72, 109, 113), torch.channels_last, 2),
+        ((3, 344, 66, 65), torch.channels_last, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", [3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_large_contiguous_images_are_written_as_small_ones(dtype):
-    shape = (5, 80, 112, 112)  # 8 MiB and more, past the caches; the last group of channels is not full
-    x, w, dy = torch.randn(shape).to(dtype), torch.randn(80, 1, 3, 3).to(dtype), torch.randn(shape).to(dtype)
+def test_large_images_are_written_as_small_ones(dtype, kernel, shape, memory_format, stride):
+    x, w = torch.randn(shape).to(dtype, memory_format=memory_format), torch.randn(shape[1], 1, kernel, kernel).to(dtype)
+    assert x.nbytes >= 8 << 20
+    dy = torch.randn_like(F.conv2d(x[:, :1], w[:1], None, stride, 1).expand(-1, shape[1], -1, -1))
+    dy = dy.contiguous(memory_format=memory_format)
 
     def results(x, dy):
         x = x.detach().requires_grad_()
         with backends.use_backend("cpu"):
-            y = depthwise_conv2d(x, w, None, padding=1)
+            y = depthwise_conv2d(x, w, None, stride, padding=1)
         return y.detach(), *torch.autograd.grad(y, x, dy)
 
-    for whole, *parts in zip(results(x, dy), *(results(x[i : i + 1], dy[i : i + 1]) for i in range(5))):
+    for whole, *parts in zip(results(x, dy), *(results(x[i : i + 1], dy[i : i + 1]) for i in range(shape[0]))):
         assert torch.equal(whole, torch.cat(parts))
 
 

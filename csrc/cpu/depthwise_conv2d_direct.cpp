@@ -7,6 +7,7 @@
 // row.
 // Rows of bfloat16 are multiplied in pairs where an instruction does that.
 #include <bit>
+#include <optional>
 
 #include "cpu/depthwise_direct.h"
 
@@ -109,7 +110,7 @@ class Moments {
   }
 
  private:
-  alignas(64) float sums_[kSums * (kChunkChannels + kMostLanes)];
+  alignas(64) float sums_[kSums * (kMostWholeChannels + kMostLanes)];
 };
 
 // kWide outputs of a row, from kDeep input rows at a time.
@@ -206,6 +207,52 @@ void run_tile(const Tile<T>& tile) {
   }
 }
 
+// Results of whole pixels that are written past the caches one after the other, though their pixels are no whole lines:
+// the end of a tile waits for the rest of its line.
+template <class T>
+class Lines {
+ public:
+  explicit Lines(T* first) : line_(first - offset(first)), foreign_(offset(first)), waiting_(foreign_) {}
+  Lines(const Lines&) = delete;
+  Lines& operator=(const Lines&) = delete;
+  ~Lines() { store_own(waiting_); }
+
+  // Where the next results are to be put, then how many were.
+  T* next() { return buffer_ + waiting_; }
+  void put(int64_t count) {
+    waiting_ += count;
+    T* line = buffer_;
+    for (; waiting_ >= kLine; waiting_ -= kLine, line += kLine, line_ += kLine) {
+      if (foreign_ > 0) {
+        store_own(kLine);
+        continue;
+      }
+      for (int64_t i = 0; i < kLine; i += kStore) stream_raw(line_ + i, load_raw(line + i));
+    }
+    if (line != buffer_) std::memcpy(buffer_, line, kLineBytes);
+  }
+
+ private:
+  using Raw = RawVec<uint32_t>;
+  static constexpr int64_t kLine = kLineBytes / sizeof(T), kStore = sizeof(Raw) / sizeof(T);
+
+  static int64_t offset(const T* p) { return reinterpret_cast<uintptr_t>(p) % kLineBytes / sizeof(T); }
+  static Raw load_raw(const T* p) {
+    Raw raw;
+    std::memcpy(&raw, p, sizeof raw);
+    return raw;
+  }
+  // Up to `end` of the first line in the buffer, of which the part before is others'.
+  void store_own(int64_t end) {
+    if (end > foreign_) std::memcpy(line_ + foreign_, buffer_ + foreign_, (end - foreign_) * sizeof(T));
+    foreign_ = 0;
+  }
+
+  T* line_;                    // where the buffer goes
+  int64_t foreign_, waiting_;  // elements of the buffer: others', and those before the next
+  alignas(kLineBytes) T buffer_[kMostWide * kMostWholeChannels + 2 * kLine];
+};
+
 // A range of groups of channels, of one row of outputs.
 template <class T>
 struct Row {
@@ -213,6 +260,7 @@ struct Row {
   int64_t begin, end;  // groups
   Tile<T> tile;        // of channel 0 and group 0
   int64_t tap_group;   // distance of the weights of neighbouring groups
+  Lines<T>* lines;     // that the outputs go through, or null
 };
 
 // Tiles of nearly equal width from left to right, all groups of each, so that memory is read and written in long runs.
@@ -231,12 +279,15 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
         tile.end = count + skip - from;
         const bool inside = tile.column >= 0 && tile.column + Form::columns(kWide) <= tile.width && tile.begin <= 0 &&
                             tile.end >= kWide;
+        const int64_t first = std::max<int64_t>(tile.begin, 0), last = std::min<int64_t>(tile.end, kWide);
+        T* out = row.tile.out + (from - skip) * tile.pitch;
+        if (row.lines != nullptr) out = row.lines->next() - first * tile.pitch;
         for (int64_t group = row.begin; group < row.end; ++group) {
           const int64_t channel = first_channel<T>(row.s, group);
           tile.rows.in = row.tile.rows.in + channel;
           tile.ahead = row.tile.ahead + channel;
           tile.rows.taps = row.tile.rows.taps + group * row.tap_group;
-          tile.out = row.tile.out + (from - skip) * tile.pitch + channel;
+          tile.out = out + channel;
           tile.opens = row.tile.opens && i == 0;
           if (row.tile.moments != nullptr) {
             tile.moments = row.tile.moments + (group - row.begin) * Moments::kSums * Moments::V::kLanes;
@@ -246,9 +297,15 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
           tile.init = row.tile.bias ? init : nullptr;
           inside ? run_tile<T, Form, kDeep, kWide, true>(tile) : run_tile<T, Form, kDeep, kWide, false>(tile);
         }
+        if (row.lines != nullptr) row.lines->put((last - first) * tile.pitch);
       }
     });
   }
+}
+
+template <class T>
+bool goes_through_lines(const DepthwiseSizes& s, int64_t pixels) {
+  return has_whole_pixels(s) && s.n * s.c * pixels * int64_t(sizeof(T)) >= kStreamBytes;
 }
 
 // The weights of the groups of a part as Rows::taps. In pairs, two rows of the kernel share one: the first is the lower
@@ -369,7 +426,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
       const T* x = static_cast<const T*>(a.x) + part.image * s.h * s.w * s.c;
       T* y = static_cast<T*>(a.y) + part.image * s.ho * s.wo * s.c;
-      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow};
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, nullptr};
       Tile<T>& tile = row.tile;
       tile.width = s.w;
       tile.pitch = s.c;
@@ -380,12 +437,14 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
       const int64_t groups = part.end - part.begin;
+      std::optional<Lines<T>> lines;
+      if (goes_through_lines<T>(s, s.ho * s.wo)) row.lines = &lines.emplace(y + rows.begin * s.wo * s.c);
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, false, part, scratch);
       for (int64_t oy = rows.begin; oy < rows.end; ++oy) {
         const int64_t top = oy * kStride - s.top;
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
-        tile.out_step = s.wo * s.c;
+        tile.out_step = row.lines != nullptr ? 0 : s.wo * s.c;
         tile.opens = oy == rows.begin;
         gather_row<T, kTaps, kStride>(row, weights, x, s.h, top, s.wo, -s.left);
         if (tile.moments != nullptr) moments.end_row(groups, tile.opens);
@@ -394,6 +453,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
         float* to = a.moments + (part.image * part.bands + part.band) * 3 * s.c;
         moments.put(group, to + first_channel<T>(s, part.begin + group), s.c);
       }
+      lines.reset();
       stream_fence();
     });
   });
@@ -407,7 +467,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
       const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c;
-      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow};
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, nullptr};
       Tile<T>& tile = row.tile;
       tile.width = s.wo;
       tile.pitch = s.c;
@@ -416,9 +476,12 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       // At stride 2 each row of dx meets a half of the kernel's rows.
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, kStride == 1, part, scratch);
       const Span rows = band_rows(part, s.h);
+      T* dx = static_cast<T*>(a.dx) + part.image * s.h * s.w * s.c;
+      std::optional<Lines<T>> lines;
+      if (goes_through_lines<T>(s, s.h * s.w)) row.lines = &lines.emplace(dx + rows.begin * s.w * s.c);
       for (int64_t iy = rows.begin; iy < rows.end; ++iy) {
-        tile.out = static_cast<T*>(a.dx) + (part.image * s.h + iy) * s.w * s.c;
-        tile.out_step = s.w * s.c;
+        tile.out = dx + iy * s.w * s.c;
+        tile.out_step = row.lines != nullptr ? 0 : s.w * s.c;
         if constexpr (kStride == 1) {
           const int64_t top = iy + s.top - (kTaps - 1);
           tile.ahead = dy + (top + kTaps) * s.wo * s.c;
@@ -437,6 +500,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           run_row<T, Spread<kTaps>, 1>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
         }
       }
+      lines.reset();
       stream_fence();
     });
   });

@@ -152,13 +152,12 @@ constexpr int kLeastWide = 4, kMostWide = 8;  // pixels of a tile
 // Whether results of images of so many pixels are written past the caches: they are large, and every store is a whole
 // line, as stores begin at `out` and multiples of `run` elements behind it. Halves of lines wait for each other in the
 // few buffers of a core, and those that must leave early cost several times as much.
-constexpr int64_t kStreamBytes = 8 << 20;
 template <class T>
 bool streams(const DepthwiseSizes& s, const T* out, int64_t pixels, int64_t run) {
-  constexpr int64_t kLine = 64, kSize = sizeof(T);
-  if constexpr (Group<T>::kChannels * kSize % kLine != 0) return false;
-  return s.n * s.c * pixels * kSize >= kStreamBytes && run * kSize % kLine == 0 &&
-         reinterpret_cast<uintptr_t>(out) % kLine == 0;
+  constexpr int64_t kSize = sizeof(T);
+  if constexpr (Group<T>::kChannels * kSize % kLineBytes != 0) return false;
+  return s.n * s.c * pixels * kSize >= kStreamBytes && run * kSize % kLineBytes == 0 &&
+         reinterpret_cast<uintptr_t>(out) % kLineBytes == 0;
 }
 
 // f<T>() for the element types that have direct kernels, which are not worth their code without vectors of 32 bytes.
