@@ -41,11 +41,12 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
 
 class _Where(NamedTuple):
     """Where stock PyTorch is the faster one: rows of y below so many columns; in rows of at least so many, x up to so
-    many MiB, and with channels that fill no whole vectors, x up to so many."""
+    many MiB, and with channels that fill no whole vectors, x up to so many, and fewer than so many channels."""
 
     columns: int = 0
     mib: float = 0
     ragged_mib: float = 0
+    ragged_channels: int = 0
     least: int = 0
 
     def reason(self, x: Tensor, stride: int) -> str | None:
@@ -58,6 +59,8 @@ class _Where(NamedTuple):
             return f"x up to {self.mib} MiB"
         if ragged and self._holds(x, self.ragged_mib):
             return f"channels that fill no whole vectors, x up to {self.ragged_mib} MiB"
+        if ragged and _common.is_less(x.shape[1], self.ragged_channels):
+            return f"fewer than {self.ragged_channels} channels, which fill no whole vectors"
         return None
 
     @staticmethod
@@ -69,7 +72,7 @@ class _Where(NamedTuple):
 # (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and "eager" of
 # benchmarks/results/amd-epyc-family-26-avx512/depthwise_conv2d.csv, contiguous images after the
 # last table of them in benchmarks/LOG.md: those below four columns are not transposed, and waste lanes. Ragged channels
-# cross lines and cannot be stored past the caches.
+# cross lines, and were not stored past the caches when these were measured, but on Zen 4.
 # Kernels that are not square, and other sizes up to those listed, go to stock at any size of x from _SMALL on. Larger
 # kernels, multipliers and dilation never do: stock bfloat16 convolutions with 31x31 kernels may not return, and stock
 # float32 gradients with a multiplier corrupt the heap.
@@ -97,15 +100,18 @@ _STOCK_FASTER = {
     },
 }
 # What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), on Zen 4
-# (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, rows in pairs) and
-# on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25). Without instructions for
+# (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, ragged channels)
+# and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25). Without instructions for
 # bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
         "forward": {
             ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER},
             ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
-            ("channels_last", torch.bfloat16, 1): {**dict.fromkeys((3, 5), _RAGGED._replace(least=33)), 7: _NEVER},
+            ("channels_last", torch.bfloat16, 1): {
+                3: _Where(ragged_mib=8, ragged_channels=129, least=33),
+                **dict.fromkeys((5, 7), _NEVER),
+            },
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
         },
     },
