@@ -66,15 +66,18 @@ constexpr int64_t kMostWholeChannels = 512;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
-constexpr int64_t element_bytes(const DepthwiseSizes& s) {
-  return s.dtype == DType::kFloat64 ? 8 : s.dtype == DType::kFloat32 ? 4 : 2;
+// What the direct kernels are made for (cpu/depthwise_conv2d_direct.cpp).
+constexpr bool is_usual(const DepthwiseSizes& s) {
+  const bool square = s.kh == s.kw && (s.kh == 3 || s.kh == 5 || s.kh == 7);
+  return square && s.m == 1 && s.sh == s.sw && s.sh <= 2 && s.dil_h == 1 && s.dil_w == 1 &&
+         (s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16);
 }
-// Whether a unit has all channels of its pixels: what is written past the caches goes in whole lines, and pixels are
+// Whether a unit has all channels of its pixels: results that go past the caches go in whole lines, and pixels are
 // none.
 constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
-  return s.layout == Layout::kChannelsLast && s.m == 1 && s.c <= kMostWholeChannels &&
-         s.c * element_bytes(s) % kLineBytes != 0 &&
-         s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * element_bytes(s) >= kStreamBytes;
+  const int64_t size = s.dtype == DType::kFloat32 ? 4 : 2;
+  return is_usual(s) && s.layout == Layout::kChannelsLast && s.c <= kMostWholeChannels &&
+         s.c * size % kLineBytes != 0 && s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * size >= kStreamBytes;
 }
 constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
   if (has_whole_pixels(s)) return s.c;

@@ -379,8 +379,7 @@ template <>
 DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
   DepthwiseDirect direct{0, 0, false};
   const bool contiguous = s.layout == Layout::kContiguous;
-  const bool usual =
-      s.m == 1 && s.kh == s.kw && s.sh == s.sw && s.dil_h == 1 && s.dil_w == 1 && std::min(s.w, s.wo) >= kLeastWide;
+  const bool usual = is_usual(s) && std::min(s.w, s.wo) >= kLeastWide;
   visit_direct_dtype(s.dtype, [&]<class T>() {
     if (!usual || (contiguous ? !is_worth_transposing<T>(s) : s.c < Group<T>::kChannels)) return;
     visit_kernel(s, [&]<int kTaps, int kStride>() {
