@@ -64,41 +64,41 @@ constexpr int64_t kStreamBytes = 8 << 20;          // of y or dx, from which on 
 constexpr int64_t kLineBytes = 64;                 // of the caches
 constexpr int64_t kMostWholeChannels = 512;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
+static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
 // What the direct kernels are made for (cpu/depthwise_conv2d_direct.cpp).
-constexpr bool is_usual(const DepthwiseSizes& s) {
+static constexpr bool is_usual(const DepthwiseSizes& s) {
   const bool square = s.kh == s.kw && (s.kh == 3 || s.kh == 5 || s.kh == 7);
   return square && s.m == 1 && s.sh == s.sw && s.sh <= 2 && s.dil_h == 1 && s.dil_w == 1 &&
          (s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16);
 }
 // Whether a unit has all channels of its pixels: results that go past the caches go in whole lines, and pixels are
 // none.
-constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
+static constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
   const int64_t size = s.dtype == DType::kFloat32 ? 4 : 2;
   return is_usual(s) && s.layout == Layout::kChannelsLast && s.c <= kMostWholeChannels &&
          s.c * size % kLineBytes != 0 && s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * size >= kStreamBytes;
 }
-constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
+static constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
   if (has_whole_pixels(s)) return s.c;
   return std::min(s.c, s.layout == Layout::kContiguous ? kChunkPlanes : kChunkChannels);
 }
-constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
-constexpr int64_t bands(const DepthwiseSizes& s) {
+static constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
+static constexpr int64_t bands(const DepthwiseSizes& s) {
   const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * chunk_channels(s);
   return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));
 }
-constexpr int64_t first_row(const DepthwiseSizes& s, int64_t band) { return s.ho * band / bands(s); }
+static constexpr int64_t first_row(const DepthwiseSizes& s, int64_t band) { return s.ho * band / bands(s); }
 
 // The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
-constexpr int64_t groups(const DepthwiseSizes& s) {
+static constexpr int64_t groups(const DepthwiseSizes& s) {
   const int64_t parts = has_whole_pixels(s) ? 1 : ceil_div(s.c, kChunkChannels);
   return std::max<int64_t>(1, std::min(ceil_div(32, parts), s.n * bands(s)));
 }
 
 // Elements of acc: the weights by blocks of lanes, and `partial`.
-constexpr int64_t taps_size(const DepthwiseSizes& s) { return padded_channels(s) * s.m * s.kh * s.kw; }
-constexpr int64_t partial_size(const DepthwiseSizes& s) {
+static constexpr int64_t taps_size(const DepthwiseSizes& s) { return padded_channels(s) * s.m * s.kh * s.kw; }
+static constexpr int64_t partial_size(const DepthwiseSizes& s) {
   return groups(s) * padded_channels(s) * s.m * (s.kh * s.kw + 1);
 }
 // Bytes of working memory per thread, at most: the rows that one row of output reads, a buffer for it, and sums.
@@ -106,19 +106,19 @@ constexpr int64_t kVecBytesMost = 64;    // of any instruction set
 constexpr int64_t kRowBytes = 24 << 10;  // more rows than needed are kept only up to here
 constexpr int64_t kMostSteps = 16;       // rows of output made at a time, at most
 constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
-constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
+static constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols || std::max(s.sh, s.sw) > 2) return 0;
   const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 4 * kMostLanes);
   // Of dx the rows of dy lie up to s.top behind those of the band.
   return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + s.top + 8) * (4 * row + 8) + 4096;
 }
-constexpr int64_t depthwise_transposed_scratch(const DepthwiseSizes& s) {
+static constexpr int64_t depthwise_transposed_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols) return 0;
   const int64_t rows = ceil_div(s.ho, bands(s)) + 2 * s.kh + 4;
   const int64_t padding = std::max(s.top, (s.ho - 1) * s.sh + s.kh - s.h);  // between the rows of dy for dx and for dw
   return kVecBytesMost * (s.sh * rows * s.w + (rows + padding) * s.wo);
 }
-constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
+static constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;
   const int64_t cols = std::min(std::max(s.wo, s.w / s.sw + 1), kTileCols + 1);
   const int64_t row = ((cols + 8) * s.sw + span_w) * kVecBytesMost;

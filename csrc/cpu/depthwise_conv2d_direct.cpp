@@ -213,11 +213,9 @@ template <class T>
 class Lines {
  public:
   explicit Lines(T* first) : line_(first - offset(first)), foreign_(offset(first)), waiting_(foreign_) {}
-  Lines(const Lines&) = delete;
-  Lines& operator=(const Lines&) = delete;
-  ~Lines() { store_own(waiting_); }
 
-  // Where the next results are to be put, then how many were.
+  // Where the next results are to be put, then how many were; at the end `close`. No destructor does that: it would
+  // need the runtime of exceptions.
   T* next() { return buffer_ + waiting_; }
   void put(int64_t count) {
     waiting_ += count;
@@ -231,6 +229,7 @@ class Lines {
     }
     if (line != buffer_) std::memcpy(buffer_, line, kLineBytes);
   }
+  void close() { store_own(waiting_); }
 
  private:
   using Raw = RawVec<uint32_t>;
@@ -452,7 +451,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
         float* to = a.moments + (part.image * part.bands + part.band) * 3 * s.c;
         moments.put(group, to + first_channel<T>(s, part.begin + group), s.c);
       }
-      lines.reset();
+      if (row.lines != nullptr) row.lines->close();
       stream_fence();
     });
   });
@@ -499,7 +498,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           run_row<T, Spread<kTaps>, 1>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
         }
       }
-      lines.reset();
+      if (row.lines != nullptr) row.lines->close();
       stream_fence();
     });
   });
