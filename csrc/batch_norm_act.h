@@ -79,12 +79,13 @@ struct BatchNormReduce {
   void* partial;      // acc [n * reduce_chunks(images), 2, c]: sum dz, sum dz (x - mean)
   void* sum_dz;       // acc [c]
   void* sum_dz_xhat;  // acc [c]
+  void* dz;           // as x, or null; on the CPU, with an activation: dz as well, for the pass that makes dx of it
 };
 
 struct BatchNormBackward {
   BatchNormInputs in;
   double count;
-  const void* dy;           // as x
+  const void* dy;           // as x; on the CPU it may be dx
   const void* sum_dz;       // acc [c], or null for fixed statistics
   const void* sum_dz_xhat;  // acc [c], or null for fixed statistics
   void* dx;                 // as x, or null

@@ -286,6 +286,31 @@ def test_frozen_inputs_change_nothing(device, kernels, layout, training):
         properties.assert_frozen_inputs_change_nothing(function(inputs, training, residual=residual), inputs)
 
 
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize("act", _codes.ACTIVATIONS)
+@pytest.mark.parametrize("residual", ["none", "before"])
+def test_a_gradient_that_is_kept_between_the_passes_is_the_one_computed_twice(kernels, device, act, residual, dtype):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels keep it")
+    code = _codes.ACTIVATIONS.index(act)
+    for shape, layout in (
+        ((3, 13, 7, 9), "contiguous"),
+        ((3, 13, 7, 9), "channels_last"),
+        ((2, 48, 5, 6), "channels_last"),
+    ):
+        given = make(device, shape, layout, dtype, residual, seed=5)
+        x, dy = given["x"], harness.images(shape, layout, dtype, device, 9)
+        mean, m2 = IMPLS["cpu"].stats(x)
+        rstd = (m2 / (x.numel() / shape[1]) + 1e-3).rsqrt()
+        inputs = (dy, x, mean, rstd, given["weight"], given["bias"], given.get("residual"))
+        dx, dr, dw, db = IMPLS["cpu"].train_backward(*inputs, code, False, residual == "before")
+        sums = IMPLS["cpu"].reduce(*inputs, code, False)
+        count = x.numel() / shape[1]
+        twice = IMPLS["cpu"].backward(*inputs, *sums, count, code, False, True, residual == "before")
+        for once, again in zip((dx, dr, db, dw), (*twice, *sums), strict=True):
+            assert torch.equal(once, again)
+
+
 def test_statistics_that_move_before_backward_do_not_change_gradients(device, kernels):
     """As where a batch in evaluation and one in training make one loss; stock PyTorch takes what has moved."""
     x, weight = harness.images((2, 8, 5, 6), device=device).requires_grad_(), torch.rand(8, device=device)

@@ -190,22 +190,30 @@ Tensor batch_norm_act(const Tensor& x, const Tensor& mean, const Tensor& rstd, c
   return y;
 }
 
-std::tuple<Tensor, Tensor> batch_norm_act_reduce(const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                                 const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                 const std::optional<Tensor>& bias,
-                                                 const std::optional<Tensor>& residual, int64_t act,
-                                                 bool residual_after) {
-  check_same("dy", dy, x);
+namespace {
+
+// What both passes of backward read.
+struct Gradients {
+  const Tensor &dy, &x, &mean, &rstd;
+  const std::optional<Tensor>&weight, &bias, &residual;
+  int64_t act;
+  bool residual_after;
+};
+
+std::tuple<Tensor, Tensor> sums_of(const Gradients& g, void* dz) {
+  check_same("dy", g.dy, g.x);
+  const Tensor& x = g.x;
   const auto [m, fold] = batch_of(x);
-  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
+  const NormVectors v = norm_vectors(x, fold, g.mean, g.rstd, g.weight, g.bias);
   const Tensor sum_dz = empty_acc(x, {x.size(1)}), sum_dz_xhat = empty_acc(x, {x.size(1)});
   const Tensor partial = empty_acc(x, {m.n * reduce_chunks(m), 2, m.c});
-  const BatchNormReduce a{.in = inputs_of(x, m, residual, v, act, residual_after),
+  const BatchNormReduce a{.in = inputs_of(x, m, g.residual, v, g.act, g.residual_after),
                           .fold = fold,
-                          .dy = dy.const_data_ptr(),
+                          .dy = g.dy.const_data_ptr(),
                           .partial = partial.mutable_data_ptr(),
                           .sum_dz = sum_dz.mutable_data_ptr(),
-                          .sum_dz_xhat = sum_dz_xhat.mutable_data_ptr()};
+                          .sum_dz_xhat = sum_dz_xhat.mutable_data_ptr(),
+                          .dz = dz};
   if (!x.is_cuda()) {
     parallel_images(m, reduce_items(m),
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_partial<I>(a, b, e); });
@@ -218,6 +226,43 @@ std::tuple<Tensor, Tensor> batch_norm_act_reduce(const Tensor& dy, const Tensor&
   return {sum_dz, sum_dz_xhat};
 }
 
+void write_gradients(const Gradients& g, const std::optional<Tensor>& sum_dz, const std::optional<Tensor>& sum_dz_xhat,
+                     double count, void* dx, void* dbefore) {
+  check_same("dy", g.dy, g.x);
+  STD_TORCH_CHECK(sum_dz.has_value() == sum_dz_xhat.has_value(), "fusedtrain: both sums or none expected");
+  const Tensor& x = g.x;
+  const auto [m, fold] = batch_of(x);
+  const NormVectors v = norm_vectors(x, fold, g.mean, g.rstd, g.weight, g.bias);
+  const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
+    return t ? std::optional(repeated(small_input(name, *t, x, x.size(1)), fold)) : std::nullopt;
+  };
+  const std::optional<Tensor> s1 = sum_of("sum_dz", sum_dz), s2 = sum_of("sum_dz_xhat", sum_dz_xhat);
+  const BatchNormBackward a{.in = inputs_of(x, m, g.residual, v, g.act, g.residual_after),
+                            .count = count,
+                            .dy = g.dy.const_data_ptr(),
+                            .sum_dz = s1 ? s1->const_data_ptr() : nullptr,
+                            .sum_dz_xhat = s2 ? s2->const_data_ptr() : nullptr,
+                            .dx = dx,
+                            .dbefore = dbefore};
+  if (dx == nullptr && dbefore == nullptr) return;
+  if (!x.is_cuda()) {
+    parallel_images(m, map_items(m), [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_backward<I>(a, b, e); });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("batch_norm_act_backward", x);
+    launch(cuda::batch_norm_act_backward(a, launch.stream));
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> batch_norm_act_reduce(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                                 const Tensor& rstd, const std::optional<Tensor>& weight,
+                                                 const std::optional<Tensor>& bias,
+                                                 const std::optional<Tensor>& residual, int64_t act,
+                                                 bool residual_after) {
+  return sums_of({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, nullptr);
+}
+
 std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                                    const Tensor& rstd, const std::optional<Tensor>& weight,
                                                    const std::optional<Tensor>& bias,
@@ -225,30 +270,10 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
                                                    const std::optional<Tensor>& sum_dz,
                                                    const std::optional<Tensor>& sum_dz_xhat, double count, int64_t act,
                                                    bool residual_after, bool need_dx, bool need_dresidual) {
-  check_same("dy", dy, x);
-  STD_TORCH_CHECK(sum_dz.has_value() == sum_dz_xhat.has_value(), "fusedtrain: both sums or none expected");
-  const auto [m, fold] = batch_of(x);
-  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
-  const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
-    return t ? std::optional(repeated(small_input(name, *t, x, x.size(1)), fold)) : std::nullopt;
-  };
-  const std::optional<Tensor> s1 = sum_of("sum_dz", sum_dz), s2 = sum_of("sum_dz_xhat", sum_dz_xhat);
   const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
   const Tensor dresidual = need_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  const BatchNormBackward a{.in = inputs_of(x, m, residual, v, act, residual_after),
-                            .count = count,
-                            .dy = dy.const_data_ptr(),
-                            .sum_dz = s1 ? s1->const_data_ptr() : nullptr,
-                            .sum_dz_xhat = s2 ? s2->const_data_ptr() : nullptr,
-                            .dx = need_dx ? dx.mutable_data_ptr() : nullptr,
-                            .dbefore = need_dresidual ? dresidual.mutable_data_ptr() : nullptr};
-  if (!need_dx && !need_dresidual) return {dx, dresidual};
-  if (!x.is_cuda()) {
-    parallel_images(m, map_items(m), [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_backward<I>(a, b, e); });
-  } else if constexpr (kWithCuda) {
-    const CudaLaunch launch("batch_norm_act_backward", x);
-    launch(cuda::batch_norm_act_backward(a, launch.stream));
-  }
+  write_gradients({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, sum_dz, sum_dz_xhat, count,
+                  need_dx ? dx.mutable_data_ptr() : nullptr, need_dresidual ? dresidual.mutable_data_ptr() : nullptr);
   return {dx, dresidual};
 }
 
@@ -269,15 +294,35 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(
   return {batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after), mean, rstd};
 }
 
+// Whether dz, which may be a result itself, is written while it is summed and read again: on the CPU, where that costs
+// less than computing a'(z) twice (benchmarks/LOG.md, 2026-11-26).
+bool keeps_dz(const Tensor& x, Activation act, bool is_result) {
+  const bool is_short = x.element_size() == 2;
+  if (!x.is_cpu() || act == Activation::kIdentity) return false;
+  if (act == Activation::kRelu || is_result) return is_result;
+  if (act == Activation::kRelu6 || act == Activation::kHardSwish) return is_short;
+  return act != Activation::kSilu || is_short || x.numel() * x.element_size() < 16 << 20;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_train_backward(
     const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act, bool residual_after,
     bool need_dresidual) {
-  const auto [sum_dz, sum_dz_xhat] =
-      batch_norm_act_reduce(dy, x, mean, rstd, weight, bias, residual, act, residual_after);
-  const auto [dx, dresidual] =
-      batch_norm_act_backward(dy, x, mean, rstd, weight, bias, residual, sum_dz, sum_dz_xhat, batch_norm_act_count(x),
-                              act, residual_after, true, need_dresidual);
+  const double count = batch_norm_act_count(x);
+  const Gradients g{dy, x, mean, rstd, weight, bias, residual, act, residual_after};
+  const Tensor dx = torch::stable::empty_like(x);
+  const Tensor dresidual = need_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  if (!keeps_dz(x, activation_of("act", act), need_dresidual)) {
+    const auto [sum_dz, sum_dz_xhat] = sums_of(g, nullptr);
+    write_gradients(g, sum_dz, sum_dz_xhat, count, dx.mutable_data_ptr(),
+                    need_dresidual ? dresidual.mutable_data_ptr() : nullptr);
+    return {dx, dresidual, sum_dz_xhat, sum_dz};
+  }
+  const Tensor& dz = need_dresidual ? dresidual : dx;
+  const auto [sum_dz, sum_dz_xhat] = sums_of(g, dz.mutable_data_ptr());
+  const std::optional<Tensor> none;
+  const Gradients of_dz{dz, x, mean, rstd, weight, bias, none, int64_t(Activation::kIdentity), false};
+  write_gradients(of_dz, sum_dz, sum_dz_xhat, count, dx.mutable_data_ptr(), nullptr);
   return {dx, dresidual, sum_dz_xhat, sum_dz};
 }
 

@@ -336,6 +336,18 @@ inline V round_to(V x) {
   }
 }
 
+// x, rounded: where x is a product, the compiler does not make one instruction of it and a sum behind it. So it is the
+// same wherever it is computed.
+template <class T>
+[[gnu::always_inline]] inline Vec<T> rounded(Vec<T> x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x.v));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x.v));
+#endif
+  return x;
+}
+
 // ---- reductions over lanes ----
 
 // Sums the lanes as a balanced tree: halves onto each other until one is left.

@@ -34,7 +34,7 @@ struct Gradient {
     if constexpr (A::kIdentity) {
       return Both{da, centred};
     } else {
-      return Both{act.slope(z(i, centred, p, lanes)) * da, centred};
+      return Both{rounded(act.slope(z(i, centred, p, lanes)) * da), centred};
     }
   }
 };
@@ -44,12 +44,18 @@ Gradient<T, A> gradient_of(const BatchNormInputs& in, const void* dy, A act) {
   return {PreActivation<T>(in), static_cast<const T*>(dy), act};
 }
 
-// sum dz, sum dz (x - mean).
-template <class T, class A>
+// sum dz, sum dz (x - mean); writes dz if it keeps it.
+template <class T, class A, bool kKeeps>
 struct Sums : Gradient<T, A> {
   using Base = Gradient<T, A>;
   using typename Base::Element, typename Base::Lane, typename Base::Params, typename Base::V;
   static constexpr int kSums = 2, kStreams = 2;
+  T* kept;
+
+  void prefetch(int64_t i) const {
+    Base::prefetch(i);
+    if (kKeeps) __builtin_prefetch(kept + i, 1);
+  }
 
   struct State {
     V dz, dz_x;
@@ -59,6 +65,7 @@ struct Sums : Gradient<T, A> {
     // Absent lanes have dy = 0; their slope, of no matter what, must not make that NaN.
     void add(const Sums& f, int64_t i, const Params& params, auto lanes) {
       const auto [d, centred] = f(i, params, lanes);
+      if constexpr (kKeeps) cpu::store(f.kept + i, d, lanes);
       dz += keep(d, lanes);
       dz_x += keep(d * centred, lanes);
     }
@@ -79,16 +86,17 @@ struct Sums : Gradient<T, A> {
   void plane(int64_t first, int64_t ch, int64_t hw, Lane* out, int64_t c) const {
     constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
     const Params params = this->params([ch](const Lane* p) { return V(p[ch]); });
+    const Sums f = *this;  // as in walk_rows
     double sum = 0, sum_x = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
       const int64_t end = std::min(begin + kStretch, hw);
       State s[2] = {{V(0), V(0)}, {V(0), V(0)}};
       int64_t i = begin;
       for (; i + 2 * V::kLanes <= end; i += 2 * V::kLanes) {
-        s[0].add(*this, first + i, params, AllLanes{});
-        s[1].add(*this, first + i + V::kLanes, params, AllLanes{});
+        s[0].add(f, first + i, params, AllLanes{});
+        s[1].add(f, first + i + V::kLanes, params, AllLanes{});
       }
-      for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { s[0].add(*this, first + i + j, params, lanes); });
+      for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { s[0].add(f, first + i + j, params, lanes); });
       sum += lane_sum(s[0].dz + s[1].dz);
       sum_x += lane_sum(s[0].dz_x + s[1].dz_x);
     }
@@ -97,7 +105,8 @@ struct Sums : Gradient<T, A> {
   }
 };
 
-// dx of one vector, or dbefore where there is no dx; writes dbefore beside dx where that is wanted too.
+// dx of one vector, or dbefore where there is no dx; writes dbefore beside dx where that is wanted too. dx is that of
+// dz as T, wherever dz comes from.
 template <class T, class A>
 struct Backward {
   static constexpr bool kInTurn = A::kInTurn;
@@ -120,7 +129,8 @@ struct Backward {
   }
   void prefetch(int64_t i) const { gradient.prefetch(i); }
   [[gnu::always_inline]] auto operator()(int64_t i, const Params& p, auto lanes) const {
-    const auto [dz, centred] = gradient(i, p.z, lanes);
+    const auto [exact, centred] = gradient(i, p.z, lanes);
+    const auto dz = A::kSelects ? exact : round_to<T>(exact);
     auto out = dz;
     if (!with_dx) return out;
     if (dbefore != nullptr) store(dbefore + i, dz, lanes);
@@ -135,8 +145,15 @@ template <>
 void batch_norm_act_reduce_partial<Isa::FUSEDTRAIN_ISA>(const BatchNormReduce& a, int64_t begin, int64_t end) {
   visit_dtype(a.in.images.dtype, [&]<class T>() {
     visit_act<T, kActs>(a.in.act, [&]<class A>(A act) {
-      const Sums<T, A> sums{gradient_of<T>(a.in, a.dy, act)};
-      walk_items(a.in.images, sums, static_cast<Acc<T>*>(a.partial), begin, end);
+      const auto add_up = [&]<bool kKeeps>() {
+        const Sums<T, A, kKeeps> sums{gradient_of<T>(a.in, a.dy, act), static_cast<T*>(a.dz)};
+        walk_items(a.in.images, sums, static_cast<Acc<T>*>(a.partial), begin, end);
+      };
+      if constexpr (A::kIdentity) {  // dz is dy
+        add_up.template operator()<false>();
+      } else {
+        visit_bool(a.dz != nullptr, add_up);
+      }
     });
   });
 }

@@ -78,8 +78,9 @@ constexpr int kGroup = 8;
 // that the registers hold as a whole are read from end to end and summed at the speed of the memory; kRegisterColumns
 // in bindings/batch_norm_act.cpp makes such rows.
 template <class F>
-void walk_rows(const F& f, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
+void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
   using V = typename F::V;
+  const F f = by_reference;  // its pointers stay in registers, whatever is written through `out` and by f
   for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
     typename F::State s;
     s.start(f, begin * c + ch, end - begin, c, lanes);
@@ -182,7 +183,7 @@ constexpr int kFinishBlock = 64;
 template <bool kStream, class F>
 void map_range(const Images& m, typename F::Element* out, const F& by_reference, int64_t begin, int64_t end) {
   using V = typename F::V;
-  const F f = by_reference;  // its pointers stay in registers, whatever is written through `out`
+  const F f = by_reference;  // as in walk_rows
   const auto write = [out](int64_t i, V value, auto lanes) {
     if constexpr (kStream) {
       stream(out + i, value);

@@ -17,6 +17,8 @@ namespace {
 template <class T, Activation A>
 struct StaticAct : Act<A, T> {
   static constexpr bool kIdentity = A == Activation::kIdentity;
+  // Whether the slope is 0 or 1, so that gradients in T stay numbers of T.
+  static constexpr bool kSelects = kIdentity || A == Activation::kRelu || A == Activation::kRelu6;
   // Whether gradients of several vectors in turn are faster than one after the other, where what is done beside is
   // short, and where it is long. Of float32 memory bounds them all (benchmarks/LOG.md, 2026-11-23).
   static constexpr bool kInTurn = A == Activation::kSilu && sizeof(T) == 2;
@@ -29,7 +31,7 @@ template <class T, int kCount>
 class RunTimeAct {
  public:
   using V = Vec<Acc<T>>;
-  static constexpr bool kIdentity = false, kInTurn = false, kInTurnBesideMuch = false;
+  static constexpr bool kIdentity = false, kSelects = false, kInTurn = false, kInTurnBesideMuch = false;
 
   explicit RunTimeAct(Activation act) : act_(int(act)) {}
   V value(V x) const {

@@ -106,6 +106,11 @@ template <class T, class V, int N>
   return x.of([&](auto k) __attribute__((always_inline)) { return one_plus_exp<T>(x.v[k]); });
 }
 
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> rounded(const Several<V, N>& x) {
+  return x.of([&](auto k) __attribute__((always_inline)) { return rounded(x.v[k]); });
+}
+
 template <class V, class T, int N>
 [[gnu::always_inline]] inline Several<V, N> load(const T* p, Apart<N> lanes) {
   return Several<V, N>::of([&](auto k) __attribute__((always_inline)) { return load<V>(p + k * lanes.step); });
@@ -133,6 +138,15 @@ template <class T, class V, int N, class F>
       write(k, narrow(x.v[k], T{}));
     }
   });
+}
+
+template <class T, class V, int N>
+[[gnu::always_inline]] inline Several<V, N> round_to(const Several<V, N>& x) {
+  Several<V, N> rounded;
+  each_rounded<T>(
+      x, [&](auto k, const auto& raw)
+             __attribute__((always_inline)) { rounded.v[k] = load<V>(reinterpret_cast<const T*>(&raw)); });
+  return rounded;
 }
 
 template <class T, class V, int N>
