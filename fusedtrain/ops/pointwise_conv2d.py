@@ -112,7 +112,7 @@ def _takes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _common.has_bfloat16())
 
 
-_LEAST_OF_ZEN5, _FEW_OF_MANY = 40, 64  # channels
+_MANY = 40  # channels, from which on bfloat16 gains (benchmarks/LOG.md, 2026-11-23; Zen 4: 2026-11-26)
 
 
 def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
@@ -126,9 +126,7 @@ def _kernel_gains(x: Tensor, channels: int) -> bool:
     cpu = _extension.BUILD_INFO
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
-    if x.dtype == torch.bfloat16:
-        return x.shape[1] >= _LEAST_OF_ZEN5 if _common.zen() == 5 else channels <= _FEW_OF_MANY <= x.shape[1]
-    return True
+    return x.dtype == torch.float32 or x.shape[1] >= _MANY or (channels <= x.shape[1] and _common.zen() == 4)
 
 
 # The same for contiguous images (benchmarks/LOG.md, 2026-11-24).
