@@ -46,6 +46,7 @@ if torch.cuda.is_available():
     import truth  # noqa: F401  (mends hardswish in float64, before fusedtrain takes it as its reference)
 
 import harness
+import nvcc
 from zoo import Zoo
 
 import fusedtrain
@@ -77,15 +78,35 @@ def pytest_report_header():
 
 
 # Files by the time they take, where their numbers of tests do not tell.
-_SLOW = ("test_nvcc.py", "test_cuda_emu.py", "test_triton.py", "test_diagnose.py", "test_tune.py", "test_benchmarks.py")
+_SLOW = ("test_cuda_emu.py", "test_triton.py", "test_diagnose.py", "test_tune.py", "test_benchmarks.py")
+_LAST = "test_nvcc.py"  # it waits for nvcc_behind
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """The longest files first: xdist hands out whole files, and what begins last should be short."""
     count = Counter(item.path.name for item in items)
-    slow = {name: rank for rank, name in enumerate(_SLOW)}
+    slow = {name: rank for rank, name in enumerate(_SLOW)} | {_LAST: len(_SLOW) + 1}
     items.sort(key=lambda item: (slow.get(item.path.name, len(_SLOW)), -count[item.path.name], item.path.name))
+
+
+@pytest.fixture(scope="session")
+def nvcc_folder(tmp_path_factory):
+    """Where the workers of pytest-xdist share what nvcc compiles."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "nvcc"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nvcc_behind(request, nvcc_folder):
+    """What test_nvcc.py looks at is compiled while other tests wait for something."""
+    wanted = nvcc.WHY_NOT is None and any(item.path.name == _LAST for item in request.session.items)
+    if not wanted or os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        yield
+        return
+    behind = nvcc.begin(nvcc_folder)
+    yield
+    behind.stdin.close()
 
 
 def pytest_collection_finish():

@@ -1,29 +1,20 @@
 """The CUDA files on a machine without a GPU: nvcc compiles them without warnings, spills or local memory, and the
 machine code moves 16 bytes at a time where it should."""
 
-import os
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import compiler
+import nvcc
 import pytest
+from nvcc import CODES, SOURCES
 
 from fusedtrain.ops import _codes
 
-SOURCES = sorted(compiler.CSRC.glob("cuda/*.cu"))
-# The architectures that the gates hold for, by what each is compiled from. From the same PTX sm_90 costs little beside
-# sm_80; each from its own, as setup.py does, is slow.
-SLOW = os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1"
-ARCHS = {"compute_75": ["sm_75"], "compute_80": ["sm_80"], "compute_90": ["sm_90"]}
-ARCHS = ARCHS if SLOW else {"compute_80": ["sm_80", "sm_90"]}
-CODES = [code for codes in ARCHS.values() for code in codes]
-
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+pytestmark = pytest.mark.skipif(nvcc.WHY_NOT is not None, reason=str(nvcc.WHY_NOT))
 
 
 class Usage(NamedTuple):
@@ -45,22 +36,12 @@ USAGE = re.compile(
 )
 
 
-def compile_cuda(source: Path, target: Path) -> subprocess.CompletedProcess:
-    """Compiles one file for every architecture, with the warnings of nvcc, ptxas and the host compiler as errors.
-
-    -O0 is for the host code alone: the launches are called in test_cuda_emu.py.
-    """
-    codes = (f"-gencode=arch={arch},code=[{','.join(codes)}]" for arch, codes in ARCHS.items())
-    gates = ["-Werror", "all-warnings,default-stream-launch", "-Xcompiler", "-Wall,-Wextra"]
-    command = ["nvcc", "-O0", "-std=c++20", *codes, *gates, "-Xptxas", "-v", f"-I{compiler.CSRC}"]
-    return subprocess.run([*command, "-c", source, "-o", target], capture_output=True, text=True, check=False)
-
-
-def usages(result: subprocess.CompletedProcess) -> list[Usage]:
+def usages(result: tuple[bool, str]) -> list[Usage]:
     """What ptxas reports of every kernel; fails with nvcc's words where it did not compile."""
-    assert result.returncode == 0, result.stderr[-5000:]
-    found = [Usage(*match[:2], *map(int, match[2:])) for match in USAGE.findall(result.stderr)]
-    assert len(found) == result.stderr.count("Compiling entry function"), "ptxas' report has another form"
+    ok, said = result
+    assert ok, said[-5000:]
+    found = [Usage(*match[:2], *map(int, match[2:])) for match in USAGE.findall(said)]
+    assert len(found) == said.count("Compiling entry function"), "ptxas' report has another form"
     return found
 
 
@@ -69,13 +50,9 @@ def spilling(usages: list[Usage]) -> list[Usage]:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """(folder of the object files, {stem: what nvcc said})"""
-    folder = tmp_path_factory.mktemp("nvcc")
-    longest_first = sorted(SOURCES, key=lambda source: source.stat().st_size, reverse=True)
-    with ThreadPoolExecutor(2) as pool:
-        jobs = {s.stem: pool.submit(compile_cuda, s, folder / f"{s.stem}.o") for s in longest_first}
-        return folder, {stem: job.result() for stem, job in jobs.items()}
+def compiled(nvcc_folder):
+    """(folder of the object files, {stem: whether it compiled, and what nvcc said})"""
+    return nvcc_folder, nvcc.compile_all(nvcc_folder)
 
 
 @pytest.mark.parametrize("stem", [source.stem for source in SOURCES])
@@ -97,7 +74,7 @@ def test_a_kernel_that_spills_is_found(tmp_path):
         "  for (int i = 0; i < 64; ++i) p[(63 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 7) % 64];\n"
         "}\n"
     )
-    found = usages(compile_cuda(source, tmp_path / "spills.o"))
+    found = usages(nvcc.compile_cuda(source, tmp_path / "spills.o"))
     assert len(found) == 2 * len(CODES)
     bad = spilling(found)
     assert [usage.arch for usage in bad] == CODES
