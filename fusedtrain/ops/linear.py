@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, is_automatic, register, select
 from fusedtrain.ops import _common
+from fusedtrain.ops.pointwise_conv2d import _takes
 
 _PRODUCT, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
 
@@ -29,19 +30,24 @@ def _why_not_cpu(x: Tensor, *others) -> str | None:
 
 _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
+_LARGE = 1 << 23  # elements
+_FEW_WEIGHTS = 1 << 18  # whose gradient in bfloat16 the kernel sums faster: of more, stock does
 _TOO_SMALL = f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
 
 
+# The CPUs on which the kernel is faster, by dtype. MKL, which PyTorch multiplies float32 with, takes AVX2 on AMD's; the
+# first whose AVX-512 is twice as wide is Zen 5 (benchmarks/LOG.md, 2026-11-24; bfloat16: 2026-11-26).
+_ZEN = {torch.float32: 5, torch.bfloat16: 4}
+
+
 def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
-    """MKL, which PyTorch multiplies float32 with, takes AVX2 on AMD's CPUs; the first whose AVX-512 is twice as wide is
-    Zen 5 (benchmarks/LOG.md, 2026-11-24)."""
-    if x.dtype != torch.float32:
-        return "stock PyTorch was not measured to be slower outside float32"
     rows = x.numel() // max(1, x.shape[-1])
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
-    if _common.zen() != 5:
-        return "stock PyTorch was not measured to be slower on this CPU"
+    if x.dtype == torch.bfloat16 and weight is not None and _common.is_less(rows * sum(weight.shape), _LARGE):
+        return f"fewer than {_LARGE} elements in and out: stock products in bfloat16 were measured faster in the caches"
+    if _common.zen() != _ZEN.get(x.dtype) or not _takes(x.dtype):
+        return f"stock PyTorch was not measured to be slower on this CPU in {x.dtype}"
     return None
 
 
@@ -55,7 +61,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if rows.dtype != torch.float32:
+    if not _takes(rows.dtype):
         return F.linear(rows, weight, bias)
     y = _PRODUCT(_pixels(rows), weight[:, :, None, None], bias, [1, 1])
     return y.permute(0, 2, 3, 1).reshape(rows.shape[0], weight.shape[0])
@@ -71,7 +77,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, need) -> tuple[Tensor | Non
     rows = _rows(dy if dy.dtype == x.dtype else dy.to(x.dtype))
     if need_dx:
         dx = _multiply(rows, weight.t(), None).view(x.shape)
-    if need_dw and x.dtype != torch.float32:
+    if need_dw and x.dtype != torch.float32 and not (_takes(x.dtype) and weight.numel() <= _FEW_WEIGHTS):
         dw = rows.t() @ _rows(x)
     elif need_dw:
         dw = _common.strided_like(_DW(_pixels(rows), _pixels(_rows(x)), [1, 1]).view(weight.shape), weight)
@@ -141,8 +147,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
     Cost: the products of ``F.linear``. float32 on AMD's CPUs from Zen 5 on runs in the kernel of ``pointwise_conv2d``,
-        with all 512 bits of the vectors, which the library behind ``F.linear`` does not use there. Elsewhere, on GPUs
-        and for few rows stock PyTorch runs; ``fusedtrain.explain("linear", x, weight)`` tells.
+        with all 512 bits of the vectors, which the library behind ``F.linear`` does not use there; so does bfloat16 on
+        Zen 4. Elsewhere, on GPUs and for few rows stock PyTorch runs; ``fusedtrain.explain("linear", x, weight)`` tells.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of threads.
     Source: ``torch.nn.functional.linear``
     """
