@@ -3,7 +3,6 @@
 That takes minutes, so the tests begin it behind the others (see conftest.py) and look at what it says last.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -42,6 +41,8 @@ def compile_all(folder: Path, go_on=lambda: True) -> dict[str, tuple[bool, str]]
 
     Processes that share the folder take turns: the second has nothing left to do.
     """
+    import fcntl  # not on Windows, where conftest.py reads this file, too
+
     folder.mkdir(exist_ok=True)
 
     def compile_one(source: Path) -> tuple[str, tuple[bool, str]] | None:
