@@ -297,11 +297,12 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(
 // Whether dz, which may be a result itself, is written while it is summed and read again: on the CPU, where that costs
 // less than computing a'(z) twice (benchmarks/LOG.md, 2026-11-26).
 bool keeps_dz(const Tensor& x, Activation act, bool is_result) {
+  constexpr int64_t kOutgrows = 16 << 20;  // bytes: memory bounds SiLU in float32 from here on
   const bool is_short = x.element_size() == 2;
   if (!x.is_cpu() || act == Activation::kIdentity) return false;
   if (act == Activation::kRelu || is_result) return is_result;
   if (act == Activation::kRelu6 || act == Activation::kHardSwish) return is_short;
-  return act != Activation::kSilu || is_short || x.numel() * x.element_size() < 16 << 20;
+  return act != Activation::kSilu || is_short || x.numel() * x.element_size() < kOutgrows;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_train_backward(

@@ -30,7 +30,7 @@ def _why_not_cpu(x: Tensor, *others) -> str | None:
 
 _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
-_LARGE = 1 << 23  # elements
+_LARGE = 1 << 23  # elements in and out
 _FEW_WEIGHTS = 1 << 18  # whose gradient in bfloat16 the kernel sums faster: of more, stock does
 _TOO_SMALL = f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
 
@@ -44,10 +44,10 @@ def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
-    if x.dtype == torch.bfloat16 and weight is not None and _common.is_less(rows * sum(weight.shape), _LARGE):
-        return f"fewer than {_LARGE} elements in and out: stock products in bfloat16 were measured faster in the caches"
     if _common.zen() != _ZEN.get(x.dtype) or not _takes(x.dtype):
         return f"stock PyTorch was not measured to be slower on this CPU in {x.dtype}"
+    if x.dtype == torch.bfloat16 and weight is not None and _common.is_less(rows * sum(weight.shape), _LARGE):
+        return f"fewer than {_LARGE} elements in and out: stock products in bfloat16 were measured faster in the caches"
     return None
 
 
