@@ -530,6 +530,20 @@ def test_peak_memory_counts_what_was_freed_again(device):
     assert PeakMemory(torch.device(device)).bytes() < size / 2
 
 
+def test_peak_memory_counts_what_the_heap_keeps_as_free(device):
+    size = 16 * 2**20
+    for _ in range(2):  # the first time, glibc maps the blocks and learns from it to take such ones from its heap
+        blocks = [torch.ones(size // 4, device=device) for _ in range(20)]
+        last = blocks.pop()  # the end of the heap: what is before it stays there when it is freed
+        del blocks
+    memory = PeakMemory(torch.device(device))
+    if memory.bytes() is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    torch.ones(16 * size // 4, device=device)
+    assert memory.bytes() > 8 * size
+    assert last.numel() == size // 4
+
+
 def test_peak_memory_counts_garbage_as_free(device):
     size = 256 * 2**20
     garbage = [torch.ones(size // 4, device=device)]

@@ -1,7 +1,6 @@
 """Finds memory that grows from step to step, and what of the user's keeps it."""
 
 import ast
-import ctypes
 import gc
 import itertools
 import linecache
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fusedtrain.diagnose.instrument import Site, graph_of, is_users
-from fusedtrain.train.memory import available, resident
+from fusedtrain.train.memory import available, free_unheld, resident
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None  # glibc's
 KINDS = (list, dict, set, deque, defaultdict, OrderedDict)
 DEPTH = 4  # attributes and items between a variable and what it holds
 OBJECTS = 100_000  # that are looked into
@@ -73,9 +71,7 @@ class Watch:
     graphs: list[int] = field(default_factory=list)
 
     def look(self) -> None:
-        gc.collect()
-        if _trim is not None:
-            _trim(0)  # what is free does not count
+        free_unheld()
         self.memory.append(_taken())
         alive = gc.get_objects()
         tensors = [o for o in alive if type(o) is Tensor and o.grad_fn is not None]

@@ -1,5 +1,6 @@
 """Memory that a training run takes, and that is left."""
 
+import ctypes
 import gc
 import os
 import re
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None  # glibc's
 
 
 class PeakMemory:
@@ -18,7 +21,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
-        gc.collect()  # what nobody holds any more would count as held now and make room later
+        free_unheld()  # it would count as held now and make room later
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
@@ -34,6 +37,13 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._start
         return None if self._start is None else _status("VmHWM") - self._start
+
+
+def free_unheld() -> None:
+    """Frees what nobody holds any more and, with glibc, gives the system back what its heap keeps of freed blocks."""
+    gc.collect()
+    if _trim is not None:
+        _trim(0)
 
 
 def memory_text(device: torch.device) -> str:
