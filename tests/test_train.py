@@ -2,12 +2,14 @@
 
 import functools
 import gc
+import mmap
 import os
 import re
 import signal
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import harness
 import pytest
@@ -31,7 +33,7 @@ from fusedtrain.train import (
     Trainer,
     load_digits,
 )
-from fusedtrain.train.memory import PeakMemory
+from fusedtrain.train.memory import PeakMemory, resident
 from fusedtrain.train.model import LAYERS
 
 
@@ -519,13 +521,23 @@ write_atomic(Path(sys.argv[1]), write)
     assert path.read_bytes() == b"old"
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts it")
+def test_resident_memory_is_told_to_the_page():
+    resident(exact=True)
+    pages = 5
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as block:
+        before = resident(exact=True)
+        for page in range(pages):
+            block[page * mmap.PAGESIZE] = 1
+        assert pages <= (resident(exact=True) - before) / mmap.PAGESIZE < pages + 16
+
+
 def test_peak_memory_counts_what_was_freed_again(device):
     memory = PeakMemory(torch.device(device))
     if memory.bytes() is None:
         pytest.skip("this system does not tell the peak of resident memory")
     size = 256 * 2**20
     torch.ones(size // 4, device=device)
-    # Linux counts resident pages per CPU and adds them up now and then: some hundred KiB are missing at times.
     assert size / 2 < memory.bytes() < 2 * size
     assert PeakMemory(torch.device(device)).bytes() < size / 2
 

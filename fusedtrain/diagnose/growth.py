@@ -109,7 +109,7 @@ def _taken() -> int:
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
     try:
-        return resident()
+        return resident(exact=True)
     except OSError:
         return 0
 
