@@ -79,12 +79,28 @@ static constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
   return is_usual(s) && s.layout == Layout::kChannelsLast && s.c <= kMostWholeChannels &&
          s.c * size % kLineBytes != 0 && s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * size >= kStreamBytes;
 }
+// 3x3 kernels of contiguous images that keep the columns have their own code, which takes rows where they are
+// (cpu/depthwise_planes.h).
+constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
+static constexpr bool keeps_columns(const DepthwiseSizes& s) {
+  const bool usual = s.layout == Layout::kContiguous && s.m == 1 && s.dil_h == 1 && s.dil_w == 1;
+  return usual && s.kh == 3 && s.kw == 3 && s.sh == 1 && s.sw == 1 && s.left == 1 && s.wo == s.w &&
+         s.w <= kMostPlaneCols && s.dtype != DType::kFloat64;
+}
+// Whether a unit has whole planes, which are then read and written in order: where that code runs with any instruction
+// set.
+static constexpr bool has_whole_planes(const DepthwiseSizes& s) {
+  return keeps_columns(s) && s.w >= 12 && (s.dtype == DType::kFloat32 || s.w % 8 == 0);
+}
 static constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
   if (has_whole_pixels(s)) return s.c;
+  if (has_whole_planes(s))
+    return std::clamp<int64_t>(kUnitBytes / (4 * std::max<int64_t>(1, s.h) * s.w), 1, std::min(s.c, kChunkPlanes));
   return std::min(s.c, s.layout == Layout::kContiguous ? kChunkPlanes : kChunkChannels);
 }
 static constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
 static constexpr int64_t bands(const DepthwiseSizes& s) {
+  if (has_whole_planes(s)) return std::max<int64_t>(1, 4 * s.h * s.w / kUnitBytes);
   const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * chunk_channels(s);
   return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));
 }
@@ -105,7 +121,6 @@ static constexpr int64_t partial_size(const DepthwiseSizes& s) {
 constexpr int64_t kVecBytesMost = 64;    // of any instruction set
 constexpr int64_t kRowBytes = 24 << 10;  // more rows than needed are kept only up to here
 constexpr int64_t kMostSteps = 16;       // rows of output made at a time, at most
-constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
 static constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols || std::max(s.sh, s.sw) > 2) return 0;
   const int64_t row = s.sw * (std::max(ceil_div(s.w, s.sw), s.wo) + s.left + s.kw + 4 * kMostLanes);

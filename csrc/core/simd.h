@@ -225,16 +225,25 @@ inline void store_raw(T* p, Raw raw, int count) {
 #endif
 }
 
-#if defined(__AVX2__)
+// A store that bypasses the caches and so skips the read for ownership: for results that would not stay in cache
+// anyway. p must be aligned to what is written. Call stream_fence() before other threads read. Portable code stores as
+// usual.
 template <class Raw>
 inline void stream_raw(void* p, Raw raw) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(Raw) == 64) _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(raw));
+  if constexpr (sizeof(Raw) == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(raw));
 #endif
-  if constexpr (sizeof(Raw) == 32) _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(raw));
-  if constexpr (sizeof(Raw) == 16) _mm_stream_si128(static_cast<__m128i*>(p), reinterpret_cast<__m128i>(raw));
+#if defined(__AVX2__)
+  if constexpr (sizeof(Raw) == 32) return _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(raw));
+  if constexpr (sizeof(Raw) == 16) return _mm_stream_si128(static_cast<__m128i*>(p), reinterpret_cast<__m128i>(raw));
+#endif
+  std::memcpy(p, &raw, sizeof raw);
 }
+inline void stream_fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
 #endif
+}
 
 template <class V, class T>
 inline V load(const T* p, AllLanes = {}) {
@@ -277,25 +286,14 @@ inline void store(T* p, V x, FirstLanes lanes) {
   }
 }
 
-// A store that bypasses the caches and so skips the read for ownership: for results that would not stay in cache
-// anyway. p must be aligned to what is written. Call stream_fence() before other threads read. Portable code stores as
-// usual.
+// As stream_raw.
 template <class V, class T>
 inline void stream(T* p, V x) {
-#if defined(__AVX2__)
   if constexpr (std::is_same_v<T, typename V::Lane>) {
     stream_raw(p, x.v);
   } else {
     stream_raw(p, narrow(x, T{}));
   }
-#else
-  store(p, x);
-#endif
-}
-inline void stream_fence() {
-#if defined(__AVX2__)
-  _mm_sfence();
-#endif
 }
 
 // f(i, lanes) for each vector of `count` consecutive elements; lanes is AllLanes but for a short last vector, of which

@@ -315,7 +315,7 @@ void depthwise_conv2d_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const v
 template <>
 bool depthwise_conv2d_gathers_moments<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
   const DepthwiseDirect direct = depthwise_direct<Isa::FUSEDTRAIN_ISA>(s);
-  return s.dtype == DType::kFloat32 && direct.blocks > 0 && !direct.planes;
+  return s.dtype == DType::kFloat32 && direct.blocks > 0 && (!direct.planes || keeps_columns_well<float>(s));
 }
 
 template <>

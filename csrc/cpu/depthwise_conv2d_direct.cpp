@@ -207,59 +207,18 @@ void run_tile(const Tile<T>& tile) {
   }
 }
 
-// Results of whole pixels that are written past the caches one after the other, though their pixels are no whole lines:
-// the end of a tile waits for the rest of its line.
+// Results of whole pixels, of which a tile is no whole lines.
 template <class T>
-class Lines {
- public:
-  explicit Lines(T* first) : line_(first - offset(first)), foreign_(offset(first)), waiting_(foreign_) {}
-
-  // Where the next results are to be put, then how many were; at the end `close`. No destructor does that: it would
-  // need the runtime of exceptions.
-  T* next() { return buffer_ + waiting_; }
-  void put(int64_t count) {
-    waiting_ += count;
-    T* line = buffer_;
-    for (; waiting_ >= kLine; waiting_ -= kLine, line += kLine, line_ += kLine) {
-      if (foreign_ > 0) {
-        store_own(kLine);
-        continue;
-      }
-      for (int64_t i = 0; i < kLine; i += kStore) stream_raw(line_ + i, load_raw(line + i));
-    }
-    if (line != buffer_) std::memcpy(buffer_, line, kLineBytes);
-  }
-  void close() { store_own(waiting_); }
-
- private:
-  using Raw = RawVec<uint32_t>;
-  static constexpr int64_t kLine = kLineBytes / sizeof(T), kStore = sizeof(Raw) / sizeof(T);
-
-  static int64_t offset(const T* p) { return reinterpret_cast<uintptr_t>(p) % kLineBytes / sizeof(T); }
-  static Raw load_raw(const T* p) {
-    Raw raw;
-    std::memcpy(&raw, p, sizeof raw);
-    return raw;
-  }
-  // Up to `end` of the first line in the buffer, of which the part before is others'.
-  void store_own(int64_t end) {
-    if (end > foreign_) std::memcpy(line_ + foreign_, buffer_ + foreign_, (end - foreign_) * sizeof(T));
-    foreign_ = 0;
-  }
-
-  T* line_;                    // where the buffer goes
-  int64_t foreign_, waiting_;  // elements of the buffer: others', and those before the next
-  alignas(kLineBytes) T buffer_[kMostWide * kMostWholeChannels + 2 * kLine];
-};
+using PixelLines = Lines<T, kMostWide * kMostWholeChannels>;
 
 // A range of groups of channels, of one row of outputs.
 template <class T>
 struct Row {
   const DepthwiseSizes& s;
-  int64_t begin, end;  // groups
-  Tile<T> tile;        // of channel 0 and group 0
-  int64_t tap_group;   // distance of the weights of neighbouring groups
-  Lines<T>* lines;     // that the outputs go through, or null
+  int64_t begin, end;    // groups
+  Tile<T> tile;          // of channel 0 and group 0
+  int64_t tap_group;     // distance of the weights of neighbouring groups
+  PixelLines<T>* lines;  // that the outputs go through, or null
 };
 
 // Tiles of nearly equal width from left to right, all groups of each, so that memory is read and written in long runs.
@@ -380,7 +339,8 @@ DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
   const bool contiguous = s.layout == Layout::kContiguous;
   const bool usual = is_usual(s) && std::min(s.w, s.wo) >= kLeastWide;
   visit_direct_dtype(s.dtype, [&]<class T>() {
-    if (!usual || (contiguous ? !is_worth_transposing<T>(s) : s.c < Group<T>::kChannels)) return;
+    if (!usual || (contiguous ? keeps_columns_well<T>(s) || !is_worth_transposing<T>(s) : s.c < Group<T>::kChannels))
+      return;
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       direct = {ceil_div(s.c, Group<T>::kChannels), (kTaps * kTaps + 1) * Group<T>::kChannels, false};
     });
@@ -435,7 +395,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
       const int64_t groups = part.end - part.begin;
-      std::optional<Lines<T>> lines;
+      std::optional<PixelLines<T>> lines;
       if (goes_through_lines<T>(s, s.ho * s.wo)) row.lines = &lines.emplace(y + rows.begin * s.wo * s.c);
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, false, part, scratch);
       for (int64_t oy = rows.begin; oy < rows.end; ++oy) {
@@ -475,7 +435,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, kStride == 1, part, scratch);
       const Span rows = band_rows(part, s.h);
       T* dx = static_cast<T*>(a.dx) + part.image * s.h * s.w * s.c;
-      std::optional<Lines<T>> lines;
+      std::optional<PixelLines<T>> lines;
       if (goes_through_lines<T>(s, s.h * s.w)) row.lines = &lines.emplace(dx + rows.begin * s.w * s.c);
       for (int64_t iy = rows.begin; iy < rows.end; ++iy) {
         tile.out = dx + iy * s.w * s.c;

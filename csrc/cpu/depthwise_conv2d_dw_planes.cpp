@@ -77,6 +77,40 @@ template <int kTaps, int kStride, int kRows>
   each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { out[ky * kTaps + kx] = sums[ky][kx]; });
 }
 
+// As dot, of 3x3 kernels that keep the columns.
+template <class T>
+[[gnu::noinline]] void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+  V sums[9];
+  unroll<9>([&](auto i) __attribute__((always_inline)) { sums[i] = V(0); });
+  const auto tile = [&]<int kNow>(std::integral_constant<int, kNow>, int64_t row) __attribute__((always_inline)) {
+    const T *rows[kNow + 2], *ahead = x.ahead(row), *dy_rows[kNow], *dy_ahead = dy.ahead(row);
+    x.find(row, rows);
+    dy.find(row, dy_rows);
+    const auto step = [&](int64_t col, auto lanes, const auto& each_row) __attribute__((always_inline)) {
+      fetch_rows<kNow>(ahead, col);
+      fetch_rows<kNow>(dy_ahead, col);
+      V g[kNow];
+      unroll<kNow>([&](auto t) __attribute__((always_inline)) { g[t] = load<V>(dy_rows[t] + col, lanes); });
+      each_row([&](auto r, const V(&columns)[3]) __attribute__((always_inline)) {
+        unroll<3>([&](auto kx) __attribute__((always_inline)) {
+          // Behind a row stand zeros, but for its last column: that must not meet the zeros behind dy, it may be NaN.
+          const V column = kx == 0 ? keep(columns[kx], lanes) : columns[kx];
+          unroll<kNow>([&](auto t) __attribute__((always_inline)) {
+            constexpr int ky = r - t;
+            if constexpr (ky >= 0 && ky < 3) sums[ky * 3 + kx] += g[t] * column;
+          });
+        });
+      });
+    };
+    walk_rows(rows, x.w, step);
+  };
+  int64_t row = 0;  // loops one after the other: in one, the sums would go through memory
+  for (; row + 4 <= count; row += 4) tile(std::integral_constant<int, 4>{}, row);
+  for (; row + 3 <= count; row += 3) tile(std::integral_constant<int, 3>{}, row);
+  for (; row < count; ++row) tile(std::integral_constant<int, 1>{}, row);
+  unroll<9>([&](auto i) __attribute__((always_inline)) { out[i] = sums[i]; });
+}
+
 // The sums of a band for all rows of the kernel, in parts that fit the registers.
 template <int kTaps, int kStride>
 void dot(const float* dy, int64_t wo, int64_t count, const float* const* rows, int64_t half, V* out) {
@@ -95,6 +129,17 @@ V sum_of(const T* p, int64_t count) {
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
+// The sums over the lanes of kSize vectors, added to `total`, or its beginning.
+template <int64_t kSize>
+void add_lane_sums(const V* sums, float* total, bool begins) {
+  for_each_vector<V>(kSize, [&](int64_t i, auto lanes) {
+    V parts[kPlaneLanes];
+    std::copy_n(sums + i, kPlaneLanes, parts);
+    const V sum = lane_sums(parts);
+    store(total + i, begins ? sum : load<V>(total + i, lanes) + sum, lanes);
+  });
+}
+
 }  // namespace
 
 template <>
@@ -103,23 +148,44 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
   const DepthwiseSizes& s = a.sizes;
   const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
+    const auto plane = [&](const void* images, int64_t channel, int64_t size) {
+      return static_cast<const T*>(images) + (part.image * s.c + channel) * size;
+    };
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kSize = kTaps * kTaps + 1;
-      Arena arena(scratch);
       const int64_t first = span.begin * kStride - s.top, count = (span.size() - 1) * kStride + kTaps;
+      Arena arena(scratch);
+      V sums[round_up(kSize, kPlaneLanes)];
+      for (V& sum : sums) sum = V(0);
+      const auto finish = [&](int64_t channel) {
+        const T* dy = plane(a.dy, channel, s.ho * s.wo) + span.begin * s.wo;
+        if (a.db) sums[kSize - 1] = sum_of(dy, span.size() * s.wo);
+        add_lane_sums<kSize>(sums, static_cast<float*>(partial) + channel * kSize, begins);
+      };
+      if constexpr (kTaps == 3 && kStride == 1) {
+        if (keeps_columns_well<T>(s)) {
+          T* zeros = arena.take<T>(s.w);
+          std::fill_n(zeros, s.w, T{});
+          for (int64_t channel = part.begin; channel < part.end; ++channel) {
+            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.w, span.begin, zeros};
+            const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros};
+            if (a.dw) dot_kept(dy, span.size(), x, sums);
+            finish(channel);
+          }
+          return;
+        }
+      }
       const int64_t needed = round_up(s.wo, kPlaneLanes) + kTaps / kStride;
       PaddedRows<kStride> rows[2] = {{arena, s.w, s.left, needed, count}, {arena, s.w, s.left, needed, count}};
       float* gradient = arena.take<float>(span.size() * s.wo + kPlaneLanes);
-      V sums[round_up(kSize, kPlaneLanes)];
-      for (V& sum : sums) sum = V(0);
       const auto fill = [&](PaddedRows<kStride>& x, int64_t channel) {
-        if (a.dw) x.fill(static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w, s.h, first, count);
+        if (a.dw) x.fill(plane(a.x, channel, s.h * s.w), s.h, first, count);
       };
       each_plane(rows, part.begin, part.end, fill, [&](const PaddedRows<kStride>& x, int64_t channel) {
-        const T* dy = static_cast<const T*>(a.dy) + ((part.image * s.c + channel) * s.ho + span.begin) * s.wo;
-        const auto dot_with = [&](const float* widened) {
-          dot<kTaps, kStride>(widened, s.wo, span.size(), x.rows(), x.half(), sums);
+        const auto dot_with = [&](const float* dy) {
+          dot<kTaps, kStride>(dy, s.wo, span.size(), x.rows(), x.half(), sums);
         };
+        const T* dy = plane(a.dy, channel, s.ho * s.wo) + span.begin * s.wo;
         if (a.dw) {
           if constexpr (std::is_same_v<T, float>) {
             dot_with(dy);
@@ -131,14 +197,7 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
             dot_with(gradient);
           }
         }
-        if (a.db) sums[kSize - 1] = sum_of(dy, span.size() * s.wo);
-        float* total = static_cast<float*>(partial) + channel * kSize;
-        for_each_vector<V>(kSize, [&](int64_t i, auto lanes) {
-          V parts[kPlaneLanes];
-          std::copy_n(sums + i, kPlaneLanes, parts);
-          const V sum = lane_sums(parts);
-          store(total + i, begins ? sum : load<V>(total + i, lanes) + sum, lanes);
-        });
+        finish(channel);
       });
     });
   });

@@ -3,6 +3,7 @@
 //   dx[iy, ix] = sum_{ky, kx: oy * s + ky - top = iy, ...} weight[ky, kx] * dy[oy, ox]
 // A few rows of outputs by a vector of columns stay in registers; each vector of inputs is read once for all of them.
 // dx falls apart into s phases per axis, each a correlation of dy at stride 1 with every s-th tap in reverse order.
+#include <optional>
 #include <tuple>
 
 #include "cpu/depthwise_planes.h"
@@ -10,17 +11,9 @@
 namespace fusedtrain::cpu {
 namespace {
 
-constexpr int64_t kMostTile = 4;  // rows of outputs at a time
-
-// f<rows>(first) for tiles of 4 rows, as many of 3 as it takes, and of 1 where there are too few.
-template <class F>
-void each_tile(int64_t count, F&& f) {
-  for (int64_t first = 0, rows = 0; first < count; first += rows) {
-    const int64_t left = count - first;
-    rows = left < 3 ? 1 : left % kMostTile == 0 ? kMostTile : 3;
-    visit<1, 3, 4>(rows, [&]<int kRows>() { f.template operator()<kRows>(first); });
-  }
-}
+// Planes of wide rows, in float32, are written past the caches: the rows of a tile then are too long for the processor
+// to see what is written next. Narrower ones and those of 16 bits were measured slower that way.
+constexpr int64_t kLeastStreamedCols = 80;
 
 // out[t][col] = init + sum_{ky, kx} taps[ky][kx] * rows[t * kStride + ky][column at + col * kStride + kx], whole
 // vectors
@@ -64,6 +57,91 @@ void put_rows(T* out, int64_t rows, int64_t cols, F&& f) {
       }
     }
   }
+}
+
+// Sums about a shift near the mean, of one channel's outputs of a band. The shift is the mean of the first.
+struct PlaneMoments {
+  PlaneVec shift{0}, sum{0}, squares{0};
+  bool begun = false;
+
+  template <int kRows, class Lanes>
+  [[gnu::always_inline]] void add(const PlaneVec (&out)[kRows], Lanes lanes, int count) {
+    if (!begun) {
+      shift = PlaneVec(lane_sum(keep(out[0], lanes)) / float(count));
+      begun = true;
+    }
+    const auto distance = [&](auto t) __attribute__((always_inline)) { return keep(out[t] - shift, lanes); };
+    const auto square = [&](auto t) __attribute__((always_inline)) { return distance(t) * distance(t); };
+    sum += sum_in_pairs<kRows>(distance);
+    squares += sum_in_pairs<kRows>(square);
+  }
+  void put(float* to, int64_t c) const {
+    to[0] = shift.v[0];
+    to[c] = lane_sum(sum);
+    to[2 * c] = lane_sum(squares);
+  }
+};
+
+// Correlations with 3x3 taps of planes whose number of columns they keep.
+template <class T>
+struct KeptColumns {
+  int64_t h, w;   // of the planes
+  int64_t above;  // rows of zeros
+  T* zeros;
+  std::optional<Lines<T, kMostTile * kMostPlaneCols>> lines;  // that the outputs go through
+
+  KeptColumns(Arena& arena, int64_t h, int64_t w, int64_t above) : h(h), w(w), above(above), zeros(arena.take<T>(w)) {
+    std::fill_n(zeros, w, T{});
+  }
+
+  // Rows `band` of out = init + ...; before a vector of each row is stored: finish(rows, lanes, count).
+  template <class Finish>
+  [[gnu::noinline]] void run(const T* plane, const float* taps, float init, T* out, Span band, const Finish& finish) {
+    PlaneVec tap[9];
+    unroll<9>([&](auto i) __attribute__((always_inline)) { tap[i] = PlaneVec(taps[i]); });
+    const PlaneRows<T> in{plane, h, w, band.begin - above, zeros};
+    each_tile(band.size(), [&]<int kRows>(int64_t first) {
+      const T *rows[kRows + 2], *ahead = in.ahead(first);
+      in.find(first, rows);
+      T* to = lines ? lines->next() : out + (band.begin + first) * w;
+      const auto step = [&](int64_t col, auto lanes, const auto& each_row) __attribute__((always_inline)) {
+        fetch_rows<kRows>(ahead, col);
+        PlaneVec acc[kRows];
+        unroll<kRows>([&](auto t) __attribute__((always_inline)) { acc[t] = PlaneVec(init); });
+        each_row([&](auto row, const PlaneVec(&x)[3]) __attribute__((always_inline)) {
+          unroll<kRows>([&](auto t) __attribute__((always_inline)) {
+            constexpr int ky = row - t;
+            if constexpr (ky >= 0 && ky < 3) {
+              unroll<3>([&](auto kx) __attribute__((always_inline)) { acc[t] += tap[ky * 3 + kx] * x[kx]; });
+            }
+          });
+        });
+        finish(acc, lanes, int(std::min(w - col, kPlaneLanes)));
+        unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(to + t * w + col, acc[t], lanes); });
+      };
+      walk_rows(rows, w, step);
+      if (lines) lines->put(kRows * w);
+    });
+  }
+};
+
+constexpr auto leave = [](const auto&, auto, int) {};  // as run's finish
+
+// f(channel, plane) for the outputs [n, c, h, w] of a part.
+template <class T, class F>
+void each_kept(KeptColumns<T>& kept, const DepthwiseSizes& s, T* out, int64_t h, DepthwisePart part, const F& f) {
+  const bool streams = sizeof(T) == 4 && s.w >= kLeastStreamedCols && s.n * s.c * h * s.w * 4 >= kStreamBytes;
+  const Span band = band_rows(part, h);
+  for (int64_t channel = part.begin; channel < part.end; ++channel) {
+    T* plane = out + (part.image * s.c + channel) * h * s.w;
+    if (streams && (channel == part.begin || band.size() < h)) {
+      if (kept.lines) kept.lines->close();
+      kept.lines.emplace(plane + band.begin * s.w);
+    }
+    f(channel, plane);
+  }
+  if (kept.lines) kept.lines->close();
+  stream_fence();
 }
 
 // dx[q * kStride + phase] = sum_{u < taps} weight[odd + kStride * (taps - 1 - u)] * dy[q + base + u], along one axis.
@@ -182,6 +260,33 @@ void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
   const DepthwiseSizes& s = a.sizes;
   const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
+    if (keeps_columns_well<T>(s)) {
+      Arena arena(scratch);
+      KeptColumns<T> kept(arena, s.h, s.w, s.top);
+      each_kept(kept, s, static_cast<T*>(a.y), s.ho, part, [&](int64_t channel, T* y) {
+        const T* x = static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w;
+        const float* weight = static_cast<const float*>(taps) + channel * 9;
+        const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
+        if constexpr (std::is_same_v<T, float>) {
+          if (a.moments != nullptr) {
+            PlaneMoments moments;
+            const auto add = [&](const auto& rows, auto lanes, int count) __attribute__((always_inline)) {
+              moments.add(rows, lanes, count);
+            };
+            kept.run(x, weight, bias, y, span, add);
+            return moments.put(a.moments + (part.image * part.bands + part.band) * 3 * s.c + channel, s.c);
+          }
+        }
+        if (a.act != Activation::kIdentity) {
+          kept.run(x, weight, bias, y, span, [&](auto& rows, auto, int) {
+            for (PlaneVec& row : rows) row = activated(a.act, row);
+          });
+        } else {
+          kept.run(x, weight, bias, y, span, leave);
+        }
+      });
+      return;
+    }
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
       const int64_t first = span.begin * kStride - s.top, count = (span.size() - 1) * kStride + kTaps;
@@ -214,6 +319,18 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                                               DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
   visit_plane_dtype(s.dtype, [&]<class T>() {
+    if (keeps_columns_well<T>(s)) {
+      Arena arena(scratch);
+      KeptColumns<T> kept(arena, s.ho, s.w, 2 - s.top);
+      each_kept(kept, s, static_cast<T*>(a.dx), s.h, part, [&](int64_t channel, T* dx) {
+        const T* dy = static_cast<const T*>(a.dy) + (part.image * s.c + channel) * s.ho * s.w;
+        float mirrored[9];
+        const float* weight = static_cast<const float*>(taps) + channel * 9;
+        std::reverse_copy(weight, weight + 9, mirrored);
+        kept.run(dy, mirrored, 0.f, dx, band_rows(part, s.h), leave);
+      });
+      return;
+    }
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
       const PlaneGradient<kTaps, kStride> gradient(arena, s, part);

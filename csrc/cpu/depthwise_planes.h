@@ -2,7 +2,8 @@
 // Depthwise convolutions of contiguous images: the usual square kernels, a plane at a time, vectors along its rows.
 //
 // Rows are copied, widened to float, into a buffer with zeros around, at stride 2 with even and odd columns apart: what
-// a vector of neighbouring outputs reads for one tap then is one load. Internal linkage, as in core/simd.h.
+// a vector of neighbouring outputs reads for one tap then is one load. 3x3 kernels that keep the columns read them
+// where they are: each vector once, its neighbours from the registers. Internal linkage, as in core/simd.h.
 #include "cpu/depthwise_rows.h"
 
 namespace fusedtrain::cpu {
@@ -31,6 +32,87 @@ inline PlaneVec interleave(PlaneVec even, PlaneVec odd) {
   return [&]<int... e>(std::integer_sequence<int, e...>) {
     return PlaneVec(__builtin_shuffle(even.v, odd.v, RawVec<PlaneVec::Int>{(e % 2 * PlaneVec::kLanes + e / 2)...}));
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
+}
+
+constexpr int64_t kMostTile = 4;  // rows of y or dy at a time
+
+// f<rows>(first) for tiles of 4 rows, as many of 3 as it takes, and of 1 where there are too few.
+template <class F>
+void each_tile(int64_t count, F&& f) {
+  for (int64_t first = 0, rows = 0; first < count; first += rows) {
+    const int64_t left = count - first;
+    rows = left < 3 ? 1 : left % kMostTile == 0 ? kMostTile : 3;
+    visit<1, 3, 4>(rows, [&]<int kRows>() { f.template operator()<kRows>(first); });
+  }
+}
+
+// The last lane of `before` and all but the last of x; all but the first of x and the first of `behind`.
+[[gnu::always_inline]] inline PlaneVec lanes_before(PlaneVec before, PlaneVec x) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) {
+    return PlaneVec(__builtin_shuffle(before.v, x.v, RawVec<PlaneVec::Int>{(PlaneVec::kLanes - 1 + e)...}));
+  }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
+}
+[[gnu::always_inline]] inline PlaneVec lanes_behind(PlaneVec x, PlaneVec behind) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) {
+    return PlaneVec(__builtin_shuffle(x.v, behind.v, RawVec<PlaneVec::Int>{(e + 1)...}));
+  }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
+}
+
+// kRows rows of `w` columns from left to right: f(col, lanes, each_row) for the vectors of neighbouring columns from
+// `col` on, where each_row(g) calls g(row, x) with x[i] = columns col - 1 + i of a row; those outside the row are zero.
+template <int kRows, class T, class F>
+[[gnu::always_inline]] inline void walk_rows(const T* const (&rows)[kRows], int64_t w, const F& f) {
+  using V = PlaneVec;
+  V before[kRows], x[kRows];
+  const auto step = [&](int64_t col, auto lanes, auto more) __attribute__((always_inline)) {
+    const auto each_row = [&](auto g) __attribute__((always_inline)) {
+      unroll<kRows>([&](auto row) __attribute__((always_inline)) {
+        const V behind = load<V>(rows[row] + col + kPlaneLanes, more);
+        const V columns[3] = {lanes_before(before[row], x[row]), x[row], lanes_behind(x[row], behind)};
+        g(row, columns);
+        before[row] = x[row];
+        x[row] = behind;
+      });
+    };
+    f(col, lanes, each_row);
+  };
+  unroll<kRows>([&](auto row) __attribute__((always_inline)) {
+    before[row] = V(0);
+    x[row] = load<V>(rows[row], FirstLanes{int(std::min(w, kPlaneLanes))});
+  });
+  int64_t col = 0;
+  for (; col + 2 * kPlaneLanes <= w; col += kPlaneLanes) step(col, AllLanes{}, AllLanes{});
+  for (; col < w; col += kPlaneLanes) {
+    step(col, FirstLanes{int(std::min(w - col, kPlaneLanes))},
+         FirstLanes{int(std::clamp<int64_t>(w - col - kPlaneLanes, 0, kPlaneLanes))});
+  }
+}
+
+// Rows `first` and the following of a plane [h, w], which may lie outside it.
+template <class T>
+struct PlaneRows {
+  const T* plane;
+  int64_t h, w, first;
+  const T* zeros;  // a row
+
+  template <int kRows>
+  void find(int64_t begin, const T* (&rows)[kRows]) const {
+    for (int64_t i = 0; i < kRows; ++i) {
+      const int64_t row = first + begin + i;
+      rows[i] = row >= 0 && row < h ? plane + row * w : zeros;
+    }
+  }
+  // What is read somewhat later.
+  const T* ahead(int64_t begin) const { return plane + (first + begin) * w + 4096 / sizeof(T); }
+};
+
+// Asks for kRows rows, in as many parts as walk_rows takes vectors: the part of the one at `col`.
+template <int kRows, class T>
+[[gnu::always_inline]] inline void fetch_rows(const T* first, int64_t col) {
+  constexpr int kBytes = kRows * kPlaneLanes * int(sizeof(T));
+  const char* p = reinterpret_cast<const char*>(first + col * kRows);
+#pragma GCC unroll 8
+  for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(p + i, 0, 2);
 }
 
 // Some rows of a plane, with `left` zeros before and zeros behind: row(i)[phase * half + q] is column q * kStride +

@@ -18,6 +18,59 @@ inline void visit_lanes(int64_t count, F&& f) {
   count >= V::kLanes ? f(AllLanes{}) : f(FirstLanes{int(count)});
 }
 
+// Results that are written past the caches one after the other, at most kMost at a time, though these are no whole
+// lines: the end waits for the rest of its line.
+template <class T, int64_t kMost>
+class Lines {
+ public:
+  explicit Lines(T* first) : line_(first - offset(first)), foreign_(offset(first)), waiting_(foreign_) {}
+
+  // Where the next results are to be put, then how many were; at the end `close`. No destructor does that: it would
+  // need the runtime of exceptions.
+  T* next() { return buffer_ + waiting_; }
+  void put(int64_t count) {
+    waiting_ += count;
+    T* line = buffer_;
+    for (; waiting_ >= kLine; waiting_ -= kLine, line += kLine, line_ += kLine) {
+      if (foreign_ > 0) {
+        store_own(kLine);
+        continue;
+      }
+      for (int64_t i = 0; i < kLine; i += kStore) stream_raw(line_ + i, load_raw(line + i));
+    }
+    if (line != buffer_) std::memcpy(buffer_, line, kLineBytes);
+  }
+  void close() { store_own(waiting_); }
+
+ private:
+  using Raw = RawVec<uint32_t>;
+  static constexpr int64_t kLine = kLineBytes / sizeof(T), kStore = sizeof(Raw) / sizeof(T);
+
+  static int64_t offset(const T* p) { return reinterpret_cast<uintptr_t>(p) % kLineBytes / sizeof(T); }
+  static Raw load_raw(const T* p) {
+    Raw raw;
+    std::memcpy(&raw, p, sizeof raw);
+    return raw;
+  }
+  // Up to `end` of the first line in the buffer, of which the part before is others'.
+  void store_own(int64_t end) {
+    if (end > foreign_) std::memcpy(line_ + foreign_, buffer_ + foreign_, (end - foreign_) * sizeof(T));
+    foreign_ = 0;
+  }
+
+  T* line_;                    // where the buffer goes
+  int64_t foreign_, waiting_;  // elements of the buffer: others', and those before the next
+  alignas(kLineBytes) T buffer_[kMost + 2 * kLine];
+};
+
+// Whether keeps_columns is made use of: where that was measured faster (benchmarks/LOG.md, 2026-11-26). Loads of a part
+// of a vector of 16-bit elements are slow without masks.
+template <class T>
+bool keeps_columns_well(const DepthwiseSizes& s) {
+  if constexpr (sizeof(T) == 4) return keeps_columns(s) && s.w >= 7;
+  return keeps_columns(s) && s.w >= 12 && (kVecBytes == 64 || s.w % Vec<float>::kLanes == 0);
+}
+
 // A block of channels of one image: lane l is channel first + l * step of [channels, h, w] or [h, w, channels].
 template <class T>
 struct Block {
