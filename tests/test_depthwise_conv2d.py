@@ -136,24 +136,31 @@ def test_every_geometry_in_both_layouts(device, kernels, geometry, layout, dtype
     harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
 
 
-# Contiguous images whose planes the CPU kernels transpose in groups, the last of which is not full.
-TRANSPOSED = {
+# Contiguous images, whose planes the CPU kernels transpose in groups, the last not full, or take one by one.
+PLANES = {
     "few_pixels": (2, 37, 2, 5),  # less than the square that is transposed at a time
     "odd_planes": (2, 45, 7, 7),  # the last square overlaps the one before
     "bands": (1, 33, 67, 56),  # which share rows
+    "one_vector": (2, 5, 9, 12),  # a part of one per row
+    "rows": (1, 9, 7, 37),
+    "bands_of_planes": (1, 2, 280, 480),
 }
 
 
+PLANE_GEOMETRIES = {name: GEOMETRIES[name] for name in ("3x3", "3x3_overpadded", "5x5_stride2", "7x7", "7x7_stride2")}
+PLANE_GEOMETRIES["3x3_lower"] = ((3, 3), (1, 1), (1, 1, 0, 2), (1, 1))
+
+
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
-@pytest.mark.parametrize("geometry", ["3x3", "3x3_overpadded", "5x5_stride2", "7x7", "7x7_stride2"])
-@pytest.mark.parametrize("shape", TRANSPOSED)
-def test_groups_of_contiguous_planes(device, kernels, shape, geometry, dtype):
-    skip_if_slow(kernels, device, TRANSPOSED[shape], GEOMETRIES[geometry][0])
-    kernel = GEOMETRIES[geometry][0]
+@pytest.mark.parametrize("geometry", PLANE_GEOMETRIES)
+@pytest.mark.parametrize("shape", PLANES)
+def test_contiguous_planes(device, kernels, shape, geometry, dtype):
+    name, geometry = geometry, PLANE_GEOMETRIES[geometry]
+    skip_if_slow(kernels, device, PLANES[shape], geometry[0])
     draws = harness.draws(
-        lambda seed: make(device, TRANSPOSED[shape], dtype=dtype, kernel=kernel, seed=seed), device, kernels
+        lambda seed: make(device, PLANES[shape], dtype=dtype, kernel=geometry[0], seed=seed), device, kernels
     )
-    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, name)
 
 
 def pairs(low, high):
@@ -293,14 +300,15 @@ def test_second_derivative_is_refused(device, kernels):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("column", [4, -1])
 @dense_layouts
-def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, layout):
+def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, column, layout):
     shape, geometries = for_kernels(kernels, device, (2, 13, 11, 12)), ("3x3", "3x3_stride2", "3x3_dilated")
     if shape[1] > 3:
         geometries += ("7x7", "13x13")
     for geometry in geometries:
         inputs = make(device, shape, layout, kernel=GEOMETRIES[geometry][0])
-        inputs["x"][1, 2, 3, 4] = value
+        inputs["x"][1, 2, 3, column] = value
         harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
 
 
@@ -338,6 +346,7 @@ def test_one_image_without_batch(device, backend):
     ("shape", "memory_format", "stride"),
     [
         ((5, 80, 112, 112), torch.contiguous_format, 1),
+        ((5, 80, 103, 107), torch.contiguous_format, 1),  # planes that begin amid a cache line
         ((5, 72, 109, 113), torch.channels_last, 1),
         ((5, 72, 109, 113), torch.channels_last, 2),
         ((3, 344, 66, 65), torch.channels_last, 1),
