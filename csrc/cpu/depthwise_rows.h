@@ -67,7 +67,7 @@ class Lines {
 // of a vector of 16-bit elements are slow without masks.
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
-  if constexpr (sizeof(T) == 4) return keeps_columns(s) && s.w >= 7;
+  if constexpr (sizeof(T) == 4) return keeps_columns(s) && s.w >= 9;
   return keeps_columns(s) && s.w >= 12 && (kVecBytes == 64 || s.w % Vec<float>::kLanes == 0);
 }
 
