@@ -347,6 +347,7 @@ def test_one_image_without_batch(device, backend):
     [
         ((5, 80, 112, 112), torch.contiguous_format, 1),
         ((5, 80, 103, 107), torch.contiguous_format, 1),  # planes that begin amid a cache line
+        ((5, 5, 420, 401), torch.contiguous_format, 1),  # planes in bands
         ((5, 72, 109, 113), torch.channels_last, 1),
         ((5, 72, 109, 113), torch.channels_last, 2),
         ((3, 344, 66, 65), torch.channels_last, 1),

@@ -127,19 +127,14 @@ struct KeptColumns {
 
 constexpr auto leave = [](const auto&, auto, int) {};  // as run's finish
 
-// f(channel, plane) for the outputs [n, c, h, w] of a part.
+// f(channel, plane) for the outputs [n, c, h, w] of a part. Those of several planes follow each other where they are
+// written past the caches: such planes are whole (has_whole_planes).
 template <class T, class F>
 void each_kept(KeptColumns<T>& kept, const DepthwiseSizes& s, T* out, int64_t h, DepthwisePart part, const F& f) {
+  const auto plane = [&](int64_t channel) { return out + (part.image * s.c + channel) * h * s.w; };
   const bool streams = sizeof(T) == 4 && s.w >= kLeastStreamedCols && s.n * s.c * h * s.w * 4 >= kStreamBytes;
-  const Span band = band_rows(part, h);
-  for (int64_t channel = part.begin; channel < part.end; ++channel) {
-    T* plane = out + (part.image * s.c + channel) * h * s.w;
-    if (streams && (channel == part.begin || band.size() < h)) {
-      if (kept.lines) kept.lines->close();
-      kept.lines.emplace(plane + band.begin * s.w);
-    }
-    f(channel, plane);
-  }
+  if (streams) kept.lines.emplace(plane(part.begin) + band_rows(part, h).begin * s.w);
+  for (int64_t channel = part.begin; channel < part.end; ++channel) f(channel, plane(channel));
   if (kept.lines) kept.lines->close();
   stream_fence();
 }
