@@ -28,14 +28,6 @@ V lane_sums(V* v) {
   }
 }
 
-// x with zeros in the lanes that a load of dy left out.
-inline V keep(V x, AllLanes) { return x; }
-inline V keep(V x, FirstLanes lanes) {
-  RawVec<V::Int> index;
-  for (int i = 0; i < V::kLanes; ++i) index[i] = i;
-  return V(index < lanes.count ? x.v : V(0).v);
-}
-
 // A band of rows of dy against the rows of x it meets, for kRows rows of the kernel: sums[ky][kx] in place.
 template <int kTaps, int kStride, int kRows>
 [[gnu::noinline]] void dot_rows(const float* dy, int64_t wo, int64_t count, const float* const* rows, int64_t half,
