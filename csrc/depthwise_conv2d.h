@@ -79,18 +79,20 @@ static constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
   return is_usual(s) && s.layout == Layout::kChannelsLast && s.c <= kMostWholeChannels &&
          s.c * size % kLineBytes != 0 && s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * size >= kStreamBytes;
 }
-// 3x3 kernels of contiguous images that keep the columns have their own code, which takes rows where they are
-// (cpu/depthwise_planes.h).
+// Small kernels of contiguous images that keep the columns, or halve them, have their own code, which takes rows where
+// they are (cpu/depthwise_planes.h).
 constexpr int64_t kMostPlaneCols = 512;  // of planes whose bands are unpacked whole
 static constexpr bool keeps_columns(const DepthwiseSizes& s) {
   const bool usual = s.layout == Layout::kContiguous && s.m == 1 && s.dil_h == 1 && s.dil_w == 1;
-  return usual && s.kh == 3 && s.kw == 3 && s.sh == 1 && s.sw == 1 && s.left == 1 && s.wo == s.w &&
-         s.w <= kMostPlaneCols && s.dtype != DType::kFloat64;
+  const bool square = s.kh == s.kw && s.sh == s.sw && s.left == s.kw / 2 && s.wo == ceil_div(s.w, s.sw);
+  const bool keeps = s.sh == 1 && s.kh == 3, halves = s.sh == 2 && s.top == s.left && (s.kh == 3 || s.kh == 5);
+  return usual && square && (keeps || halves) && s.w <= kMostPlaneCols && s.dtype != DType::kFloat64;
 }
 // Whether a unit has whole planes, which are then read and written in order: where that code runs with any instruction
 // set.
 static constexpr bool has_whole_planes(const DepthwiseSizes& s) {
-  return keeps_columns(s) && s.w >= 12 && (s.dtype == DType::kFloat32 || s.w % 8 == 0);
+  return keeps_columns(s) && s.wo >= (s.sh == 2 ? 7 : 12) &&
+         (s.dtype == DType::kFloat32 || (s.kw == 3 && s.w % (8 * s.sw) == 0));
 }
 static constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
   if (has_whole_pixels(s)) return s.c;

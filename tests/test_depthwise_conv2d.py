@@ -147,8 +147,11 @@ PLANES = {
 }
 
 
-PLANE_GEOMETRIES = {name: GEOMETRIES[name] for name in ("3x3", "3x3_overpadded", "5x5_stride2", "7x7", "7x7_stride2")}
+PLANE_GEOMETRIES = {
+    name: GEOMETRIES[name] for name in ("3x3", "3x3_overpadded", "3x3_stride2", "5x5_stride2", "7x7", "7x7_stride2")
+}
 PLANE_GEOMETRIES["3x3_lower"] = ((3, 3), (1, 1), (1, 1, 0, 2), (1, 1))
+PLANE_GEOMETRIES["5x5_stride2_less"] = ((5, 5), (2, 2), (2, 1, 2, 1), (1, 1))  # the last rows of x meet few taps
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
@@ -300,12 +303,12 @@ def test_second_derivative_is_refused(device, kernels):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("column", [4, -1])
+@pytest.mark.parametrize("column", [4, -2, -1])
 @dense_layouts
 def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, column, layout):
-    shape, geometries = for_kernels(kernels, device, (2, 13, 11, 12)), ("3x3", "3x3_stride2", "3x3_dilated")
+    shape, geometries = for_kernels(kernels, device, (2, 13, 11, 20)), ("3x3", "3x3_stride2", "3x3_dilated")
     if shape[1] > 3:
-        geometries += ("7x7", "13x13")
+        geometries += ("5x5_stride2", "7x7", "13x13")
     for geometry in geometries:
         inputs = make(device, shape, layout, kernel=GEOMETRIES[geometry][0])
         inputs["x"][1, 2, 3, column] = value

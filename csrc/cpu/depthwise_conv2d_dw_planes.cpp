@@ -69,17 +69,18 @@ template <int kTaps, int kStride, int kRows>
   each_sum([&](auto ky, auto kx) __attribute__((always_inline)) { out[ky * kTaps + kx] = sums[ky][kx]; });
 }
 
-// As dot, of 3x3 kernels that keep the columns.
-template <class T>
-[[gnu::noinline]] void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+// As dot, of 3x3 kernels that keep the columns or halve them.
+template <int kStride, class T>
+[[gnu::noinline]] void dot_along(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
   V sums[9];
   unroll<9>([&](auto i) __attribute__((always_inline)) { sums[i] = V(0); });
   const auto tile = [&]<int kNow>(std::integral_constant<int, kNow>, int64_t row) __attribute__((always_inline)) {
-    const T *rows[kNow + 2], *ahead = x.ahead(row), *dy_rows[kNow], *dy_ahead = dy.ahead(row);
-    x.find(row, rows);
+    const T *rows[(kNow - 1) * kStride + 3], *ahead = x.ahead(row * kStride, kStride);
+    const T *dy_rows[kNow], *dy_ahead = dy.ahead(row);
+    x.find(row * kStride, rows);
     dy.find(row, dy_rows);
     const auto step = [&](int64_t col, auto lanes, const auto& each_row) __attribute__((always_inline)) {
-      fetch_rows<kNow>(ahead, col);
+      fetch_rows<kNow * kStride * kStride>(ahead, col);
       fetch_rows<kNow>(dy_ahead, col);
       V g[kNow];
       unroll<kNow>([&](auto t) __attribute__((always_inline)) { g[t] = load<V>(dy_rows[t] + col, lanes); });
@@ -88,19 +89,74 @@ template <class T>
           // Behind a row stand zeros, but for its last column: that must not meet the zeros behind dy, it may be NaN.
           const V column = kx == 0 ? keep(columns[kx], lanes) : columns[kx];
           unroll<kNow>([&](auto t) __attribute__((always_inline)) {
-            constexpr int ky = r - t;
+            constexpr int ky = r - t * kStride;
             if constexpr (ky >= 0 && ky < 3) sums[ky * 3 + kx] += g[t] * column;
           });
         });
       });
     };
-    walk_rows(rows, x.w, step);
+    walk_rows<kStride>(rows, x.w, step);
   };
   int64_t row = 0;  // loops one after the other: in one, the sums would go through memory
   for (; row + 4 <= count; row += 4) tile(std::integral_constant<int, 4>{}, row);
   for (; row + 3 <= count; row += 3) tile(std::integral_constant<int, 3>{}, row);
   for (; row < count; ++row) tile(std::integral_constant<int, 1>{}, row);
   unroll<9>([&](auto i) __attribute__((always_inline)) { out[i] = sums[i]; });
+}
+
+// As dot, of 5x5 kernels that halve the columns: what one vector of columns of dy gives, added to that of those before.
+template <bool kLeftmost, class T, class Lanes>
+[[gnu::noinline]] void dot_down(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, int64_t col, Lanes lanes,
+                                V* out) {
+  V sums[5][5];
+  const auto each_sum = [&](auto f) __attribute__((always_inline)) {
+    unroll<5>([&](auto ky) __attribute__((always_inline)) {
+      unroll<5>([&](auto kx) __attribute__((always_inline)) { f(sums[ky][kx], out[ky * 5 + kx]); });
+    });
+  };
+  each_sum([](V & sum, V&) __attribute__((always_inline)) { sum = V(0); });
+  V last(0), before(0), now(0);  // rows j - 2, j - 1 and j of dy
+  const auto add = [&]<int kY>(std::integral_constant<int, kY>, V g, const V(&columns)[5])
+      __attribute__((always_inline)) {
+    unroll<5>([&](auto kx) __attribute__((always_inline)) { sums[kY][kx] += g * columns[kx]; });
+  };
+  constexpr std::integral_constant<int, 0> k0;
+  constexpr std::integral_constant<int, 1> k1;
+  constexpr std::integral_constant<int, 2> k2;
+  constexpr std::integral_constant<int, 3> k3;
+  constexpr std::integral_constant<int, 4> k4;
+  walk_down<kLeftmost>(
+      x, count, col, lanes, [&](int64_t j, const auto& even, const auto& odd) __attribute__((always_inline)) {
+        if (j < count) now = load<V>(dy.at(j) + col, lanes);
+        even([&](V(&columns)[5]) __attribute__((always_inline)) {
+          columns[0] = keep(columns[0], lanes);  // see dot_along
+          columns[1] = keep(columns[1], lanes);
+          if (j < count) add(k0, now, columns);
+          if (j >= 1 && j <= count) add(k2, before, columns);
+          if (j >= 2) add(k4, last, columns);
+        });
+        if (j <= count) {
+          odd([&](V(&columns)[5]) __attribute__((always_inline)) {
+            columns[0] = keep(columns[0], lanes);
+            columns[1] = keep(columns[1], lanes);
+            if (j < count) add(k1, now, columns);
+            if (j >= 1) add(k3, before, columns);
+          });
+        }
+        last = before;
+        before = now;
+      });
+  each_sum([](V & sum, V & total) __attribute__((always_inline)) { total = kLeftmost ? sum : total + sum; });
+}
+
+template <int kTaps, int kStride, class T>
+void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+  if constexpr (kTaps == 3) {
+    dot_along<kStride>(dy, count, x, out);
+  } else {
+    each_way_down(x.w,
+                  [&]<bool kLeftmost>(int64_t col, auto lanes) { dot_down<kLeftmost>(dy, count, x, col, lanes, out); });
+  }
 }
 
 // The sums of a band for all rows of the kernel, in parts that fit the registers.
@@ -154,14 +210,14 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
         if (a.db) sums[kSize - 1] = sum_of(dy, span.size() * s.wo);
         add_lane_sums<kSize>(sums, static_cast<float*>(partial) + channel * kSize, begins);
       };
-      if constexpr (kTaps == 3 && kStride == 1) {
+      if constexpr (kTaps == 3 || (kTaps == 5 && kStride == 2)) {
         if (keeps_columns_well<T>(s)) {
           T* zeros = arena.take<T>(s.w);
           std::fill_n(zeros, s.w, T{});
           for (int64_t channel = part.begin; channel < part.end; ++channel) {
-            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.w, span.begin, zeros};
+            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.wo, span.begin, zeros};
             const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros};
-            if (a.dw) dot_kept(dy, span.size(), x, sums);
+            if (a.dw) dot_kept<kTaps, kStride>(dy, span.size(), x, sums);
             finish(channel);
           }
           return;

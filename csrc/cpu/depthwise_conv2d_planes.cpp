@@ -43,6 +43,17 @@ template <int kKh, int kKw, int kStride, int kRows>
   }
 }
 
+template <int kTaps>
+void load_taps(const float* from, PlaneVec (&taps)[kTaps][kTaps]) {
+  unroll<kTaps>([&](auto ky) __attribute__((always_inline)) {
+    unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { taps[ky][kx] = PlaneVec(from[ky * kTaps + kx]); });
+  });
+}
+
+// Outputs of the kernels that keep the columns, past the caches.
+template <class T>
+using PlaneLines = Lines<T, kMostTile * kMostPlaneCols>;
+
 // out[row][col] = f(row, col), a vector. Whole vectors may reach into the next row, which is written after.
 template <class T, class F>
 void put_rows(T* out, int64_t rows, int64_t cols, F&& f) {
@@ -82,13 +93,15 @@ struct PlaneMoments {
   }
 };
 
-// Correlations with 3x3 taps of planes whose number of columns they keep.
-template <class T>
+// Correlations of planes [h, w] whose number of columns they keep, or halve.
+template <class T, int kTaps, int kStride>
 struct KeptColumns {
-  int64_t h, w;   // of the planes
+  static constexpr bool kInOrder = kTaps == 3;  // outputs are written in
+
+  int64_t h, w;
   int64_t above;  // rows of zeros
   T* zeros;
-  std::optional<Lines<T, kMostTile * kMostPlaneCols>> lines;  // that the outputs go through
+  std::optional<PlaneLines<T>> lines;  // that the outputs go through
 
   KeptColumns(Arena& arena, int64_t h, int64_t w, int64_t above) : h(h), w(w), above(above), zeros(arena.take<T>(w)) {
     std::fill_n(zeros, w, T{});
@@ -96,44 +109,154 @@ struct KeptColumns {
 
   // Rows `band` of out = init + ...; before a vector of each row is stored: finish(rows, lanes, count).
   template <class Finish>
-  [[gnu::noinline]] void run(const T* plane, const float* taps, float init, T* out, Span band, const Finish& finish) {
-    PlaneVec tap[9];
-    unroll<9>([&](auto i) __attribute__((always_inline)) { tap[i] = PlaneVec(taps[i]); });
-    const PlaneRows<T> in{plane, h, w, band.begin - above, zeros};
+  void run(const T* plane, const float* taps, float init, T* out, Span band, const Finish& finish) {
+    const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros};
+    if constexpr (kTaps == 3) {
+      run_along(in, taps, init, out, band, finish);
+    } else {
+      each_way_down(w, [&]<bool kLeftmost>(int64_t col, auto lanes) {
+        run_down<kLeftmost>(in, taps, init, out + band.begin * ceil_div(w, 2) + col, band.size(), col, lanes, finish);
+      });
+    }
+  }
+
+ private:
+  template <class Finish>
+  [[gnu::noinline]] void run_along(const PlaneRows<T>& in, const float* taps, float init, T* out, Span band,
+                                   const Finish& finish) {
+    PlaneVec tap[kTaps][kTaps];
+    load_taps(taps, tap);
+    const int64_t width = ceil_div(w, kStride);
     each_tile(band.size(), [&]<int kRows>(int64_t first) {
-      const T *rows[kRows + 2], *ahead = in.ahead(first);
-      in.find(first, rows);
-      T* to = lines ? lines->next() : out + (band.begin + first) * w;
+      const T *rows[(kRows - 1) * kStride + kTaps], *ahead = in.ahead(first * kStride, kStride);
+      in.find(first * kStride, rows);
+      T* to = lines ? lines->next() : out + (band.begin + first) * width;
       const auto step = [&](int64_t col, auto lanes, const auto& each_row) __attribute__((always_inline)) {
-        fetch_rows<kRows>(ahead, col);
+        fetch_rows<kRows * kStride * kStride>(ahead, col);
         PlaneVec acc[kRows];
         unroll<kRows>([&](auto t) __attribute__((always_inline)) { acc[t] = PlaneVec(init); });
-        each_row([&](auto row, const PlaneVec(&x)[3]) __attribute__((always_inline)) {
+        each_row([&](auto row, const PlaneVec(&x)[kTaps]) __attribute__((always_inline)) {
           unroll<kRows>([&](auto t) __attribute__((always_inline)) {
-            constexpr int ky = row - t;
-            if constexpr (ky >= 0 && ky < 3) {
-              unroll<3>([&](auto kx) __attribute__((always_inline)) { acc[t] += tap[ky * 3 + kx] * x[kx]; });
+            constexpr int ky = row - t * kStride;
+            if constexpr (ky >= 0 && ky < kTaps) {
+              unroll<kTaps>([&](auto kx) __attribute__((always_inline)) { acc[t] += tap[ky][kx] * x[kx]; });
             }
           });
         });
-        finish(acc, lanes, int(std::min(w - col, kPlaneLanes)));
-        unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(to + t * w + col, acc[t], lanes); });
+        finish(acc, lanes, int(std::min(width - col, kPlaneLanes)));
+        unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(to + t * width + col, acc[t], lanes); });
       };
-      walk_rows(rows, w, step);
-      if (lines) lines->put(kRows * w);
+      walk_rows<kStride>(rows, w, step);
+      if (lines) lines->put(kRows * width);
     });
+  }
+
+  template <bool kLeftmost, class Lanes, class Finish>
+  [[gnu::noinline]] void run_down(const PlaneRows<T>& in, const float* taps, float init, T* out, int64_t count,
+                                  int64_t col, Lanes lanes, const Finish& finish) {
+    PlaneVec tap[kTaps][kTaps];
+    load_taps(taps, tap);
+    const int64_t width = ceil_div(w, kStride);
+    const int lanes_stored = int(std::min(width - col, kPlaneLanes));
+    PlaneVec last(0), before(0), now(0);  // outputs j - 2, j - 1 and j
+    const auto add = [&](PlaneVec & acc, int ky, const PlaneVec(&x)[5]) __attribute__((always_inline)) {
+      // Along the row first: a sum that all taps are added to one by one would be waited for.
+      PlaneVec sum = tap[ky][0] * x[0];
+#pragma GCC unroll 4
+      for (int kx = 1; kx < 5; ++kx) sum += tap[ky][kx] * x[kx];
+      acc += sum;
+    };
+    walk_down<kLeftmost>(
+        in, count, col, lanes, [&](int64_t j, const auto& even, const auto& odd) __attribute__((always_inline)) {
+          even([&](const PlaneVec(&x)[5]) __attribute__((always_inline)) {
+            if (j >= 2) add(last, 4, x);
+            if (j >= 1 && j <= count) add(before, 2, x);
+            now = PlaneVec(init);
+            if (j < count) add(now, 0, x);
+          });
+          if (j <= count) {
+            odd([&](const PlaneVec(&x)[5]) __attribute__((always_inline)) {
+              if (j >= 1) add(before, 3, x);
+              if (j < count) add(now, 1, x);
+            });
+          }
+          if (j >= 2) {
+            PlaneVec acc[1] = {last};
+            finish(acc, lanes, lanes_stored);
+            store(out + (j - 2) * width, acc[0], lanes);
+          }
+          last = before;
+          before = now;
+        });
+  }
+};
+
+// dx [h, w] from dy [ho, wo], which has half the columns: dx[2 q + a][2 p + b] is the sum over i, j in {-1, 0, 1} of
+// weight[a + pad - 2 i][b + pad - 2 j] * dy[q + i][p + j] where there are such taps.
+template <class T, int kTaps>
+struct DoubledColumns {
+  static constexpr bool kInOrder = true;
+  static constexpr int kPad = kTaps / 2, kAbove = kPad / 2;  // rows of dy above that of q
+
+  int64_t h, w, ho, wo;
+  T* zeros;
+  std::optional<PlaneLines<T>> lines;
+
+  DoubledColumns(Arena& arena, const DepthwiseSizes& s)
+      : h(s.h), w(s.w), ho(s.ho), wo(s.wo), zeros(arena.take<T>(s.wo)) {
+    std::fill_n(zeros, wo, T{});
+  }
+
+  // Of rows q in `band`.
+  [[gnu::noinline]] void run(const T* dy, const float* taps, T* dx, Span band) {
+    PlaneVec tap[kTaps][kTaps];
+    load_taps(taps, tap);
+    const auto tile = [&]<int kRows>(std::integral_constant<int, kRows>, int64_t q) __attribute__((always_inline)) {
+      const PlaneRows<T> in{dy, ho, wo, q - kAbove, zeros};
+      const T *rows[kAbove + kRows + 1], *ahead = in.ahead(0);
+      in.find(0, rows);
+      T* to = lines ? lines->next() : dx + 2 * q * w;
+      const bool ends_even = 2 * (q + kRows) > h;  // the last row is not there
+      const auto step = [&](int64_t col, auto, const auto& each_row) __attribute__((always_inline)) {
+        fetch_rows<kRows>(ahead, col);
+        PlaneVec acc[2 * kRows][2];
+        unroll<2 * kRows>([&](auto t) __attribute__((always_inline)) { acc[t][0] = acc[t][1] = PlaneVec(0); });
+        each_row([&](auto row, const PlaneVec(&x)[3]) __attribute__((always_inline)) {
+          unroll<2 * kRows>([&](auto t) __attribute__((always_inline)) {
+            constexpr int ky = t % 2 + kPad - 2 * (row - kAbove - t / 2);
+            if constexpr (ky >= 0 && ky < kTaps) {
+              unroll<6>([&](auto i) __attribute__((always_inline)) {
+                constexpr int j = i / 2, b = i % 2, kx = b + kPad - 2 * (j - 1);
+                if constexpr (kx >= 0 && kx < kTaps) acc[t][b] += tap[ky][kx] * x[j];
+              });
+            }
+          });
+        });
+        unroll<2 * kRows>([&](auto t) __attribute__((always_inline)) {
+          if (t == 2 * kRows - 1 && ends_even) return;
+          store_halves(to + t * w + 2 * col, acc[t][0], acc[t][1], w - 2 * col);
+        });
+      };
+      walk_rows<1>(rows, wo, step);
+      if (lines) lines->put((2 * kRows - ends_even) * w);
+    };
+    int64_t q = band.begin;
+    for (; q + 2 <= band.end; q += 2) tile(std::integral_constant<int, 2>{}, q);
+    for (; q < band.end; ++q) tile(std::integral_constant<int, 1>{}, q);
   }
 };
 
 constexpr auto leave = [](const auto&, auto, int) {};  // as run's finish
 
-// f(channel, plane) for the outputs [n, c, h, w] of a part. Those of several planes follow each other where they are
-// written past the caches: such planes are whole (has_whole_planes).
-template <class T, class F>
-void each_kept(KeptColumns<T>& kept, const DepthwiseSizes& s, T* out, int64_t h, DepthwisePart part, const F& f) {
-  const auto plane = [&](int64_t channel) { return out + (part.image * s.c + channel) * h * s.w; };
-  const bool streams = sizeof(T) == 4 && s.w >= kLeastStreamedCols && s.n * s.c * h * s.w * 4 >= kStreamBytes;
-  if (streams) kept.lines.emplace(plane(part.begin) + band_rows(part, h).begin * s.w);
+// f(channel, plane) for the outputs [n, c, h, w] of a part, from row `first` on. Those of several planes follow each
+// other where they are written past the caches: such planes are whole (has_whole_planes).
+template <class Kept, class T, class F>
+void each_kept(Kept& kept, const DepthwiseSizes& s, T* out, int64_t h, int64_t w, int64_t first, DepthwisePart part,
+               const F& f) {
+  const auto plane = [&](int64_t channel) { return out + (part.image * s.c + channel) * h * w; };
+  const bool streams =
+      Kept::kInOrder && sizeof(T) == 4 && w >= kLeastStreamedCols && s.n * s.c * h * w * 4 >= kStreamBytes;
+  if (streams) kept.lines.emplace(plane(part.begin) + first * w);
   for (int64_t channel = part.begin; channel < part.end; ++channel) f(channel, plane(channel));
   if (kept.lines) kept.lines->close();
   stream_fence();
@@ -223,6 +346,62 @@ struct PlaneGradient {
   }
 };
 
+// The forward pass of kernels that keep the columns.
+template <class T, int kTaps, int kStride>
+void forward_kept(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part) {
+  const DepthwiseSizes& s = a.sizes;
+  const Span span = band_rows(part, s.ho);
+  Arena arena(scratch);
+  KeptColumns<T, kTaps, kStride> kept(arena, s.h, s.w, s.top);
+  each_kept(kept, s, static_cast<T*>(a.y), s.ho, s.wo, span.begin, part, [&](int64_t channel, T* y) {
+    const T* x = static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w;
+    const float* weight = static_cast<const float*>(taps) + channel * kTaps * kTaps;
+    const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
+    if constexpr (std::is_same_v<T, float>) {
+      if (a.moments != nullptr) {
+        PlaneMoments moments;
+        const auto add = [&](const auto& rows, auto lanes, int count) __attribute__((always_inline)) {
+          moments.add(rows, lanes, count);
+        };
+        kept.run(x, weight, bias, y, span, add);
+        return moments.put(a.moments + (part.image * part.bands + part.band) * 3 * s.c + channel, s.c);
+      }
+    }
+    if (a.act != Activation::kIdentity) {
+      kept.run(x, weight, bias, y, span, [&](auto& rows, auto, int) {
+        for (PlaneVec& row : rows) row = activated(a.act, row);
+      });
+    } else {
+      kept.run(x, weight, bias, y, span, leave);
+    }
+  });
+}
+
+// dx of kernels that keep the columns.
+template <class T, int kTaps, int kStride>
+void dx_kept(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part) {
+  const DepthwiseSizes& s = a.sizes;
+  const Span band = band_rows(part, ceil_div(s.h, kStride));
+  Arena arena(scratch);
+  const auto run = [&](auto& kept, const auto& plane) {
+    each_kept(kept, s, static_cast<T*>(a.dx), s.h, s.w, band.begin * kStride, part, [&](int64_t channel, T* dx) {
+      plane(static_cast<const T*>(a.dy) + (part.image * s.c + channel) * s.ho * s.wo,
+            static_cast<const float*>(taps) + channel * kTaps * kTaps, dx);
+    });
+  };
+  if constexpr (kStride == 2) {
+    DoubledColumns<T, kTaps> kept(arena, s);
+    run(kept, [&](const T* dy, const float* weight, T* dx) { kept.run(dy, weight, dx, band); });
+  } else {
+    KeptColumns<T, kTaps, 1> kept(arena, s.ho, s.w, kTaps - 1 - s.top);
+    run(kept, [&](const T* dy, const float* weight, T* dx) {
+      float mirrored[kTaps * kTaps];
+      std::reverse_copy(weight, weight + kTaps * kTaps, mirrored);
+      kept.run(dy, mirrored, 0.f, dx, band, leave);
+    });
+  }
+}
+
 }  // namespace
 
 template <>
@@ -256,31 +435,8 @@ void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
   const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
     if (keeps_columns_well<T>(s)) {
-      Arena arena(scratch);
-      KeptColumns<T> kept(arena, s.h, s.w, s.top);
-      each_kept(kept, s, static_cast<T*>(a.y), s.ho, part, [&](int64_t channel, T* y) {
-        const T* x = static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w;
-        const float* weight = static_cast<const float*>(taps) + channel * 9;
-        const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
-        if constexpr (std::is_same_v<T, float>) {
-          if (a.moments != nullptr) {
-            PlaneMoments moments;
-            const auto add = [&](const auto& rows, auto lanes, int count) __attribute__((always_inline)) {
-              moments.add(rows, lanes, count);
-            };
-            kept.run(x, weight, bias, y, span, add);
-            return moments.put(a.moments + (part.image * part.bands + part.band) * 3 * s.c + channel, s.c);
-          }
-        }
-        if (a.act != Activation::kIdentity) {
-          kept.run(x, weight, bias, y, span, [&](auto& rows, auto, int) {
-            for (PlaneVec& row : rows) row = activated(a.act, row);
-          });
-        } else {
-          kept.run(x, weight, bias, y, span, leave);
-        }
-      });
-      return;
+      return visit_kept_kernel(
+          s, [&]<int kTaps, int kStride>() { forward_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);
@@ -315,16 +471,8 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
   const DepthwiseSizes& s = a.sizes;
   visit_plane_dtype(s.dtype, [&]<class T>() {
     if (keeps_columns_well<T>(s)) {
-      Arena arena(scratch);
-      KeptColumns<T> kept(arena, s.ho, s.w, 2 - s.top);
-      each_kept(kept, s, static_cast<T*>(a.dx), s.h, part, [&](int64_t channel, T* dx) {
-        const T* dy = static_cast<const T*>(a.dy) + (part.image * s.c + channel) * s.ho * s.w;
-        float mirrored[9];
-        const float* weight = static_cast<const float*>(taps) + channel * 9;
-        std::reverse_copy(weight, weight + 9, mirrored);
-        kept.run(dy, mirrored, 0.f, dx, band_rows(part, s.h), leave);
-      });
-      return;
+      return visit_kept_kernel(s,
+                               [&]<int kTaps, int kStride>() { dx_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }
     visit_plane_kernel(s, [&]<int kTaps, int kStride>() {
       Arena arena(scratch);

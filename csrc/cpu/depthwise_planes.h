@@ -27,10 +27,13 @@ inline void deinterleave(PlaneVec a, PlaneVec b, PlaneVec& even, PlaneVec& odd) 
     odd.v = __builtin_shuffle(a.v, b.v, Index{2 * e + 1 ...});
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
-// The first halves of two vectors, elements in turn.
+// The first or second halves of two vectors, elements in turn.
+template <int kHalf = 0>
 inline PlaneVec interleave(PlaneVec even, PlaneVec odd) {
   return [&]<int... e>(std::integer_sequence<int, e...>) {
-    return PlaneVec(__builtin_shuffle(even.v, odd.v, RawVec<PlaneVec::Int>{(e % 2 * PlaneVec::kLanes + e / 2)...}));
+    constexpr int kFirst = kHalf * PlaneVec::kLanes / 2;
+    return PlaneVec(
+        __builtin_shuffle(even.v, odd.v, RawVec<PlaneVec::Int>{(kFirst + e % 2 * PlaneVec::kLanes + e / 2)...}));
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 
@@ -58,33 +61,123 @@ void each_tile(int64_t count, F&& f) {
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 
-// kRows rows of `w` columns from left to right: f(col, lanes, each_row) for the vectors of neighbouring columns from
-// `col` on, where each_row(g) calls g(row, x) with x[i] = columns col - 1 + i of a row; those outside the row are zero.
-template <int kRows, class T, class F>
+// The even and the odd ones of the next elements: 2 * kPlaneLanes, or the first `count` of them and zeros behind.
+template <class T>
+[[gnu::always_inline]] inline void load_halves(const T* p, AllLanes, PlaneVec& even, PlaneVec& odd) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    RawVec<uint32_t> pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    even.v = reinterpret_cast<PlaneVec::Raw>(pairs << 16);
+    odd.v = reinterpret_cast<PlaneVec::Raw>(pairs & 0xffff0000);
+  } else {
+    deinterleave(load<PlaneVec>(p), load<PlaneVec>(p + kPlaneLanes), even, odd);
+  }
+}
+template <class T>
+[[gnu::always_inline]] inline void load_halves(const T* p, FirstLanes lanes, PlaneVec& even, PlaneVec& odd) {
+  const int first = std::min(lanes.count, int(kPlaneLanes));
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto pairs =
+        reinterpret_cast<RawVec<uint32_t>>(_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << lanes.count) - 1), p));
+    even.v = reinterpret_cast<PlaneVec::Raw>(pairs << 16);
+    odd.v = reinterpret_cast<PlaneVec::Raw>(pairs & 0xffff0000);
+    return;
+  }
+#endif
+  deinterleave(load<PlaneVec>(p, FirstLanes{first}), load<PlaneVec>(p + first, FirstLanes{lanes.count - first}), even,
+               odd);
+}
+
+// The reverse: 2 * kPlaneLanes elements, or the first `count` of them.
+template <class T>
+[[gnu::always_inline]] inline void store_halves(T* p, PlaneVec even, PlaneVec odd, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2) {
+    const auto bits = [](PlaneVec x) __attribute__((always_inline)) {
+      return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(narrow(x, T{})));
+    };
+    const __m512i pairs = _mm512_or_si512(bits(even), _mm512_slli_epi32(bits(odd), 16));
+    if (count >= 2 * kPlaneLanes) {
+      std::memcpy(p, &pairs, sizeof pairs);
+    } else {
+      _mm512_mask_storeu_epi16(p, (__mmask32(1) << count) - 1, pairs);
+    }
+    return;
+  }
+#endif
+  const PlaneVec first = interleave(even, odd), second = interleave<1>(even, odd);
+  if (count >= 2 * kPlaneLanes) {
+    store(p, first);
+    store(p + kPlaneLanes, second);
+  } else {
+    visit_lanes<PlaneVec>(count, [&](auto lanes) { store(p, first, lanes); });
+    if (count > kPlaneLanes) store(p + kPlaneLanes, second, FirstLanes{int(count - kPlaneLanes)});
+  }
+}
+
+// The columns of a row that a vector of neighbouring outputs of a 3x3 kernel reads, one vector per tap: each element is
+// loaded once, its neighbours come from the registers. Those outside the row are zero.
+template <int kStride>
+struct Columns;
+template <>
+struct Columns<1> {
+  static constexpr int64_t kAhead = kPlaneLanes;  // columns that are loaded before their turn
+  PlaneVec before{0}, x;
+
+  template <class T>
+  [[gnu::always_inline]] void begin(const T* p, FirstLanes lanes) {
+    x = load<PlaneVec>(p, lanes);
+  }
+  template <class T, class Lanes>
+  [[gnu::always_inline]] void next(const T* p, Lanes lanes, PlaneVec (&columns)[3]) {
+    const PlaneVec behind = load<PlaneVec>(p, lanes);
+    columns[0] = lanes_before(before, x);
+    columns[1] = x;
+    columns[2] = lanes_behind(x, behind);
+    before = x;
+    x = behind;
+  }
+};
+template <>
+struct Columns<2> {
+  static constexpr int64_t kAhead = 0;
+  PlaneVec before{0};
+
+  template <class T>
+  [[gnu::always_inline]] void begin(const T*, FirstLanes) {}
+  template <class T, class Lanes>
+  [[gnu::always_inline]] void next(const T* p, Lanes lanes, PlaneVec (&columns)[3]) {
+    load_halves(p, lanes, columns[1], columns[2]);
+    columns[0] = lanes_before(before, columns[2]);
+    before = columns[2];
+  }
+};
+
+// kRows rows of `w` columns from left to right: f(col, lanes, each_row) for the vectors of neighbouring outputs from
+// `col` on, where each_row(g) calls g(row, x) with x[i] = columns col * kStride - 1 + i of a row.
+template <int kStride, int kRows, class T, class F>
 [[gnu::always_inline]] inline void walk_rows(const T* const (&rows)[kRows], int64_t w, const F& f) {
-  using V = PlaneVec;
-  V before[kRows], x[kRows];
+  using Row = Columns<kStride>;
+  constexpr int64_t kCols = kStride * kPlaneLanes;  // of the row, per vector
+  const auto lanes_of = [=](int64_t count) { return FirstLanes{int(std::clamp<int64_t>(count, 0, kCols))}; };
+  Row row_columns[kRows];
   const auto step = [&](int64_t col, auto lanes, auto more) __attribute__((always_inline)) {
     const auto each_row = [&](auto g) __attribute__((always_inline)) {
       unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-        const V behind = load<V>(rows[row] + col + kPlaneLanes, more);
-        const V columns[3] = {lanes_before(before[row], x[row]), x[row], lanes_behind(x[row], behind)};
-        g(row, columns);
-        before[row] = x[row];
-        x[row] = behind;
+        PlaneVec x[3];
+        row_columns[row].next(rows[row] + col * kStride + Row::kAhead, more, x);
+        g(row, x);
       });
     };
     f(col, lanes, each_row);
   };
-  unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-    before[row] = V(0);
-    x[row] = load<V>(rows[row], FirstLanes{int(std::min(w, kPlaneLanes))});
-  });
+  unroll<kRows>([&](auto row) __attribute__((always_inline)) { row_columns[row].begin(rows[row], lanes_of(w)); });
+  const int64_t outputs = ceil_div(w, kStride);
   int64_t col = 0;
-  for (; col + 2 * kPlaneLanes <= w; col += kPlaneLanes) step(col, AllLanes{}, AllLanes{});
-  for (; col < w; col += kPlaneLanes) {
-    step(col, FirstLanes{int(std::min(w - col, kPlaneLanes))},
-         FirstLanes{int(std::clamp<int64_t>(w - col - kPlaneLanes, 0, kPlaneLanes))});
+  for (; col * kStride + kCols + Row::kAhead <= w; col += kPlaneLanes) step(col, AllLanes{}, AllLanes{});
+  for (; col < outputs; col += kPlaneLanes) {
+    step(col, FirstLanes{int(std::min(outputs - col, kPlaneLanes))}, lanes_of(w - col * kStride - Row::kAhead));
   }
 }
 
@@ -95,23 +188,75 @@ struct PlaneRows {
   int64_t h, w, first;
   const T* zeros;  // a row
 
+  const T* at(int64_t i) const {
+    const int64_t row = first + i;
+    return row >= 0 && row < h ? plane + row * w : zeros;
+  }
   template <int kRows>
   void find(int64_t begin, const T* (&rows)[kRows]) const {
-    for (int64_t i = 0; i < kRows; ++i) {
-      const int64_t row = first + begin + i;
-      rows[i] = row >= 0 && row < h ? plane + row * w : zeros;
-    }
+    for (int64_t i = 0; i < kRows; ++i) rows[i] = at(begin + i);
   }
   // What is read somewhat later.
-  const T* ahead(int64_t begin) const { return plane + (first + begin) * w + 4096 / sizeof(T); }
+  const T* ahead(int64_t begin, int64_t stride = 1) const {
+    return plane + (first + begin) * w + stride * 4096 / int64_t(sizeof(T));
+  }
 };
 
-// Asks for kRows rows, in as many parts as walk_rows takes vectors: the part of the one at `col`.
+// 5x5 kernels at stride 2 have too many neighbours for the registers: the rows below each other that `count` vectors of
+// outputs read, from column `col` of the outputs on. f(j, even, odd) for j < count + 2, where even(g) calls g(x) with
+// x[i] = columns 2 * col - 2 + i of row 2 * j of those from rows.first on, and odd those of row 2 * j + 1.
+template <bool kLeftmost, class T, class Lanes, class F>
+[[gnu::always_inline]] inline void walk_down(const PlaneRows<T>& rows, int64_t count, int64_t col, Lanes, const F& f) {
+  const int64_t left = rows.w - 2 * col;
+  const auto lanes_from = [&](int64_t column) {
+    if constexpr (std::is_same_v<Lanes, AllLanes>) {
+      return AllLanes{};
+    } else {
+      return FirstLanes{int(std::clamp<int64_t>(left - column, 0, 2 * kPlaneLanes))};
+    }
+  };
+  const auto row = [&](int64_t i, const auto& g) __attribute__((always_inline)) {
+    const T* p = rows.at(i) + 2 * col;
+    PlaneVec x[5], unused;
+    load_halves(p, lanes_from(0), x[2], x[3]);
+    if constexpr (kLeftmost) {
+      x[0] = lanes_before(PlaneVec(0), x[2]);
+      x[1] = lanes_before(PlaneVec(0), x[3]);
+    } else {
+      load_halves(p - 2, lanes_from(-2), x[0], x[1]);
+    }
+    load_halves(p + 2, lanes_from(2), x[4], unused);
+    g(x);
+  };
+  for (int64_t j = 0; j < count + 2; ++j) {
+    if constexpr (kLeftmost) {
+      const char* ahead = reinterpret_cast<const char*>(rows.ahead(2 * j, 2));
+      for (int64_t i = 0; i < 2 * rows.w * int64_t(sizeof(T)); i += kLineBytes) __builtin_prefetch(ahead + i, 0, 2);
+    }
+    f(
+        j, [&](const auto& g) __attribute__((always_inline)) { row(2 * j, g); },
+        [&](const auto& g) __attribute__((always_inline)) { row(2 * j + 1, g); });
+  }
+}
+// f<leftmost>(col, lanes of outputs, lanes for walk_down) for each vector of outputs of rows of `w` columns.
+template <class F>
+void each_way_down(int64_t w, const F& f) {
+  const int64_t outputs = ceil_div(w, int64_t(2));
+  const auto part = [&](int64_t col) { return FirstLanes{int(std::min(outputs - col, kPlaneLanes))}; };
+  const auto is_inside = [&](int64_t col) { return 2 * (col + kPlaneLanes) + 2 <= w; };
+  is_inside(0) ? f.template operator()<true>(0, AllLanes{}) : f.template operator()<true>(0, part(0));
+  for (int64_t col = kPlaneLanes; col < outputs; col += kPlaneLanes) {
+    is_inside(col) ? f.template operator()<false>(col, AllLanes{}) : f.template operator()<false>(col, part(col));
+  }
+}
+
+// Asks for kRows rows of as many columns as walk_rows has outputs, in as many parts as it takes vectors: the part of
+// the one at `col`.
 template <int kRows, class T>
 [[gnu::always_inline]] inline void fetch_rows(const T* first, int64_t col) {
   constexpr int kBytes = kRows * kPlaneLanes * int(sizeof(T));
   const char* p = reinterpret_cast<const char*>(first + col * kRows);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(p + i, 0, 2);
 }
 
@@ -180,7 +325,7 @@ void each_plane(PaddedRows<kStride> (&rows)[2], int64_t begin, int64_t end, cons
   }
 }
 
-// f<T>() for the element types that have these kernels, f<k, stride>() for the kernels.
+// f<T>() for the element types that have these kernels, f<k, stride>() for the kernels, or for those of keeps_columns.
 template <class F>
 void visit_plane_dtype(DType dtype, F&& f) {
   visit_dtype(dtype, [&]<class T>() {
@@ -194,6 +339,12 @@ void visit_plane_kernel(const DepthwiseSizes& s, F&& f) {
       if constexpr (kTaps < 7 || kStride == 1) f.template operator()<kTaps, kStride>();
     });
   });
+}
+
+template <class F>
+void visit_kept_kernel(const DepthwiseSizes& s, F&& f) {
+  if (s.sh == 1) return f.template operator()<3, 1>();
+  return s.kh == 3 ? f.template operator()<3, 2>() : f.template operator()<5, 2>();
 }
 
 }  // namespace

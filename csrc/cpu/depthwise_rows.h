@@ -67,8 +67,10 @@ class Lines {
 // of a vector of 16-bit elements are slow without masks.
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
-  if constexpr (sizeof(T) == 4) return keeps_columns(s) && s.w >= 9;
-  return keeps_columns(s) && s.w >= 12 && (kVecBytes == 64 || s.w % Vec<float>::kLanes == 0);
+  if (!keeps_columns(s)) return false;
+  if constexpr (sizeof(T) == 4) return s.wo >= (s.sh == 1 ? 9 : 7);
+  if (kVecBytes < 64 && (s.kw == 5 || s.w % (Vec<float>::kLanes * s.sw) != 0)) return false;
+  return s.wo >= (s.sh == 1 ? 12 : s.kw == 3 ? 7 : 10);
 }
 
 // A block of channels of one image: lane l is channel first + l * step of [channels, h, w] or [h, w, channels].
