@@ -2,8 +2,9 @@
 // Depthwise convolutions of contiguous images: the usual square kernels, a plane at a time, vectors along its rows.
 //
 // Rows are copied, widened to float, into a buffer with zeros around, at stride 2 with even and odd columns apart: what
-// a vector of neighbouring outputs reads for one tap then is one load. 3x3 kernels that keep the columns read them
-// where they are: each vector once, its neighbours from the registers. Internal linkage, as in core/simd.h.
+// a vector of neighbouring outputs reads for one tap then is one load. Small kernels that keep the columns, or halve
+// them, read rows where they are (keeps_columns): 3x3 along a few rows, 5x5 down all of them. Internal linkage, as in
+// core/simd.h.
 #include "cpu/depthwise_rows.h"
 
 namespace fusedtrain::cpu {
@@ -61,7 +62,7 @@ void each_tile(int64_t count, F&& f) {
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 
-// The even and the odd ones of the next elements: 2 * kPlaneLanes, or the first `count` of them and zeros behind.
+// The even and the odd ones of the next 2 * kPlaneLanes elements, or of the first `count` of these and zeros behind.
 template <class T>
 [[gnu::always_inline]] inline void load_halves(const T* p, AllLanes, PlaneVec& even, PlaneVec& odd) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -202,9 +203,9 @@ struct PlaneRows {
   }
 };
 
-// 5x5 kernels at stride 2 have too many neighbours for the registers: the rows below each other that `count` vectors of
-// outputs read, from column `col` of the outputs on. f(j, even, odd) for j < count + 2, where even(g) calls g(x) with
-// x[i] = columns 2 * col - 2 + i of row 2 * j of those from rows.first on, and odd those of row 2 * j + 1.
+// 5x5 kernels at stride 2, whose neighbouring columns do not fit the registers and are loaded again: down the rows that
+// `count` rows of outputs read, for the vector of outputs at `col`. f(j, even, odd) for j < count + 2, where even(g)
+// calls g(x) with x[i] = columns 2 * col - 2 + i of row 2 * j, and odd(g) with those of row 2 * j + 1.
 template <bool kLeftmost, class T, class Lanes, class F>
 [[gnu::always_inline]] inline void walk_down(const PlaneRows<T>& rows, int64_t count, int64_t col, Lanes, const F& f) {
   const int64_t left = rows.w - 2 * col;
@@ -238,7 +239,7 @@ template <bool kLeftmost, class T, class Lanes, class F>
         [&](const auto& g) __attribute__((always_inline)) { row(2 * j + 1, g); });
   }
 }
-// f<leftmost>(col, lanes of outputs, lanes for walk_down) for each vector of outputs of rows of `w` columns.
+// f<leftmost>(col, lanes) for each vector of outputs of rows of `w` columns, for walk_down.
 template <class F>
 void each_way_down(int64_t w, const F& f) {
   const int64_t outputs = ceil_div(w, int64_t(2));
