@@ -116,31 +116,25 @@ template <bool kLeftmost, class T, class Lanes>
   };
   each_sum([](V & sum, V&) __attribute__((always_inline)) { sum = V(0); });
   V last(0), before(0), now(0);  // rows j - 2, j - 1 and j of dy
-  const auto add = [&]<int kY>(std::integral_constant<int, kY>, V g, const V(&columns)[5])
-      __attribute__((always_inline)) {
-    unroll<5>([&](auto kx) __attribute__((always_inline)) { sums[kY][kx] += g * columns[kx]; });
+  const auto add = [](V(&row)[5], V g, const V(&columns)[5]) __attribute__((always_inline)) {
+    unroll<5>([&](auto kx) __attribute__((always_inline)) { row[kx] += g * columns[kx]; });
   };
-  constexpr std::integral_constant<int, 0> k0;
-  constexpr std::integral_constant<int, 1> k1;
-  constexpr std::integral_constant<int, 2> k2;
-  constexpr std::integral_constant<int, 3> k3;
-  constexpr std::integral_constant<int, 4> k4;
   walk_down<kLeftmost>(
       x, count, col, lanes, [&](int64_t j, const auto& even, const auto& odd) __attribute__((always_inline)) {
         if (j < count) now = load<V>(dy.at(j) + col, lanes);
         even([&](V(&columns)[5]) __attribute__((always_inline)) {
           columns[0] = keep(columns[0], lanes);  // see dot_along
           columns[1] = keep(columns[1], lanes);
-          if (j < count) add(k0, now, columns);
-          if (j >= 1 && j <= count) add(k2, before, columns);
-          if (j >= 2) add(k4, last, columns);
+          if (j < count) add(sums[0], now, columns);
+          if (j >= 1 && j <= count) add(sums[2], before, columns);
+          if (j >= 2) add(sums[4], last, columns);
         });
         if (j <= count) {
           odd([&](V(&columns)[5]) __attribute__((always_inline)) {
             columns[0] = keep(columns[0], lanes);
             columns[1] = keep(columns[1], lanes);
-            if (j < count) add(k1, now, columns);
-            if (j >= 1) add(k3, before, columns);
+            if (j < count) add(sums[1], now, columns);
+            if (j >= 1) add(sums[3], before, columns);
           });
         }
         last = before;

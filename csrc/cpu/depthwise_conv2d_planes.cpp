@@ -159,25 +159,25 @@ struct KeptColumns {
     const int64_t width = ceil_div(w, kStride);
     const int lanes_stored = int(std::min(width - col, kPlaneLanes));
     PlaneVec last(0), before(0), now(0);  // outputs j - 2, j - 1 and j
-    const auto add = [&](PlaneVec & acc, int ky, const PlaneVec(&x)[5]) __attribute__((always_inline)) {
+    const auto add =
+        [](PlaneVec & acc, const PlaneVec(&taps)[5], const PlaneVec(&x)[5]) __attribute__((always_inline)) {
       // Along the row first: a sum that all taps are added to one by one would be waited for.
-      PlaneVec sum = tap[ky][0] * x[0];
-#pragma GCC unroll 4
-      for (int kx = 1; kx < 5; ++kx) sum += tap[ky][kx] * x[kx];
+      PlaneVec sum = taps[0] * x[0];
+      unroll<4>([&](auto i) __attribute__((always_inline)) { sum += taps[i + 1] * x[i + 1]; });
       acc += sum;
     };
     walk_down<kLeftmost>(
         in, count, col, lanes, [&](int64_t j, const auto& even, const auto& odd) __attribute__((always_inline)) {
           even([&](const PlaneVec(&x)[5]) __attribute__((always_inline)) {
-            if (j >= 2) add(last, 4, x);
-            if (j >= 1 && j <= count) add(before, 2, x);
+            if (j >= 2) add(last, tap[4], x);
+            if (j >= 1 && j <= count) add(before, tap[2], x);
             now = PlaneVec(init);
-            if (j < count) add(now, 0, x);
+            if (j < count) add(now, tap[0], x);
           });
           if (j <= count) {
             odd([&](const PlaneVec(&x)[5]) __attribute__((always_inline)) {
-              if (j >= 1) add(before, 3, x);
-              if (j < count) add(now, 1, x);
+              if (j >= 1) add(before, tap[3], x);
+              if (j < count) add(now, tap[1], x);
             });
           }
           if (j >= 2) {
