@@ -50,7 +50,7 @@ class Draw(random.Random):
             left, right, top, bottom = [self.randint(0, 4) for _ in range(4)]
             top = FAR if self.x.shape[3] < 6 and self.random() < 0.5 else top  # where workspaces are small
             padding = (left, right, top, bottom)
-            if self.random() < 0.5:  # what networks have, for which there are kernels of their own
+            if top != FAR and self.random() < 0.5:  # what networks have, for which there are kernels of their own
                 padding = (kernel[1] // 2,) * 2 + (kernel[0] // 2,) * 2
             if min(output_size(self.x.shape[2:], kernel, stride, padding, dilation)) > 0:
                 return kernel, (stride, padding, dilation)

@@ -351,6 +351,7 @@ def test_one_image_without_batch(device, backend):
         ((5, 80, 112, 112), torch.contiguous_format, 1),
         ((5, 80, 103, 107), torch.contiguous_format, 1),  # planes that begin amid a cache line
         ((5, 5, 420, 401), torch.contiguous_format, 1),  # planes in bands
+        ((5, 103, 103, 163), torch.contiguous_format, 2),
         ((5, 72, 109, 113), torch.channels_last, 1),
         ((5, 72, 109, 113), torch.channels_last, 2),
         ((3, 344, 66, 65), torch.channels_last, 1),
@@ -362,13 +363,13 @@ def test_one_image_without_batch(device, backend):
 def test_large_images_are_written_as_small_ones(dtype, kernel, shape, memory_format, stride):
     x, w = torch.randn(shape).to(dtype, memory_format=memory_format), torch.randn(shape[1], 1, kernel, kernel).to(dtype)
     assert x.nbytes >= 8 << 20
-    dy = torch.randn_like(F.conv2d(x[:, :1], w[:1], None, stride, 1).expand(-1, shape[1], -1, -1))
+    dy = torch.randn_like(F.conv2d(x[:, :1], w[:1], None, stride, kernel // 2).expand(-1, shape[1], -1, -1))
     dy = dy.contiguous(memory_format=memory_format)
 
     def results(x, dy):
         x = x.detach().requires_grad_()
         with backends.use_backend("cpu"):
-            y = depthwise_conv2d(x, w, None, stride, padding=1)
+            y = depthwise_conv2d(x, w, None, stride, padding=kernel // 2)
         return y.detach(), *torch.autograd.grad(y, x, dy)
 
     for whole, *parts in zip(results(x, dy), *(results(x[i : i + 1], dy[i : i + 1]) for i in range(shape[0]))):
