@@ -181,6 +181,39 @@ inline Half narrow(Vec<float> x, Float16) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Less than 16 bytes, an even number, of which there are masked instructions for none (16-bit elements), or some that
+// take AMD's processors a dozen cycles and more (stores).
+inline __m128i load_pieces(const void* from, int bytes) {
+  const char* p = static_cast<const char*>(from);
+  uint64_t first = 0, last = 0;
+  if (bytes & 8) std::memcpy(&first, p, 8);
+  p += bytes & 8;
+  if (bytes & 4) std::memcpy(&last, p, 4);
+  p += bytes & 4;
+  if (bytes & 2) {
+    uint16_t element;
+    std::memcpy(&element, p, 2);
+    last |= uint64_t(element) << 8 * (bytes & 4);
+  }
+  return bytes & 8 ? _mm_set_epi64x(int64_t(last), int64_t(first)) : _mm_cvtsi64_si128(int64_t(last));
+}
+inline void store_pieces(void* to, __m128i x, int bytes) {
+  char* p = static_cast<char*>(to);
+  if (bytes & 8) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), x);
+    x = _mm_unpackhi_epi64(x, x);
+    p += 8;
+  }
+  if (bytes & 4) {
+    _mm_storeu_si32(p, x);
+    x = _mm_srli_epi64(x, 32);
+    p += 4;
+  }
+  if (bytes & 2) _mm_storeu_si16(p, x);
+}
+#endif
+
 // The first `count` elements of a raw vector, zeros behind; masked instructions where the ISA has them.
 template <class Raw, class T>
 inline Raw load_raw(const T* p, int count) {
@@ -198,6 +231,9 @@ inline Raw load_raw(const T* p, int count) {
     alignas(64) static constexpr int kMask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};  // and zeros
     const auto* mask = reinterpret_cast<const __m256i*>(kMask + 8 - count * (sizeof(T) / 4));
     return reinterpret_cast<Raw>(_mm256_maskload_ps(reinterpret_cast<const float*>(p), _mm256_loadu_si256(mask)));
+  } else if constexpr (sizeof(Raw) == 16 && sizeof(T) == 2) {
+    if (count < 8) return reinterpret_cast<Raw>(load_pieces(p, 2 * count));
+    return reinterpret_cast<Raw>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
 #endif
   alignas(kVecBytes) T buffer[sizeof(Raw) / sizeof(T)] = {};
@@ -219,6 +255,23 @@ inline void store_raw(T* p, Raw raw, int count) {
     _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), reinterpret_cast<__m256i>(raw));
   }
 #else
+#if defined(__AVX2__)
+  const int bytes = count * int(sizeof(T));
+  char* const to = reinterpret_cast<char*>(p);
+  if (bytes >= int(sizeof raw)) {
+    std::memcpy(to, &raw, sizeof raw);
+    return;
+  }
+  if constexpr (sizeof raw == 16) {
+    return store_pieces(to, reinterpret_cast<__m128i>(raw), bytes);
+  } else if constexpr (sizeof raw == 32) {
+    const __m256i both = reinterpret_cast<__m256i>(raw);
+    const __m128i low = _mm256_castsi256_si128(both);
+    if (bytes < 16) return store_pieces(to, low, bytes);
+    std::memcpy(to, &low, sizeof low);
+    return store_pieces(to + 16, _mm256_extracti128_si256(both, 1), bytes - 16);
+  }
+#endif
   alignas(kVecBytes) T buffer[sizeof(Raw) / sizeof(T)];
   std::memcpy(buffer, &raw, sizeof raw);
   for (int i = 0; i < count; ++i) p[i] = buffer[i];

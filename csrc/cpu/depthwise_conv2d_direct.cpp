@@ -7,7 +7,6 @@
 // row.
 // Rows of bfloat16 are multiplied in pairs where an instruction does that.
 #include <bit>
-#include <optional>
 
 #include "cpu/depthwise_direct.h"
 
@@ -52,13 +51,14 @@ struct Tile {
   Rows<T> rows;
   const T* ahead;         // column 0 of the first row that the next row of output is the first to read
   int64_t column, width;  // the first input column, may be outside of [0, width)
-  int64_t pitch;          // channels per pixel of input and output
+  int64_t pitch;          // channels per pixel of the input
   const T* bias;          // [channels] or null
   const Acc<T>* init;     // [vector][lane] or null
   Activation act;
   bool streams;        // out is written past the caches
   T* out;              // of output 0
-  int64_t out_step;    // to the next row of output
+  int64_t out_pitch;   // to the next output
+  int64_t out_step;    // to the next row of output, which is asked for; or 0
   int64_t begin, end;  // the outputs to be stored
   float* moments;      // [Moments::kSums][lane] of the group, or null
   bool opens;          // the moments begin here
@@ -135,9 +135,9 @@ void run_tile(const Tile<T>& tile) {
       __builtin_prefetch(ahead + (j + Form::kAhead) * tile.pitch, 0, 2);
     }
   }
-  if (!tile.streams) {
+  if (tile.out_step != 0) {
 #pragma GCC unroll 32
-    for (int t = 0; t < kWide; ++t) prefetch_for_store(tile.out + tile.out_step + t * tile.pitch);
+    for (int t = 0; t < kWide; ++t) prefetch_for_store(tile.out + tile.out_step + t * tile.out_pitch);
   }
   for (int64_t i = 0; i < tile.rows.count; ++i) {
     const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;
@@ -203,7 +203,7 @@ void run_tile(const Tile<T>& tile) {
 #pragma GCC unroll 32
   for (int t = 0; t < kWide; ++t) {
     if (!kInside && (t < tile.begin || t >= tile.end)) continue;
-    tile.streams ? G::stream(out + t * tile.pitch, acc[t]) : G::put(out + t * tile.pitch, acc[t]);
+    tile.streams ? G::stream(out + t * tile.out_pitch, acc[t]) : G::put(out + t * tile.out_pitch, acc[t]);
   }
 }
 
@@ -218,14 +218,39 @@ struct Row {
   int64_t begin, end;    // groups
   Tile<T> tile;          // of channel 0 and group 0
   int64_t tap_group;     // distance of the weights of neighbouring groups
-  PixelLines<T>* lines;  // that the outputs go through, or null
+  PixelLines<T>& lines;  // that the outputs go through if they were begun
+};
+
+// Results of a tile, of groups of channels that are parts of cache lines: they go past the caches once a line is whole.
+template <class T>
+class TileLines {
+ public:
+  static constexpr int kGroups = kGroupsOfLine<T>;
+  static constexpr int64_t kPitch = kLineBytes / sizeof(T);
+
+  // Where a group's results are to be put.
+  T* of(int64_t group) { return data_ + group % kGroups * Group<T>::kChannels; }
+  // Outputs [first, last), `pitch` apart.
+  void stream(T* out, int64_t pitch, int64_t first, int64_t last) const {
+    using Raw = RawVec<uint16_t, Group<T>::kChannels * sizeof(T)>;  // as it was stored
+    for (int64_t t = first; t < last; ++t) {
+      unroll<kGroups>([&](auto i) __attribute__((always_inline)) {
+        Raw raw;
+        std::memcpy(&raw, data_ + t * kPitch + i * Group<T>::kChannels, sizeof raw);
+        stream_raw(out + t * pitch + i * Group<T>::kChannels, raw);
+      });
+    }
+  }
+
+ private:
+  alignas(kLineBytes) T data_[kMostWide * kPitch];
 };
 
 // Tiles of nearly equal width from left to right, all groups of each, so that memory is read and written in long runs.
 // Tiles begin at multiples of kOutStep outputs, `skip` of which are before the row. `column` is that of the first tile.
 template <class T, class Form, int kDeep>
 void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
-  constexpr int kIn = Form::kInStep, kOut = Form::kOutStep;
+  constexpr int kIn = Form::kInStep, kOut = Form::kOutStep, kGroups = TileLines<T>::kGroups;
   const int64_t units = ceil_div(count + skip, kOut), tiles = ceil_div(units, kMostWide / kOut);
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t from = units * i / tiles * kOut, wide = units * (i + 1) / tiles * kOut - from;
@@ -238,14 +263,19 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
         const bool inside = tile.column >= 0 && tile.column + Form::columns(kWide) <= tile.width && tile.begin <= 0 &&
                             tile.end >= kWide;
         const int64_t first = std::max<int64_t>(tile.begin, 0), last = std::min<int64_t>(tile.end, kWide);
-        T* out = row.tile.out + (from - skip) * tile.pitch;
-        if (row.lines != nullptr) out = row.lines->next() - first * tile.pitch;
+        T* out = row.tile.out + (from - skip) * tile.out_pitch;
+        if (row.lines) out = row.lines.next() - first * tile.out_pitch;
+        [[maybe_unused]] TileLines<T> tile_lines;
         for (int64_t group = row.begin; group < row.end; ++group) {
           const int64_t channel = first_channel<T>(row.s, group);
+          const int64_t line = group / kGroups * kGroups;  // the first of its groups
+          const bool waits = kGroups > 1 && row.tile.streams && line >= row.begin && line + kGroups <= row.end;
           tile.rows.in = row.tile.rows.in + channel;
           tile.ahead = row.tile.ahead + channel;
           tile.rows.taps = row.tile.rows.taps + group * row.tap_group;
-          tile.out = out + channel;
+          tile.out = waits ? tile_lines.of(group) : out + channel;
+          tile.out_pitch = waits ? tile_lines.kPitch : row.tile.out_pitch;
+          tile.streams = row.tile.streams && kGroups == 1;
           tile.opens = row.tile.opens && i == 0;
           if (row.tile.moments != nullptr) {
             tile.moments = row.tile.moments + (group - row.begin) * Moments::kSums * Moments::V::kLanes;
@@ -254,8 +284,11 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
           if (row.tile.bias) load_group(row.tile.bias + channel, init);
           tile.init = row.tile.bias ? init : nullptr;
           inside ? run_tile<T, Form, kDeep, kWide, true>(tile) : run_tile<T, Form, kDeep, kWide, false>(tile);
+          if (waits && group + 1 == line + kGroups) {
+            tile_lines.stream(out + line * Group<T>::kChannels, row.tile.out_pitch, first, last);
+          }
         }
-        if (row.lines != nullptr) row.lines->put((last - first) * tile.pitch);
+        if (row.lines) row.lines.put((last - first) * row.tile.out_pitch);
       }
     });
   }
@@ -384,10 +417,11 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
       const T* x = static_cast<const T*>(a.x) + part.image * s.h * s.w * s.c;
       T* y = static_cast<T*>(a.y) + part.image * s.ho * s.wo * s.c;
-      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, nullptr};
+      PixelLines<T> lines;
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, lines};
       Tile<T>& tile = row.tile;
       tile.width = s.w;
-      tile.pitch = s.c;
+      tile.pitch = tile.out_pitch = s.c;
       tile.bias = static_cast<const T*>(a.bias);
       tile.act = a.act;
       tile.streams = streams(s, y, s.ho * s.wo, s.c);
@@ -395,14 +429,13 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
       const int64_t groups = part.end - part.begin;
-      std::optional<PixelLines<T>> lines;
-      if (goes_through_lines<T>(s, s.ho * s.wo)) row.lines = &lines.emplace(y + rows.begin * s.wo * s.c);
+      if (goes_through_lines<T>(s, s.ho * s.wo)) lines.begin(y + rows.begin * s.wo * s.c);
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, false, part, scratch);
       for (int64_t oy = rows.begin; oy < rows.end; ++oy) {
         const int64_t top = oy * kStride - s.top;
         tile.ahead = x + (top + kTaps) * s.w * s.c;
         tile.out = y + oy * s.wo * s.c;
-        tile.out_step = row.lines != nullptr ? 0 : s.wo * s.c;
+        tile.out_step = lines || tile.streams ? 0 : s.wo * s.c;
         tile.opens = oy == rows.begin;
         gather_row<T, kTaps, kStride>(row, weights, x, s.h, top, s.wo, -s.left);
         if (tile.moments != nullptr) moments.end_row(groups, tile.opens);
@@ -411,7 +444,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
         float* to = a.moments + (part.image * part.bands + part.band) * 3 * s.c;
         moments.put(group, to + first_channel<T>(s, part.begin + group), s.c);
       }
-      if (row.lines != nullptr) row.lines->close();
+      if (lines) lines.close();
       stream_fence();
     });
   });
@@ -425,21 +458,21 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
       const T* dy = static_cast<const T*>(a.dy) + part.image * s.ho * s.wo * s.c;
-      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, nullptr};
+      PixelLines<T> lines;
+      Row<T> row{s, part.begin, part.end, {}, kTaps * kTapRow, lines};
       Tile<T>& tile = row.tile;
       tile.width = s.wo;
-      tile.pitch = s.c;
+      tile.pitch = tile.out_pitch = s.c;
       tile.act = Activation::kIdentity;
       tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w, s.c);
       // At stride 2 each row of dx meets a half of the kernel's rows.
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, kStride == 1, part, scratch);
       const Span rows = band_rows(part, s.h);
       T* dx = static_cast<T*>(a.dx) + part.image * s.h * s.w * s.c;
-      std::optional<PixelLines<T>> lines;
-      if (goes_through_lines<T>(s, s.h * s.w)) row.lines = &lines.emplace(dx + rows.begin * s.w * s.c);
+      if (goes_through_lines<T>(s, s.h * s.w)) lines.begin(dx + rows.begin * s.w * s.c);
       for (int64_t iy = rows.begin; iy < rows.end; ++iy) {
         tile.out = dx + iy * s.w * s.c;
-        tile.out_step = row.lines != nullptr ? 0 : s.w * s.c;
+        tile.out_step = lines || tile.streams ? 0 : s.w * s.c;
         if constexpr (kStride == 1) {
           const int64_t top = iy + s.top - (kTaps - 1);
           tile.ahead = dy + (top + kTaps) * s.wo * s.c;
@@ -458,7 +491,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           run_row<T, Spread<kTaps>, 1>(row, s.w, s.left % 2, s.left / 2 - (kTaps - 1) / 2);
         }
       }
-      if (row.lines != nullptr) row.lines->close();
+      if (lines) lines.close();
       stream_fence();
     });
   });

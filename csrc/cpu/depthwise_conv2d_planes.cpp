@@ -3,7 +3,6 @@
 //   dx[iy, ix] = sum_{ky, kx: oy * s + ky - top = iy, ...} weight[ky, kx] * dy[oy, ox]
 // A few rows of outputs by a vector of columns stay in registers; each vector of inputs is read once for all of them.
 // dx falls apart into s phases per axis, each a correlation of dy at stride 1 with every s-th tap in reverse order.
-#include <optional>
 #include <tuple>
 
 #include "cpu/depthwise_planes.h"
@@ -101,7 +100,7 @@ struct KeptColumns {
   int64_t h, w;
   int64_t above;  // rows of zeros
   T* zeros;
-  std::optional<PlaneLines<T>> lines;  // that the outputs go through
+  PlaneLines<T> lines;  // that the outputs go through
 
   KeptColumns(Arena& arena, int64_t h, int64_t w, int64_t above) : h(h), w(w), above(above), zeros(arena.take<T>(w)) {
     std::fill_n(zeros, w, T{});
@@ -130,7 +129,7 @@ struct KeptColumns {
     each_tile(band.size(), [&]<int kRows>(int64_t first) {
       const T *rows[(kRows - 1) * kStride + kTaps], *ahead = in.ahead(first * kStride, kStride);
       in.find(first * kStride, rows);
-      T* to = lines ? lines->next() : out + (band.begin + first) * width;
+      T* to = lines ? lines.next() : out + (band.begin + first) * width;
       const auto step = [&](int64_t col, auto lanes, const auto& each_row) __attribute__((always_inline)) {
         fetch_rows<kRows * kStride * kStride>(ahead, col);
         PlaneVec acc[kRows];
@@ -147,7 +146,7 @@ struct KeptColumns {
         unroll<kRows>([&](auto t) __attribute__((always_inline)) { store(to + t * width + col, acc[t], lanes); });
       };
       walk_rows<kStride>(rows, w, step);
-      if (lines) lines->put(kRows * width);
+      if (lines) lines.put(kRows * width);
     });
   }
 
@@ -200,7 +199,7 @@ struct DoubledColumns {
 
   int64_t h, w, ho, wo;
   T* zeros;
-  std::optional<PlaneLines<T>> lines;
+  PlaneLines<T> lines;
 
   DoubledColumns(Arena& arena, const DepthwiseSizes& s)
       : h(s.h), w(s.w), ho(s.ho), wo(s.wo), zeros(arena.take<T>(s.wo)) {
@@ -215,7 +214,7 @@ struct DoubledColumns {
       const PlaneRows<T> in{dy, ho, wo, q - kAbove, zeros};
       const T *rows[kAbove + kRows + 1], *ahead = in.ahead(0);
       in.find(0, rows);
-      T* to = lines ? lines->next() : dx + 2 * q * w;
+      T* to = lines ? lines.next() : dx + 2 * q * w;
       const bool ends_even = 2 * (q + kRows) > h;  // the last row is not there
       const auto step = [&](int64_t col, auto, const auto& each_row) __attribute__((always_inline)) {
         fetch_rows<kRows>(ahead, col);
@@ -238,7 +237,7 @@ struct DoubledColumns {
         });
       };
       walk_rows<1>(rows, wo, step);
-      if (lines) lines->put((2 * kRows - ends_even) * w);
+      if (lines) lines.put((2 * kRows - ends_even) * w);
     };
     int64_t q = band.begin;
     for (; q + 2 <= band.end; q += 2) tile(std::integral_constant<int, 2>{}, q);
@@ -256,9 +255,9 @@ void each_kept(Kept& kept, const DepthwiseSizes& s, T* out, int64_t h, int64_t w
   const auto plane = [&](int64_t channel) { return out + (part.image * s.c + channel) * h * w; };
   const bool streams =
       Kept::kInOrder && sizeof(T) == 4 && w >= kLeastStreamedCols && s.n * s.c * h * w * 4 >= kStreamBytes;
-  if (streams) kept.lines.emplace(plane(part.begin) + first * w);
+  if (streams) kept.lines.begin(plane(part.begin) + first * w);
   for (int64_t channel = part.begin; channel < part.end; ++channel) f(channel, plane(channel));
-  if (kept.lines) kept.lines->close();
+  if (kept.lines) kept.lines.close();
   stream_fence();
 }
 

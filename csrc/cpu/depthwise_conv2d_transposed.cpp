@@ -54,8 +54,8 @@ class Planes {
       planes_[i] = image + (std::min(block * kChannels + i, s.c - 1) * h + rows.begin) * w;
     }
     // Not where a plane is written several times.
-    streams_ = (block + 1) * kChannels <= s.c && pixels_ % kChannels == 0 &&
-               streams<std::remove_const_t<T>>(s, planes_[0], h * w, h * w);
+    streams_ = kGroupsOfLine<std::remove_const_t<T>> == 1 && (block + 1) * kChannels <= s.c &&
+               pixels_ % kChannels == 0 && streams<std::remove_const_t<T>>(s, planes_[0], h * w, h * w);
   }
 
   // tile[pixel][channel] = the planes.

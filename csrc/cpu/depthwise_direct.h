@@ -149,13 +149,16 @@ void load_group(const T* in, Acc<T>* out) {
 
 constexpr int kLeastWide = 4, kMostWide = 8;  // pixels of a tile
 
-// Whether results of images of so many pixels are written past the caches: they are large, and every store is a whole
-// line, as stores begin at `out` and multiples of `run` elements behind it. Halves of lines wait for each other in the
+// Groups of channels that fill a cache line together.
+template <class T>
+constexpr int kGroupsOfLine = std::max<int>(1, kLineBytes / int(Group<T>::kChannels * sizeof(T)));
+
+// Whether results of images of so many pixels are written past the caches: they are large, and can be written as whole
+// lines, which begin at `out` and multiples of `run` elements behind it. Halves of lines wait for each other in the
 // few buffers of a core, and those that must leave early cost several times as much.
 template <class T>
 bool streams(const DepthwiseSizes& s, const T* out, int64_t pixels, int64_t run) {
   constexpr int64_t kSize = sizeof(T);
-  if constexpr (Group<T>::kChannels * kSize % kLineBytes != 0) return false;
   return s.n * s.c * pixels * kSize >= kStreamBytes && run * kSize % kLineBytes == 0 &&
          reinterpret_cast<uintptr_t>(out) % kLineBytes == 0;
 }

@@ -19,11 +19,15 @@ inline void visit_lanes(int64_t count, F&& f) {
 }
 
 // Results that are written past the caches one after the other, at most kMost at a time, though these are no whole
-// lines: the end waits for the rest of its line.
+// lines: the end waits for the rest of its line. No std::optional of it, which g++ fills with zeros.
 template <class T, int64_t kMost>
 class Lines {
  public:
-  explicit Lines(T* first) : line_(first - offset(first)), foreign_(offset(first)), waiting_(foreign_) {}
+  void begin(T* first) {
+    line_ = first - offset(first);
+    foreign_ = waiting_ = offset(first);
+  }
+  explicit operator bool() const { return line_ != nullptr; }  // whether they were begun
 
   // Where the next results are to be put, then how many were; at the end `close`. No destructor does that: it would
   // need the runtime of exceptions.
@@ -58,8 +62,8 @@ class Lines {
     foreign_ = 0;
   }
 
-  T* line_;                    // where the buffer goes
-  int64_t foreign_, waiting_;  // elements of the buffer: others', and those before the next
+  T* line_ = nullptr;                  // where the buffer goes
+  int64_t foreign_ = 0, waiting_ = 0;  // elements of the buffer: others', and those before the next
   alignas(kLineBytes) T buffer_[kMost + 2 * kLine];
 };
 
