@@ -221,6 +221,10 @@ struct Row {
   PixelLines<T>& lines;  // that the outputs go through if they were begun
 };
 
+// Whether results of large images are written past the caches. Halves of lines gain where there is little arithmetic.
+template <class T, int kTaps>
+constexpr bool kStreams = kGroupsOfLine<T> == 1 || (kGroupsOfLine<T> == 2 && kTaps == 3);
+
 // Results of a tile, of groups of channels that are parts of cache lines: they go past the caches once a line is whole.
 template <class T>
 class TileLines {
@@ -424,7 +428,7 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
       tile.pitch = tile.out_pitch = s.c;
       tile.bias = static_cast<const T*>(a.bias);
       tile.act = a.act;
-      tile.streams = streams(s, y, s.ho * s.wo, s.c);
+      tile.streams = kStreams<T, kTaps> && streams(s, y, s.ho * s.wo, s.c);
       Moments moments;
       tile.moments = a.moments == nullptr ? nullptr : moments.data();
       const Span rows = band_rows(part, s.ho);
@@ -464,7 +468,7 @@ void depthwise_direct_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
       tile.width = s.wo;
       tile.pitch = tile.out_pitch = s.c;
       tile.act = Activation::kIdentity;
-      tile.streams = streams(s, static_cast<const T*>(a.dx), s.h * s.w, s.c);
+      tile.streams = kStreams<T, kTaps> && streams(s, static_cast<const T*>(a.dx), s.h * s.w, s.c);
       // At stride 2 each row of dx meets a half of the kernel's rows.
       const Weights<T> weights = arrange<T, kTaps, kStride>(taps, kStride == 1, part, scratch);
       const Span rows = band_rows(part, s.h);

@@ -117,10 +117,12 @@ template <class T>
   }
 }
 
-// The columns of a row that a vector of neighbouring outputs of a 3x3 kernel reads, one vector per tap: each element is
-// loaded once, its neighbours come from the registers. Those outside the row are zero.
+// The columns of a row that a vector of neighbouring outputs, the one at `col`, of a 3x3 kernel reads, one vector per
+// tap. Those outside the row are zero.
 template <int kStride>
 struct Columns;
+#if defined(__AVX512F__)
+// Each element is loaded once, its neighbours come from the registers.
 template <>
 struct Columns<1> {
   static constexpr int64_t kAhead = kPlaneLanes;  // columns that are loaded before their turn
@@ -131,7 +133,7 @@ struct Columns<1> {
     x = load<PlaneVec>(p, lanes);
   }
   template <class T, class Lanes>
-  [[gnu::always_inline]] void next(const T* p, Lanes lanes, PlaneVec (&columns)[3]) {
+  [[gnu::always_inline]] void next(const T* p, int64_t /*col*/, Lanes lanes, PlaneVec (&columns)[3]) {
     const PlaneVec behind = load<PlaneVec>(p, lanes);
     columns[0] = lanes_before(before, x);
     columns[1] = x;
@@ -140,6 +142,29 @@ struct Columns<1> {
     x = behind;
   }
 };
+#else
+// Each element is loaded three times: to move elements between the halves of vectors costs more, and registers are few.
+template <>
+struct Columns<1> {
+  static constexpr int64_t kAhead = 1;
+
+  template <class T>
+  [[gnu::always_inline]] void begin(const T*, FirstLanes) {}
+  template <class T, class Lanes>
+  [[gnu::always_inline]] void next(const T* p, int64_t col, Lanes lanes, PlaneVec (&columns)[3]) {
+    const auto lanes_from = [=](int before) __attribute__((always_inline)) {
+      if constexpr (std::is_same_v<Lanes, AllLanes>) {
+        return lanes;
+      } else {
+        return FirstLanes{std::min(lanes.count + before, int(kPlaneLanes))};
+      }
+    };
+    columns[2] = load<PlaneVec>(p, lanes);
+    columns[1] = load<PlaneVec>(p - 1, lanes_from(1));
+    columns[0] = col > 0 ? load<PlaneVec>(p - 2, lanes_from(2)) : lanes_before(PlaneVec(0), columns[1]);
+  }
+};
+#endif
 template <>
 struct Columns<2> {
   static constexpr int64_t kAhead = 0;
@@ -148,7 +173,7 @@ struct Columns<2> {
   template <class T>
   [[gnu::always_inline]] void begin(const T*, FirstLanes) {}
   template <class T, class Lanes>
-  [[gnu::always_inline]] void next(const T* p, Lanes lanes, PlaneVec (&columns)[3]) {
+  [[gnu::always_inline]] void next(const T* p, int64_t /*col*/, Lanes lanes, PlaneVec (&columns)[3]) {
     load_halves(p, lanes, columns[1], columns[2]);
     columns[0] = lanes_before(before, columns[2]);
     before = columns[2];
@@ -167,7 +192,7 @@ template <int kStride, int kRows, class T, class F>
     const auto each_row = [&](auto g) __attribute__((always_inline)) {
       unroll<kRows>([&](auto row) __attribute__((always_inline)) {
         PlaneVec x[3];
-        row_columns[row].next(rows[row] + col * kStride + Row::kAhead, more, x);
+        row_columns[row].next(rows[row] + col * kStride + Row::kAhead, col, more, x);
         g(row, x);
       });
     };

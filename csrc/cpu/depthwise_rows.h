@@ -72,7 +72,7 @@ class Lines {
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
   if (!keeps_columns(s)) return false;
-  if constexpr (sizeof(T) == 4) return s.wo >= (s.sh == 1 ? 9 : 7);
+  if constexpr (sizeof(T) == 4) return s.wo >= (s.sh == 2 ? 7 : kVecBytes < 64 ? 8 : 9);
   if (kVecBytes < 64 && (s.kw == 5 || s.w % (Vec<float>::kLanes * s.sw) != 0)) return false;
   return s.wo >= (s.sh == 1 ? 12 : s.kw == 3 ? 7 : 10);
 }

@@ -15,7 +15,7 @@
 namespace fusedtrain::cpu {
 namespace {
 
-constexpr int kTileVecs = kVecBytes == 64 ? 4 : 3;    // at most
+constexpr int kTileVecs = kVecBytes == 64 ? 4 : 3;
 constexpr int kMostSums = kVecBytes == 64 ? 24 : 12;  // vectors: with the weights and a pixel the registers are full
 constexpr int kLanes = Vec<float>::kLanes;
 // Rows of a tile. With one vector of each they would wait for memory in turns: no more than a dozen.
@@ -27,26 +27,15 @@ constexpr int64_t kChain = 160;  // summands, at most: the error of a sum grows 
 template <class T>
 constexpr int kChannels = std::is_same_v<T, float> ? 1 : 2;  // of a step
 
-// Whether y is large and made of whole cache lines, each of one or two vectors.
-template <class T>
-bool has_lines(const PointwiseConv2d& a) {
-  return kVecBytes >= 32 && std::is_same_v<T, float> && a.large &&
-         (a.layout == Layout::kContiguous ? a.h * a.w : a.o) * sizeof(T) % 64 == 0;
-}
-
-// Vectors of columns are shared out evenly over panels. Where vectors of 32 bytes make up lines, a panel is one.
+// Vectors of columns are shared out evenly over panels.
 class Panels {
  public:
-  template <class T>
-  static Panels of(const PointwiseConv2d& a, int64_t columns) {
-    return Panels(columns, kVecBytes == 32 && has_lines<T>(a) ? 2 : kTileVecs);
-  }
+  explicit Panels(int64_t columns) : vecs_(chunks(columns, kLanes)), count_(chunks(vecs_, kTileVecs)) {}
   int64_t count() const { return count_; }
   int64_t begin(int64_t panel) const { return vecs_ * panel / count_; }
-  int64_t holding(int64_t vec) const { return ((vec + 1) * count_ - 1) / vecs_; }
+  int64_t of(int64_t vec) const { return ((vec + 1) * count_ - 1) / vecs_; }
 
  private:
-  Panels(int64_t columns, int most) : vecs_(chunks(columns, kLanes)), count_(chunks(vecs_, most)) {}
   int64_t vecs_, count_;
 };
 
@@ -93,10 +82,12 @@ template <class T, int kVecs, int kHeight, class V>
   });
 }
 
-// Past the caches go large results, in whole lines.
+// Past the caches go large results, in stores of whole lines.
 template <class T>
 bool streams(const PointwiseConv2d& a) {
-  return has_lines<T>(a) && reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
+  const int64_t pitch = a.layout == Layout::kContiguous ? a.h * a.w : a.o;
+  return a.large && kLanes * sizeof(T) == 64 && pitch * sizeof(T) % 64 == 0 &&
+         reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
 }
 
 template <class T>
@@ -227,7 +218,7 @@ struct Block {
 template <class T>
 void multiply_block(const PointwiseConv2d& a, const Block<T>& b) {
   alignas(64) float before[kMostSums * kLanes];
-  const Panels panels = Panels::of<T>(a, b.columns);
+  const Panels panels(b.columns);
   const int64_t steps = chunks(a.c, kChannels<T>);
   const int64_t chains = std::max<int64_t>(1, chunks(steps, kChain)), chain = chunks(steps, chains);
   const bool bias_of_rows = a.layout == Layout::kContiguous;
@@ -365,10 +356,11 @@ void pack_vector(const Columns<T>& a, int64_t first, T* to, int64_t pitch) {
 
 // Columns [begin, end), of which begin is the first of a vector.
 template <class T>
-void pack(const Columns<T>& a, const Panels& panels, int64_t begin, int64_t end, void* packed) {
+void pack(const Columns<T>& a, int64_t begin, int64_t end, void* packed) {
+  const Panels panels(a.count);
   const int64_t steps = chunks(a.channels, kChannels<T>);
   for (int64_t first = begin; first < end; first += kLanes) {
-    const int64_t vec = first / kLanes, panel = panels.holding(vec), from = panels.begin(panel);
+    const int64_t vec = first / kLanes, panel = panels.of(vec), from = panels.begin(panel);
     auto* to = static_cast<T*>(packed) + (from * steps + vec - from) * kLanes * kChannels<T>;
     pack_vector(a, first, to, (panels.begin(panel + 1) - from) * kLanes * kChannels<T>);
   }
@@ -376,8 +368,9 @@ void pack(const Columns<T>& a, const Panels& panels, int64_t begin, int64_t end,
 
 // Columns that lie side by side, channel after channel.
 template <class T>
-void pack_strip(const Columns<T>& a, const Panels& panels, T* packed) {
+void pack_strip(const Columns<T>& a, T* packed) {
   constexpr int64_t kWide = kLanes * kChannels<T>;
+  const Panels panels(a.count);
   const int64_t steps = chunks(a.channels, kChannels<T>);
   for (int64_t step = 0; step < steps; ++step) {
     const T* const p = a.data + step * kChannels<T> * a.channel_stride;
@@ -417,7 +410,7 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
     const int64_t image = strip / count, first = strip % count * most;
     b.columns = std::min(most, whole - first);
     b.y = y + image * a.o * pixels + first;
-    pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, Panels::of<T>(a, b.columns), packed);
+    pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, packed);
     multiply_block(a, b);
   }
   for (int64_t strip = std::max(begin, a.n * count); strip < end; ++strip) {
@@ -430,7 +423,7 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
       const T* const from = x + image * a.x_strides.image + pixel;
       for (int64_t k = 0; k < a.c; ++k) copies[k * kStripPixels + i] = from[k * c];
     });
-    pack_strip<T>({copies, b.columns, a.c, 1, kStripPixels}, Panels::of<T>(a, b.columns), packed);
+    pack_strip<T>({copies, b.columns, a.c, 1, kStripPixels}, packed);
     b.y = copies;
     b.y_pitch = kStripPixels;
     multiply_block(a, b);
@@ -457,8 +450,7 @@ template <>
 void pointwise_conv2d_pack<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2d& a, int64_t begin, int64_t end) {
   visit_elements(a.dtype, [&]<class T>() {
     const Columns<T> weight{static_cast<const T*>(a.weight), a.o, a.c, a.weight_strides[0], a.weight_strides[1]};
-    pack(weight, Panels::of<T>(a, a.o), begin * kWideLanes, std::min(end * kWideLanes, round_up(a.o, kLanes)),
-         a.packed);
+    pack(weight, begin * kWideLanes, std::min(end * kWideLanes, round_up(a.o, kLanes)), a.packed);
   });
 }
 
