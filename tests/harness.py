@@ -285,6 +285,7 @@ def assert_op_as_good_as_torch(
     stock=None,
     frozen=(),
     dy=None,
+    any_order: bool = False,
 ) -> dict:
     """Asserts the rule for the output and every gradient of ``function``, and their memory formats.
 
@@ -296,6 +297,7 @@ def assert_op_as_good_as_torch(
         stock: the stock path in the dtype of the inputs; by default ``reference``.
         frozen: names of inputs without gradient.
         dy: incoming gradient; random by default.
+        any_order: the op takes pixels in any order, which tells more of torch's errors in float64.
 
     Returns:
         What :func:`evaluate` returns for ``function`` on the last draw.
@@ -310,7 +312,7 @@ def assert_op_as_good_as_torch(
         for name, value in ours.items():
             assert_format(value, torchs[name], draw[name[1:]] if name.startswith("d") else x, f"{what} {name}")
         if options["dy_dtype"] == torch.float64:
-            errors = _float64_errors(reference, stock or reference, draw, truth, options)
+            errors = _float64_errors(reference, stock or reference, draw, truth, options, any_order)
             torchs = {name: (truth[name] + errors[name]).to(value.dtype) for name, value in torchs.items()}
         for column, results in zip(columns, (ours, torchs, truth)):
             column.append(results)
@@ -329,19 +331,40 @@ def draws(make: Callable, device: str, backend: str) -> list[dict]:
     return [first, *(make(seed) for seed in range(1, count))]
 
 
-def _float64_errors(reference: Callable, stock: Callable, inputs: dict, truth: dict, options: dict) -> dict:
+def _float64_errors(
+    reference: Callable, stock: Callable, inputs: dict, truth: dict, options: dict, any_order: bool
+) -> dict:
     """Torch's errors in float64, which the truth has itself: those of float32, or what the truth changes by when the
-    images are added up in the order of another memory format, where that is more."""
+    images are added up in the order of another memory format, or backwards, where that is more."""
     errors = _float32_errors(reference, stock, inputs, options)
     name, x = next((name, value) for name, value in inputs.items() if isinstance(value, Tensor))
     if x.dim() != 4:
         return errors
     other = torch.channels_last if x.is_contiguous() else torch.contiguous_format
-    turned = evaluate(
-        reference, {**cast(inputs, torch.float64), name: x.double().contiguous(memory_format=other)}, **options
-    )
-    changes = {name: turned[name] - truth[name] for name in errors}
-    return {name: torch.where(changes[name].abs() > errors[name].abs(), changes[name], errors[name]) for name in errors}
+    wide = cast(inputs, torch.float64)
+    runs = [evaluate(reference, {**wide, name: x.double().contiguous(memory_format=other)}, **options)]
+    if any_order:
+        runs.append(evaluate(_backwards(reference, x.shape[2:]), wide, **options))
+    for run in runs:
+        changes = {name: run[name] - truth[name] for name in errors}
+        errors = {
+            name: torch.where(changes[name].abs() > error.abs(), changes[name], error) for name, error in errors.items()
+        }
+    return errors
+
+
+def _backwards(function: Callable, pixels: torch.Size) -> Callable:
+    """``function`` of images with so many rows and columns, from the last pixel to the first."""
+
+    def turn(value):
+        is_images = isinstance(value, Tensor) and value.dim() == 4 and value.shape[2:] == pixels
+        return value.flip(2, 3) if is_images else value
+
+    def backwards(*inputs):
+        outputs = function(*map(turn, inputs))
+        return turn(outputs) if isinstance(outputs, Tensor) else tuple(map(turn, outputs))
+
+    return backwards
 
 
 def _float32_errors(reference: Callable, stock: Callable, inputs: dict, options: dict) -> dict:

@@ -304,7 +304,7 @@ def test_kernel_refuses_what_it_does_not_multiply():
     # 16 channels to 80, and back; 16 of 16; contiguous
     ("vendor", "family", "isa", "dtype", "forward", "dx", "few", "planes"),
     [
-        ("amd", 23, "avx2", torch.float32, True, True, True, False),
+        ("amd", 25, "avx2", torch.float32, True, True, True, True),
         ("amd", 25, "avx512_bf16", torch.float32, True, True, True, True),
         ("amd", 25, "avx512_bf16", torch.bfloat16, False, True, True, True),
         ("amd", 26, "avx512_bf16", torch.bfloat16, False, True, False, True),
@@ -477,7 +477,7 @@ def test_automatic_choice_is_as_good_as_torch(device, dtype, monkeypatch):
         harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, layout)
 
 
-@pytest.mark.parametrize(("isa", "contiguous"), [("avx512", "cpu"), ("avx2", "reference")])
+@pytest.mark.parametrize(("isa", "contiguous"), [("avx512", "cpu"), ("avx2", "cpu"), ("portable", "reference")])
 def test_automatic_choice_leaves_small_images_to_stock_and_contiguous_ones_where_it_is_faster(
     isa, contiguous, monkeypatch
 ):

@@ -61,8 +61,11 @@ Isa choose_isa() {
 
 bool rounds_to_bf16_by_instruction = false, multiplies_by_tiles = false;
 #if defined(__x86_64__)
-const bool fetches_ahead_of_many_streams = __builtin_cpu_is("intel");
-const bool sums_row_by_row = !__builtin_cpu_is("intel") && !__builtin_cpu_is("amdfam19h");
+// Both of family 19h.
+const bool is_zen4 = __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f");
+const bool is_zen3 = __builtin_cpu_is("amdfam19h") && !is_zen4;
+const bool fetches_ahead_of_many_streams = __builtin_cpu_is("intel") || is_zen3;
+const bool sums_row_by_row = !__builtin_cpu_is("intel") && !is_zen4;
 #else
 const bool fetches_ahead_of_many_streams = false, sums_row_by_row = true;
 #endif

@@ -16,11 +16,11 @@ Isa active_isa();
 // Whether active_isa() was asked and is kAvx512Bf16 or kAmxBf16; and whether it is kAmxBf16.
 extern bool rounds_to_bf16_by_instruction, multiplies_by_tiles;
 
-// Of eight and more streams, as groups of rows are: Intel's do; AMD's were measured at a third of the memory's speed.
+// Of eight and more streams, as groups of rows are: Intel's and Zen 3 do; newer Zen came to a third of memory's speed.
 extern const bool fetches_ahead_of_many_streams;
 
 // Whether sums over large images are faster row after row than over groups of rows that are asked for ahead. Measured
-// to be so on AMD's, and not on family 19h (Zen 3 and 4; measured on Zen 4).
+// to be so on AMD's, but for Zen 4.
 extern const bool sums_row_by_row;
 
 const char* isa_name(Isa isa);

@@ -129,9 +129,9 @@ def _kernel_gains(x: Tensor, channels: int) -> bool:
     return x.dtype == torch.float32 or x.shape[1] >= _MANY or (channels <= x.shape[1] and _common.zen() == 4)
 
 
-# The same for contiguous images (benchmarks/LOG.md, 2026-11-24).
+# The same for contiguous images (benchmarks/LOG.md, 2026-11-24; AVX2: 2026-11-27).
 _KERNEL_IS_FASTER_ON_PLANES = {
-    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512")},
+    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
     torch.bfloat16: {("amd", "avx512_bf16")},
 }
 
