@@ -355,6 +355,8 @@ def test_one_image_without_batch(device, backend):
         ((5, 72, 109, 113), torch.channels_last, 1),
         ((5, 72, 109, 113), torch.channels_last, 2),
         ((3, 344, 66, 65), torch.channels_last, 1),
+        ((5, 176, 81, 83), torch.channels_last, 1),  # whole cache lines, parts that begin amid one
+        ((5, 176, 81, 83), torch.channels_last, 2),
     ],
     ids=str,
 )
