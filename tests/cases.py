@@ -23,10 +23,10 @@ SHAPES = {
     "no_channels": (2, 0, 3, 3),
 }
 
-# Channels of channels_last images about the ends of what the CPU kernels do in one way: rows of one and two vectors, of
-# 6 and 8, rows of 2 KiB and 2304 bytes and a rest of their strips, and rows that take two and three parts.
+# Channels of channels_last images about the ends of what the CPU kernels do in one way: rows of one to six vectors, of
+# 8 and 12, rows of 2 KiB and 2304 bytes and a rest of their strips, and rows that take two and three parts.
 ROWS = [
-    *((torch.float32, c) for c in (16, 32, 48, 96, 128, 511, 512, 575, 577, 642, 2100)),
+    *((torch.float32, c) for c in (8, 16, 24, 32, 40, 48, 64, 72, 96, 128, 511, 512, 575, 577, 642, 2100)),
     *((torch.bfloat16, c) for c in (32, 96, 1023, 1024, 1151, 1153, 4097)),
     *((torch.float64, c) for c in (8, 48, 255, 257, 287, 289)),
 ]

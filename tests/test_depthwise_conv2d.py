@@ -142,6 +142,7 @@ PLANES = {
     "odd_planes": (2, 45, 7, 7),  # the last square overlaps the one before
     "bands": (1, 33, 67, 56),  # which share rows
     "one_vector": (2, 5, 9, 12),  # a part of one per row
+    "narrow_bands": (1, 3, 70, 11),
     "rows": (1, 9, 7, 37),
     "bands_of_planes": (1, 2, 280, 480),
 }
@@ -303,15 +304,17 @@ def test_second_derivative_is_refused(device, kernels):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("column", [4, -2, -1])
+@pytest.mark.parametrize(
+    ("width", "row", "column"), [(20, 3, 4), (20, 3, -2), (20, 3, -1), (7, 0, 0), (7, 3, -1), (7, -1, -1)]
+)
 @dense_layouts
-def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, column, layout):
-    shape, geometries = for_kernels(kernels, device, (2, 13, 11, 20)), ("3x3", "3x3_stride2", "3x3_dilated")
+def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, width, row, column, layout):
+    shape, geometries = for_kernels(kernels, device, (2, 13, 11, width)), ("3x3", "3x3_stride2", "3x3_dilated")
     if shape[1] > 3:
         geometries += ("5x5_stride2", "7x7", "13x13")
     for geometry in geometries:
         inputs = make(device, shape, layout, kernel=GEOMETRIES[geometry][0])
-        inputs["x"][1, 2, 3, column] = value
+        inputs["x"][1, 2, row, column] = value
         harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
 
 

@@ -110,11 +110,12 @@ void channel_pool_partial<Isa::FUSEDTRAIN_ISA>(const ChannelPool& a, int64_t beg
   visit_dtype(a.images.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
     auto* partial = static_cast<Acc<T>*>(a.partial);
-    const auto term_of = [x = static_cast<const T*>(a.x)](auto act) {
+    const T* x = static_cast<const T*>(a.x);
+    const auto term_of = [x](auto act) {
       return [x, act](int64_t i, int64_t, auto lanes) { return act.value(load<V>(x + i, lanes)); };
     };
     visit_act<T>(a.images.in_act, [&](auto act) {
-      sum_items<T, 1, V>(a.images, chunks, kPartials * a.images.c, term_of(act), partial, begin, end);
+      sum_items<V>(a.images, chunks, kPartials * a.images.c, term_of(act), partial, begin, end, x);
     });
     if (a.pool == Pool::kAvgMax) {
       peak_items<V>(a.images, chunks, term_of(RunTimeAct<T, kInputActs>(a.images.in_act)), partial, begin, end);

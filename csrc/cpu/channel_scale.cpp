@@ -28,8 +28,8 @@ void channel_scale_dot_partial<Isa::FUSEDTRAIN_ISA>(const ChannelScaleDot& a, in
       const auto product = [x, dy, act](int64_t i, int64_t, auto lanes) {
         return load<V>(dy + i, lanes) * act.value(load<V>(x + i, lanes));
       };
-      sum_items<T, 2, V>(a.images, reduce_chunks(a.images), a.images.c, product, static_cast<Acc<T>*>(a.partial), begin,
-                         end);
+      sum_items<V>(a.images, reduce_chunks(a.images), a.images.c, product, static_cast<Acc<T>*>(a.partial), begin, end,
+                   dy, x);
     });
   });
 }

@@ -92,14 +92,17 @@ void for_sum_groups(int64_t begin, int64_t end, F&& f) {
 }
 
 // out[ch] = sum of term(i, ch) over rows [begin, end) of the sample whose first element is `offset`; out has c
-// elements of the type of sums, T is that of the rows. Short rows are read one after another, from end to end, and
-// their sums wait in L1, or in registers those of one or two vectors; long rows are read in strips of a few vectors
-// from all rows of a group, unless kStreams images are read at once. Each is up to twice as fast as the others where
-// its memory is not in the caches (benchmarks/LOG.md, 2026-11-25).
-template <class T, int kStreams, class V, class Term>
-void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out) {
+// elements of the type of sums, `images` are what the terms read. Short rows are read from end to end, and their sums
+// wait in L1, or in registers those of few vectors; long rows are read in strips of a few vectors from all rows of a
+// group, unless several images are read at once. Each is up to twice as fast as the others where its memory is not in
+// the caches (benchmarks/LOG.md, 2026-11-25). With AVX2 rows are read four at a time, but for two images in
+// float32, with the next four asked for in the order of memory, and the registers hold more vectors (2026-11-27).
+template <class V, class Term, class T, class... Others>
+void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out,
+              const T* image, const Others*... others) {
   std::fill_n(out, c, typename V::Lane(0));
-  const auto strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes) {
+  const auto strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes)
+      __attribute__((always_inline)) {
     V sums[kVectors];
     std::fill_n(sums, kVectors, V(0));
     for (int64_t i = offset + first * c + ch; i < offset + last * c + ch; i += c) {
@@ -110,26 +113,42 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
       store(sum, load<V>(sum, lanes) + sums[v], lanes);
     }
   };
-  const bool whole = c % V::kLanes == 0 && visit<1, 2>(c / V::kLanes, [&]<int kVectors>() {
-                       for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
-                         strip.template operator()<kVectors>(first, last, 0, AllLanes{});
-                       });
-                     });
-  if (whole) return;
+  const auto whole_rows = [&]<int kVectors>() {
+    for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
+      strip.template operator()<kVectors>(first, last, 0, AllLanes{});
+    });
+  };
+  if (c % V::kLanes == 0) {
+    if (visit<1, 2>(c / V::kLanes, whole_rows)) return;
+    if constexpr (kVecBytes == 32) {
+      if (visit<3, 4, 5, 6, 8, 12>(c / V::kLanes, whole_rows)) return;
+    }
+  }
   constexpr int64_t kShort = 2304 / int64_t(sizeof(T)), kStrip = 4 * V::kLanes, kMost = 2048;
-  if (c < kShort || kStreams > 1) {
+  if (c < kShort || sizeof...(Others) > 0) {
+    constexpr int kAtOnce = kVecBytes == 32 && (sizeof...(Others) == 0 || sizeof(T) == 2) ? 4 : 1;
     alignas(kVecBytes) typename V::Lane sums[kMost];
     const int64_t parts = std::max<int64_t>((c + kMost - 1) / kMost, 1), some = (c + parts - 1) / parts;
     const int64_t width = (some + V::kLanes - 1) / V::kLanes * V::kLanes;
+    const auto add = [&]<int kRows>(int64_t row, int64_t at, int64_t count) {
+      const int64_t i = offset + row * c + at, next = offset + (row + kRows) * c + at * kRows;
+      for_each_vector<V>(count, [&](int64_t ch, auto lanes) {
+        for (int64_t k = 0; kRows > 1 && k < kRows * V::kLanes; k += 64 / int64_t(sizeof(T))) {
+          __builtin_prefetch(image + next + ch * kRows + k);
+          (__builtin_prefetch(others + next + ch * kRows + k), ...);
+        }
+        V sum = term(i + ch, at + ch, lanes);
+        for (int k = 1; k < kRows; ++k) sum += term(i + k * c + ch, at + ch, lanes);
+        store(sums + ch, load<V>(sums + ch) + sum);
+      });
+    };
     return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
       for (int64_t at = 0; at < c; at += width) {
         const int64_t count = std::min(width, c - at);
         for (int64_t ch = 0; ch < count; ch += V::kLanes) store(sums + ch, V(0));
-        for (int64_t i = offset + first * c + at; i < offset + last * c; i += c) {
-          for_each_vector<V>(count, [&](int64_t ch, auto lanes) {
-            store(sums + ch, load<V>(sums + ch) + term(i + ch, at + ch, lanes));
-          });
-        }
+        int64_t row = first;
+        for (; row + kAtOnce <= last; row += kAtOnce) add.template operator()<kAtOnce>(row, at, count);
+        for (; kAtOnce > 1 && row < last; ++row) add.template operator()<1>(row, at, count);
         for_each_vector<V>(count, [&](int64_t ch, auto lanes) {
           store(out + at + ch, load<V>(out + at + ch, lanes) + load<V>(sums + ch), lanes);
         });
@@ -175,10 +194,10 @@ typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t 
 }
 
 // The (sample, channel) sums of term(i, ch) of items [begin, end): chunks of rows for channels_last, planes for
-// contiguous. `out` is acc [n, reduce_chunks, stride], of which c elements are written.
-template <class T, int kStreams, class V, class Term>
+// contiguous. `out` is acc [n, reduce_chunks, stride], of which c elements are written; `images` are what terms read.
+template <class V, class Term, class... T>
 void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term, typename V::Lane* out, int64_t begin,
-               int64_t end) {
+               int64_t end, const T*... images) {
   const bool planes = m.layout == Layout::kContiguous;
   Split at(begin, planes ? m.c : chunks);
   for (int64_t item = begin; item < end; ++item, ++at) {
@@ -187,8 +206,8 @@ void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term
       out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw);
     } else {
       const int64_t first = at.remainder * kReduceChunk;
-      sum_rows<T, kStreams, V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c,
-                               out + item * stride);
+      sum_rows<V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride,
+                  images...);
     }
   }
 }

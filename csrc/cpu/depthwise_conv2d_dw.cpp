@@ -194,11 +194,11 @@ template <class V, class T>
 void write_sums(const DepthwiseSizes& s, const typename V::Lane* partial, int64_t blocks, int64_t block, int64_t from,
                 int64_t count, T* out) {
   constexpr int64_t L = V::kLanes;
-  const int64_t k1 = s.kh * s.kw + 1, lanes = std::min<int64_t>(L, s.c - block * L);
+  const int64_t k1 = s.kh * s.kw + 1, lanes = std::min<int64_t>(L, s.c - block * L), parts = groups(s);
   for (int64_t j = 0; j < s.m; ++j) {
     for (int64_t tap = 0; tap < count; ++tap) {
       V total(0);
-      for (int64_t group = 0; group < groups(s); ++group) {
+      for (int64_t group = 0; group < parts; ++group) {
         total += load<V>(partial + (((group * blocks + block) * s.m + j) * k1 + from + tap) * L);
       }
       T rounded[L];

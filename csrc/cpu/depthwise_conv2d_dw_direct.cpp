@@ -208,7 +208,7 @@ void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward&
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
     using V = typename G::V;
-    const int64_t k = s.kh * s.kw;
+    const int64_t k = s.kh * s.kw, parts = groups(s);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = first_channel<T>(s, block), repeated = block * G::kChannels - first;
       for (int64_t tap = 0; tap <= k; ++tap) {
@@ -216,7 +216,7 @@ void depthwise_direct_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward&
         for (int v = 0; v < G::kVecs; ++v) {
           totals[v] = V(0);
           const int64_t at = block * direct.size + tap * G::kChannels + v * V::kLanes;
-          for (int64_t group = 0; group < groups(s); ++group) {
+          for (int64_t group = 0; group < parts; ++group) {
             totals[v] += load<V>(static_cast<const Acc<T>*>(a.partial) + group * direct.blocks * direct.size + at);
           }
         }

@@ -143,8 +143,47 @@ template <bool kLeftmost, class T, class Lanes>
   each_sum([](V & sum, V & total) __attribute__((always_inline)) { total = kLeftmost ? sum : total + sum; });
 }
 
+// As dot, of 3x3 kernels at stride 1, a vector of columns at a time.
+template <class T>
+[[gnu::noinline]] void dot_strips(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+  V sums[3][3];
+  unroll<9>([&](auto i) __attribute__((always_inline)) { sums[i / 3][i % 3] = V(0); });
+  each_strip(
+      x.w, [&](int64_t col, auto lanes) __attribute__((always_inline)) {
+        V last(0), before(0), now(0);  // rows j - 2, j - 1 and j of dy
+        const auto each = [&](int64_t j, bool inside, const auto& column) __attribute__((always_inline)) {
+          last = before;
+          before = now;
+          if (j < count) {
+            const T* p = dy.at(j) + col;
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + 2 * kAheadBytes, 0, 2);
+            now = dy.exact ? load<V>(p, lanes) : keep(load<V>(p), lanes);
+          }
+          if (!inside) return;
+          const auto add = [&]<bool kNow, bool kBefore, bool kLast>() __attribute__((always_inline)) {
+            unroll<3>([&](auto kx) __attribute__((always_inline)) {
+              const V x = column(kx);
+              if (kNow) sums[0][kx] += now * x;
+              if (kBefore) sums[1][kx] += before * x;
+              if (kLast) sums[2][kx] += last * x;
+            });
+          };
+          // What is not there of dy must not meet what may be NaN.
+          if (j >= 2 && j < count) return add.template operator()<true, true, true>();
+          if (j < count) add.template operator()<true, false, false>();
+          if (j >= 1 && j <= count) add.template operator()<false, true, false>();
+          if (j >= 2) add.template operator()<false, false, true>();
+        };
+        walk_strip<true>(x, count, col, lanes, each);
+      });
+  unroll<9>([&](auto i) __attribute__((always_inline)) { out[i] = sums[i / 3][i % 3]; });
+}
+
 template <int kTaps, int kStride, class T>
 void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+  if constexpr (kHasStrips && kTaps == 3 && kStride == 1) {
+    if (walks_strips<T>(x.w) && (sizeof(T) == 2 || x.w < 2 * kPlaneLanes)) return dot_strips(dy, count, x, out);
+  }
   if constexpr (kTaps == 3) {
     dot_along<kStride>(dy, count, x, out);
   } else {
@@ -174,12 +213,14 @@ V sum_of(const T* p, int64_t count) {
 // The sums over the lanes of kSize vectors, added to `total`, or its beginning.
 template <int64_t kSize>
 void add_lane_sums(const V* sums, float* total, bool begins) {
-  for_each_vector<V>(kSize, [&](int64_t i, auto lanes) {
+  constexpr int64_t kRest = kSize % kPlaneLanes, kTogether = kRest <= 2 ? kSize - kRest : kSize;
+  for_each_vector<V>(kTogether, [&](int64_t i, auto lanes) {
     V parts[kPlaneLanes];
     std::copy_n(sums + i, kPlaneLanes, parts);
     const V sum = lane_sums(parts);
     store(total + i, begins ? sum : load<V>(total + i, lanes) + sum, lanes);
   });
+  for (int64_t i = kTogether; i < kSize; ++i) total[i] = (begins ? 0.f : total[i]) + lane_sum(sums[i]);
 }
 
 }  // namespace
@@ -209,8 +250,9 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           T* zeros = arena.take<T>(s.w);
           std::fill_n(zeros, s.w, T{});
           for (int64_t channel = part.begin; channel < part.end; ++channel) {
-            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.wo, span.begin, zeros};
-            const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros};
+            const bool exact = is_at_end(s, channel);
+            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.wo, span.begin, zeros, exact};
+            const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros, exact};
             if (a.dw) dot_kept<kTaps, kStride>(dy, span.size(), x, sums);
             finish(channel);
           }
@@ -248,13 +290,13 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
 template <>
 void depthwise_planes_finish<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end) {
   const DepthwiseSizes& s = a.sizes;
-  const int64_t k = s.kh * s.kw, size = k + 1;
+  const int64_t k = s.kh * s.kw, size = k + 1, parts = groups(s);
   visit_plane_dtype(s.dtype, [&]<class T>() {
     const auto* partial = static_cast<const float*>(a.partial);
     for (int64_t channel = begin; channel < end; ++channel) {
       for_each_vector<V>(size, [&](int64_t i, auto lanes) {
         V total(0);
-        for (int64_t group = 0; group < groups(s); ++group) {
+        for (int64_t group = 0; group < parts; ++group) {
           total += load<V>(partial + (group * s.c + channel) * size + i, lanes);
         }
         const int64_t taps = std::min(k - i, kPlaneLanes);

@@ -108,8 +108,15 @@ struct KeptColumns {
 
   // Rows `band` of out = init + ...; before a vector of each row is stored: finish(rows, lanes, count).
   template <class Finish>
-  void run(const T* plane, const float* taps, float init, T* out, Span band, const Finish& finish) {
-    const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros};
+  void run(const T* plane, const float* taps, float init, T* out, Span band, bool exact, const Finish& finish) {
+    const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros, exact};
+    if constexpr (kHasStrips && kTaps == 3 && kStride == 1) {
+      if (walks_strips<T>(w)) {
+        return each_strip(w, [&](int64_t col, auto lanes) {
+          run_strip(in, taps, init, out + band.begin * w + col, band.size(), col, lanes, finish);
+        });
+      }
+    }
     if constexpr (kTaps == 3) {
       run_along(in, taps, init, out, band, finish);
     } else {
@@ -148,6 +155,36 @@ struct KeptColumns {
       walk_rows<kStride>(rows, w, step);
       if (lines) lines.put(kRows * width);
     });
+  }
+
+  // Of a vector of columns. Whole vectors may reach into the next row, which is written after: strips go from right to
+  // left.
+  template <class Lanes, class Finish>
+  [[gnu::noinline]] void run_strip(const PlaneRows<T>& in, const float* taps, float init, T* out, int64_t count,
+                                   int64_t col, Lanes lanes, const Finish& finish) {
+    PlaneVec tap[kTaps][kTaps];
+    load_taps(taps, tap);
+    const int lanes_stored = int(std::min(w - col, kPlaneLanes));
+    PlaneVec last(0), before(0), now(0);  // outputs j - 2, j - 1 and j
+    walk_strip<false>(
+        in, count, col, lanes, [&](int64_t j, bool inside, const auto& column) __attribute__((always_inline)) {
+          last = before;
+          before = now;
+          now = PlaneVec(init);
+          if (inside) {
+            unroll<3>([&](auto kx) __attribute__((always_inline)) {
+              const PlaneVec x = column(kx);
+              last += tap[2][kx] * x;
+              before += tap[1][kx] * x;
+              now += tap[0][kx] * x;
+            });
+          }
+          if (j < 2) return;
+          PlaneVec acc[1] = {last};
+          finish(acc, lanes, lanes_stored);
+          T* to = out + (j - 2) * w;
+          j < count + 1 ? store(to, acc[0]) : store(to, acc[0], lanes);
+        });
   }
 
   template <bool kLeftmost, class Lanes, class Finish>
@@ -356,22 +393,23 @@ void forward_kept(const DepthwiseConv2d& a, const void* taps, void* scratch, Dep
     const T* x = static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w;
     const float* weight = static_cast<const float*>(taps) + channel * kTaps * kTaps;
     const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
+    const bool exact = is_at_end(s, channel);
     if constexpr (std::is_same_v<T, float>) {
       if (a.moments != nullptr) {
         PlaneMoments moments;
         const auto add = [&](const auto& rows, auto lanes, int count) __attribute__((always_inline)) {
           moments.add(rows, lanes, count);
         };
-        kept.run(x, weight, bias, y, span, add);
+        kept.run(x, weight, bias, y, span, exact, add);
         return moments.put(a.moments + (part.image * part.bands + part.band) * 3 * s.c + channel, s.c);
       }
     }
     if (a.act != Activation::kIdentity) {
-      kept.run(x, weight, bias, y, span, [&](auto& rows, auto, int) {
+      kept.run(x, weight, bias, y, span, exact, [&](auto& rows, auto, int) {
         for (PlaneVec& row : rows) row = activated(a.act, row);
       });
     } else {
-      kept.run(x, weight, bias, y, span, leave);
+      kept.run(x, weight, bias, y, span, exact, leave);
     }
   });
 }
@@ -385,18 +423,18 @@ void dx_kept(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, 
   const auto run = [&](auto& kept, const auto& plane) {
     each_kept(kept, s, static_cast<T*>(a.dx), s.h, s.w, band.begin * kStride, part, [&](int64_t channel, T* dx) {
       plane(static_cast<const T*>(a.dy) + (part.image * s.c + channel) * s.ho * s.wo,
-            static_cast<const float*>(taps) + channel * kTaps * kTaps, dx);
+            static_cast<const float*>(taps) + channel * kTaps * kTaps, dx, channel);
     });
   };
   if constexpr (kStride == 2) {
     DoubledColumns<T, kTaps> kept(arena, s);
-    run(kept, [&](const T* dy, const float* weight, T* dx) { kept.run(dy, weight, dx, band); });
+    run(kept, [&](const T* dy, const float* weight, T* dx, int64_t) { kept.run(dy, weight, dx, band); });
   } else {
     KeptColumns<T, kTaps, 1> kept(arena, s.ho, s.w, kTaps - 1 - s.top);
-    run(kept, [&](const T* dy, const float* weight, T* dx) {
+    run(kept, [&](const T* dy, const float* weight, T* dx, int64_t channel) {
       float mirrored[kTaps * kTaps];
       std::reverse_copy(weight, weight + kTaps * kTaps, mirrored);
-      kept.run(dy, mirrored, 0.f, dx, band, leave);
+      kept.run(dy, mirrored, 0.f, dx, band, is_at_end(s, channel), leave);
     });
   }
 }

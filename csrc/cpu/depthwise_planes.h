@@ -212,7 +212,8 @@ template <class T>
 struct PlaneRows {
   const T* plane;
   int64_t h, w, first;
-  const T* zeros;  // a row
+  const T* zeros;      // a row
+  bool exact = false;  // whether walk_strip may not read what stands right before and behind the plane
 
   const T* at(int64_t i) const {
     const int64_t row = first + i;
@@ -274,6 +275,56 @@ void each_way_down(int64_t w, const F& f) {
   for (int64_t col = kPlaneLanes; col < outputs; col += kPlaneLanes) {
     is_inside(col) ? f.template operator()<false>(col, AllLanes{}) : f.template operator()<false>(col, part(col));
   }
+}
+
+// As walk_down, of 3x3 kernels at stride 1: f(j, inside, column) for j < count + 2, where column(i) = columns col - 1 +
+// i of row j, if that is inside the plane. Behind the row stand zeros, with kClean also in column(0) and column(1).
+template <bool kClean, class T, class Lanes, class F>
+[[gnu::always_inline]] inline void walk_strip(const PlaneRows<T>& rows, int64_t count, int64_t col, Lanes lanes,
+                                              const F& f) {
+  constexpr bool kWhole = std::is_same_v<Lanes, AllLanes>;
+  using Mask = RawVec<PlaneVec::Int>;
+  int left;  // columns from `col` on
+  if constexpr (kWhole) {
+    left = int(std::min<int64_t>(rows.w - col, kPlaneLanes + 1));
+  } else {
+    left = lanes.count;
+  }
+  Mask lane;
+  for (int i = 0; i < kPlaneLanes; ++i) lane[i] = i;
+  const Mask here = lane < left, before = here & (lane > (col > 0 ? -1 : 0)), behind = lane < left - 1;
+  const T* p = rows.plane + rows.first * rows.w + col;
+  for (int64_t j = 0; j < count + 2; ++j, p += rows.w) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + 2 * kAheadBytes, 0, 2);
+    const auto column = [&](auto i) __attribute__((always_inline)) {
+      PlaneVec x;
+      if (rows.exact) [[unlikely]] {
+        const auto first = [](int count) { return FirstLanes{std::clamp(count, 0, int(kPlaneLanes))}; };
+        const int lead = i == 0 && col == 0;
+        x = load<PlaneVec>(p + i - 1 + lead, first(left - (i == 2)));
+        if (lead) x = lanes_before(PlaneVec(0), x);
+      } else {
+        x = load<PlaneVec>(p + i - 1);
+      }
+      if (i == 1 && (kWhole || !kClean)) return x;
+      const Mask mask = i == 0 ? before : i == 1 ? here : behind;
+      return PlaneVec(reinterpret_cast<PlaneVec::Raw>(reinterpret_cast<Mask>(x.v) & mask));
+    };
+    f(j, uint64_t(rows.first + j) < uint64_t(rows.h), column);
+  }
+}
+
+// Whether a plane is the first or the last of its image: gradients may be given a few images at a time.
+inline bool is_at_end(const DepthwiseSizes& s, int64_t channel) { return channel == 0 || channel == s.c - 1; }
+// f(col, lanes) for each vector of columns of rows of `w`, from right to left.
+template <class F>
+void each_strip(int64_t w, const F& f) {
+  int64_t col = (w - 1) / kPlaneLanes * kPlaneLanes;
+  if (w - col < kPlaneLanes) {
+    f(col, FirstLanes{int(w - col)});
+    col -= kPlaneLanes;
+  }
+  for (; col >= 0; col -= kPlaneLanes) f(col, AllLanes{});
 }
 
 // Asks for kRows rows of as many columns as walk_rows has outputs, in as many parts as it takes vectors: the part of

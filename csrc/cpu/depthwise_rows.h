@@ -67,12 +67,21 @@ class Lines {
   alignas(kLineBytes) T buffer_[kMost + 2 * kLine];
 };
 
-// Whether keeps_columns is made use of: where that was measured faster (benchmarks/LOG.md, 2026-11-26). Loads of a part
-// of a vector of 16-bit elements are slow without masks.
+// With AVX2 images of few columns are walked down, a vector of columns at a time (walk_strip). These bounds and those
+// of keeps_columns_well are where that was measured faster (benchmarks/LOG.md, 2026-11-26, 2026-11-27).
+constexpr bool kHasStrips = kVecBytes == 32;
+template <class T>
+bool walks_strips(int64_t w) {
+  return kHasStrips && w <= (sizeof(T) == 4 ? 16 : std::is_same_v<T, BFloat16> ? 64 : 32);
+}
+
+// Whether keeps_columns is made use of.
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
   if (!keeps_columns(s)) return false;
-  if constexpr (sizeof(T) == 4) return s.wo >= (s.sh == 2 ? 7 : kVecBytes < 64 ? 8 : 9);
+  if (s.sh == 1 && walks_strips<T>(s.w)) return s.wo >= (sizeof(T) == 4 ? 5 : 7);
+  if constexpr (sizeof(T) == 4) return s.wo >= (s.sh == 2 ? 7 : 9);
+  // Loads of a part of a vector of 16-bit elements are slow without masks.
   if (kVecBytes < 64 && (s.kw == 5 || s.w % (Vec<float>::kLanes * s.sw) != 0)) return false;
   return s.wo >= (s.sh == 1 ? 12 : s.kw == 3 ? 7 : 10);
 }

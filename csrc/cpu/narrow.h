@@ -26,6 +26,15 @@ using Bytes = RawVec<uint8_t, kVecBytes / 4>;
 #if defined(__AVX512F__)  // g++ 12 would convert the bytes one by one
 inline Words widen(Bytes b) { return reinterpret_cast<Words>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(b))); }
 inline Bytes narrow(Words u) { return reinterpret_cast<Bytes>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(u))); }
+#elif defined(__AVX2__)
+inline Words widen(Bytes b) {
+  return reinterpret_cast<Words>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(std::bit_cast<int64_t>(b))));
+}
+inline Bytes narrow(Words u) {  // of words below 256
+  const __m256i words = reinterpret_cast<__m256i>(u);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  return std::bit_cast<Bytes>(_mm_cvtsi128_si64(_mm_packus_epi16(halves, halves)));
+}
 #else
 inline Words widen(Bytes b) { return __builtin_convertvector(b, Words); }
 inline Bytes narrow(Words u) { return __builtin_convertvector(u, Bytes); }

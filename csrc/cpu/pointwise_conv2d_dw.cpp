@@ -504,7 +504,7 @@ template <>
 void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, int64_t begin, int64_t end) {
   visit_dtype(a.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
-    const int64_t narrow = narrow_channels(a), wide = wide_channels(a), pitch = partial_pitch(a);
+    const int64_t narrow = narrow_channels(a), wide = wide_channels(a), pitch = partial_pitch(a), parts = groups(a);
     const auto* partial = static_cast<const Acc<T>*>(a.partial);
     auto* dw = static_cast<T*>(a.dw);
     for (int64_t row = begin * kWideLanes; row < std::min(end * kWideLanes, narrow); row += V::kLanes) {
@@ -513,7 +513,7 @@ void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a,
         const int64_t cols = std::min<int64_t>(V::kLanes, wide - col);
         V sums[V::kLanes];
         for (int i = 0; i < V::kLanes; ++i) sums[i] = V(0);
-        for (int64_t group = 0; group < groups(a); ++group) {
+        for (int64_t group = 0; group < parts; ++group) {
           const Acc<T>* p = partial + (group * narrow + row) * pitch + col;
           for (int64_t i = 0; i < rows; ++i) sums[i] += load<V>(p + i * pitch);
         }
