@@ -5,6 +5,9 @@
 // the block of the narrow side in L2. Operands are read in place where they can be; else they are staged: copied to
 // [vector][step][lane], widened, or bfloat16 as pairs of pixels where an instruction takes those. Where there are tile
 // registers (AMX) a tile of sums is 16 narrow channels times kTileVecs vectors, 16 steps at once.
+#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX2__) && !defined(__AVX512F__)
+#pragma GCC optimize("no-split-wide-types")  // as in pointwise_conv2d.cpp
+#endif
 #include <numeric>
 
 #include "cpu/pairs.h"
@@ -23,10 +26,12 @@ template <class E>  // with kTileVecs the registers are full; staged, the rows o
 constexpr int kTileRows = kVecBytes == 64 ? 8 : std::min(kLanes<E>, 4);
 template <class E>
 constexpr int kPixels = std::is_same_v<E, Pair> ? 2 : 1;  // of a step
-// Pixels of a block. float32 is added up in shorter chains: over 128 its errors may exceed twice those of MKL, over 64
-// where products are rounded too (no FMA).
+// Pixels of a block, and steps of a chain of sums. float32 is added up in shorter chains: over 128 its errors may
+// exceed twice those of MKL, over 64 where products are rounded too (no FMA). With AVX2 a block has two chains.
 template <class T, class E>
-constexpr int64_t kBlock = std::is_same_v<T, float> ? kSteps / (kVecBytes == 16 ? 4 : 2) : kSteps * kPixels<E>;
+constexpr int64_t kChain = std::is_same_v<T, float> ? kSteps / (kVecBytes == 16 ? 4 : 2) : kSteps;
+template <class T, class E>
+constexpr int64_t kBlock = (kVecBytes == 32 ? kSteps : kChain<T, E>)*kPixels<E>;
 
 template <class E>
 [[gnu::always_inline]] inline auto load_vector(const E* p, int lanes) {
@@ -186,7 +191,7 @@ Steps<E> stage(const Side<T>& side, int64_t first, int64_t channels, int64_t beg
 
 // ---- tiles ----
 
-// Memory to ask for: two cache lines per step.
+// Memory to ask for: two cache lines per step, parts of them at a slow pace.
 struct Ahead {
   const char* p;
   int64_t second, step;  // bytes from the first line to the second, and to the next step
@@ -198,7 +203,7 @@ struct Tile {
   int last;            // lanes of the last vector
   Steps<E> narrow;     // at the first channel
   int64_t narrow_row;  // bytes from a channel to the next in planes, whose steps lie side by side
-  int64_t steps;
+  int64_t steps, chain;
   Ahead ahead;
   Sum<E>* sums;  // [narrow][wide]
   int64_t pitch;
@@ -214,9 +219,11 @@ void add_tile(const Tile<E>& t) {
       unroll<kVecs>([&](auto v) __attribute__((always_inline)) { f(row, v); });
     });
   };
+  Sum<E>* const total = t.sums;
+  const int64_t pitch = t.pitch;
   each_sum([&](auto row, auto v) __attribute__((always_inline)) {
     sums[row][v] = V(0);
-    __builtin_prefetch(t.sums + row * t.pitch + v * V::kLanes, 1);
+    __builtin_prefetch(total + row * pitch + v * V::kLanes, 1);
   });
   const E* wide = t.wide.p;
   const char* narrow = reinterpret_cast<const char*>(t.narrow.p);
@@ -225,13 +232,12 @@ void add_tile(const Tile<E>& t) {
   const int64_t narrow_row = kPlanes ? t.narrow_row : int64_t(sizeof(E));
   const int last = t.last;
   const char* ahead = t.ahead.p;
-  for (int64_t step = 0; step < t.steps; ++step) {
+  const int64_t ahead_step = t.ahead.step;
+  const auto add_step = [&] __attribute__((always_inline)) {
     decltype(load_vector(wide, last)) x[kVecs];
     unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
       x[v] = load_vector(wide + v * wide_vec, v == kVecs - 1 ? last : kLanes<E>);
     });
-    __builtin_prefetch(ahead, 0, 2);
-    __builtin_prefetch(ahead + t.ahead.second, 0, 2);
     unroll<kRows>([&](auto row) __attribute__((always_inline)) {
       E channel;
       std::memcpy(&channel, narrow + row * narrow_row, sizeof channel);
@@ -240,12 +246,48 @@ void add_tile(const Tile<E>& t) {
     });
     wide += wide_step;
     narrow += narrow_step;
-    ahead += t.ahead.step;
+  };
+  const auto add_steps = [&](int64_t count) __attribute__((always_inline)) {
+    int64_t step = 0;
+    if constexpr (!kHasMasks) {
+      constexpr int kFew = 4;  // steps between which slow pace has asked for no more than two lines
+      for (; ahead_step <= 128 / kFew && step + kFew <= count; step += kFew, ahead += kFew * ahead_step) {
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + kFew / 2 * ahead_step, 0, 2);
+        unroll<kFew>([&](auto) __attribute__((always_inline)) { add_step(); });
+      }
+    }
+    for (; step < count; ++step, ahead += ahead_step) {
+      __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(ahead + t.ahead.second, 0, 2);
+      add_step();
+    }
+  };
+  if constexpr (kVecBytes == 32) {
+    alignas(kVecBytes) Sum<E> before[kRows * kVecs * V::kLanes];
+    int64_t done = 0;
+    for (; done + t.chain < t.steps; done += t.chain) {
+      add_steps(t.chain);
+      each_sum([&](auto row, auto v) __attribute__((always_inline)) {
+        Sum<E>* const sum = before + (row * kVecs + v) * V::kLanes;
+        store(sum, done == 0 ? sums[row][v] : load<V>(sum) + sums[row][v]);
+        sums[row][v] = V(0);
+      });
+    }
+    add_steps(t.steps - done);
+    if (done > 0) {
+      each_sum([&](auto row, auto v)
+                   __attribute__((always_inline)) { sums[row][v] += load<V>(before + (row * kVecs + v) * V::kLanes); });
+    }
+  } else {
+    add_steps(t.steps);
   }
-  each_sum([&](auto row, auto v) __attribute__((always_inline)) {
-    Sum<E>* sum = t.sums + row * t.pitch + v * V::kLanes;
-    store(sum, t.begins ? sums[row][v] : load<V>(sum) + sums[row][v]);
-  });
+  if (!t.begins) {
+    each_sum([&](auto row, auto v)
+                 __attribute__((always_inline)) { sums[row][v] += load<V>(total + row * pitch + v * V::kLanes); });
+  }
+  each_sum([&](auto row, auto v)
+               __attribute__((always_inline)) { store(total + row * pitch + v * V::kLanes, sums[row][v]); });
 }
 
 #if defined(__AVX512F__)
@@ -448,6 +490,7 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
                    .narrow = narrow_steps,
                    .narrow_row = narrow.strides.channel * int64_t(sizeof(T)),
                    .steps = steps,
+                   .chain = kChain<T, E>,
                    .ahead = {},
                    .sums = sums + from,
                    .pitch = pitch,
