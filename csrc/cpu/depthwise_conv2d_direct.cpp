@@ -385,11 +385,26 @@ DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
   return contiguous && direct.blocks == 0 ? depthwise_planes<Isa::FUSEDTRAIN_ISA>(s) : direct;
 }
 
+namespace {
+
+// How the kernels of planes take a part: its blocks as planes, or none where they do not.
+DepthwisePart planes_of(const DepthwiseSizes& s, DepthwisePart part) {
+  if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes) return part;
+  constexpr int64_t kChannels = Group<float>::kChannels;
+  const bool taken = s.dtype == DType::kFloat32 && walks_strips_of_5x5<float>(s);
+  part.begin *= kChannels;
+  part.end = taken ? std::min(part.end * kChannels, s.c) : part.begin;
+  return part;
+}
+
+}  // namespace
+
 template <>
 void depthwise_direct_taps<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s, const void* weight, void* taps, int64_t begin,
                                                 int64_t end) {
-  if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes) {
-    return depthwise_planes_taps<Isa::FUSEDTRAIN_ISA>(s, weight, taps, begin, end);
+  const DepthwisePart planes = planes_of(s, {0, 0, 1, begin, end});
+  if (planes.begin < planes.end) {
+    return depthwise_planes_taps<Isa::FUSEDTRAIN_ISA>(s, weight, taps, planes.begin, planes.end);
   }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     using G = Group<T>;
@@ -412,9 +427,9 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
                                                    DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
   if (s.layout == Layout::kContiguous) {
-    return depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes
-               ? depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part)
-               : depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
+    const DepthwisePart planes = planes_of(s, part);
+    return planes.begin < planes.end ? depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, planes)
+                                     : depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
   }
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
@@ -512,7 +527,13 @@ void depthwise_direct_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
     if (a.dx) depthwise_planes_dx<I>(a, taps, scratch, part);
     if (a.partial) depthwise_planes_dw<I>(a, scratch, part, partial, begins);
   } else {
-    depthwise_transposed_backward<I>(a, taps, scratch, part, partial, begins);
+    DepthwiseConv2dBackward transposed = a;
+    const DepthwisePart planes = planes_of(a.sizes, part);
+    if (planes.begin < planes.end) {
+      if (a.dx) depthwise_planes_dx<I>(a, taps, scratch, planes);
+      transposed.dx = nullptr;
+    }
+    if (transposed.dx || a.partial) depthwise_transposed_backward<I>(transposed, taps, scratch, part, partial, begins);
   }
 }
 

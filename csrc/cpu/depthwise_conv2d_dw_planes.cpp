@@ -144,11 +144,11 @@ template <bool kLeftmost, class T, class Lanes>
 }
 
 // As dot, of 3x3 kernels at stride 1, a vector of columns at a time.
-template <class T>
+template <bool kAtEnd, class T>
 [[gnu::noinline]] void dot_strips(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
   V sums[3][3];
   unroll<9>([&](auto i) __attribute__((always_inline)) { sums[i / 3][i % 3] = V(0); });
-  each_strip(
+  each_strip<kAtEnd>(
       x.w, [&](int64_t col, auto lanes) __attribute__((always_inline)) {
         V last(0), before(0), now(0);  // rows j - 2, j - 1 and j of dy
         const auto each = [&](int64_t j, bool inside, const auto& column) __attribute__((always_inline)) {
@@ -157,7 +157,7 @@ template <class T>
           if (j < count) {
             const T* p = dy.at(j) + col;
             __builtin_prefetch(reinterpret_cast<const char*>(p) + 2 * kAheadBytes, 0, 2);
-            now = dy.exact ? load<V>(p, lanes) : keep(load<V>(p), lanes);
+            now = kAtEnd ? load<V>(p, lanes) : keep(load<V>(p), lanes);
           }
           if (!inside) return;
           const auto add = [&]<bool kNow, bool kBefore, bool kLast>() __attribute__((always_inline)) {
@@ -174,15 +174,17 @@ template <class T>
           if (j >= 1 && j <= count) add.template operator()<false, true, false>();
           if (j >= 2) add.template operator()<false, false, true>();
         };
-        walk_strip<true>(x, count, col, lanes, each);
+        walk_strip<3, true>(x, count + 2, col, lanes, each);
       });
   unroll<9>([&](auto i) __attribute__((always_inline)) { out[i] = sums[i / 3][i % 3]; });
 }
 
 template <int kTaps, int kStride, class T>
-void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, V* out) {
+void dot_kept(const PlaneRows<T>& dy, int64_t count, const PlaneRows<T>& x, bool at_end, V* out) {
   if constexpr (kHasStrips && kTaps == 3 && kStride == 1) {
-    if (walks_strips<T>(x.w) && (sizeof(T) == 2 || x.w < 2 * kPlaneLanes)) return dot_strips(dy, count, x, out);
+    if (walks_strips<T>(x.w) && (sizeof(T) == 2 || x.w < 2 * kPlaneLanes)) {
+      return at_end ? dot_strips<true>(dy, count, x, out) : dot_strips<false>(dy, count, x, out);
+    }
   }
   if constexpr (kTaps == 3) {
     dot_along<kStride>(dy, count, x, out);
@@ -250,10 +252,9 @@ void depthwise_planes_dw<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
           T* zeros = arena.take<T>(s.w);
           std::fill_n(zeros, s.w, T{});
           for (int64_t channel = part.begin; channel < part.end; ++channel) {
-            const bool exact = is_at_end(s, channel);
-            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.wo, span.begin, zeros, exact};
-            const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros, exact};
-            if (a.dw) dot_kept<kTaps, kStride>(dy, span.size(), x, sums);
+            const PlaneRows<T> dy{plane(a.dy, channel, s.ho * s.wo), s.ho, s.wo, span.begin, zeros};
+            const PlaneRows<T> x{plane(a.x, channel, s.h * s.w), s.h, s.w, first, zeros};
+            if (a.dw) dot_kept<kTaps, kStride>(dy, span.size(), x, is_at_end(s, channel), sums);
             finish(channel);
           }
           return;

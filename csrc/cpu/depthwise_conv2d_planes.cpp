@@ -108,18 +108,19 @@ struct KeptColumns {
 
   // Rows `band` of out = init + ...; before a vector of each row is stored: finish(rows, lanes, count).
   template <class Finish>
-  void run(const T* plane, const float* taps, float init, T* out, Span band, bool exact, const Finish& finish) {
-    const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros, exact};
-    if constexpr (kHasStrips && kTaps == 3 && kStride == 1) {
-      if (walks_strips<T>(w)) {
-        return each_strip(w, [&](int64_t col, auto lanes) {
+  void run(const T* plane, const float* taps, float init, T* out, Span band, bool at_end, const Finish& finish) {
+    const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros};
+    if constexpr (kHasStrips && kStride == 1) {
+      if (kTaps == 5 || walks_strips<T>(w)) {
+        const auto run = [&](int64_t col, auto lanes) {
           run_strip(in, taps, init, out + band.begin * w + col, band.size(), col, lanes, finish);
-        });
+        };
+        return at_end ? each_strip<true>(w, run) : each_strip<false>(w, run);
       }
     }
     if constexpr (kTaps == 3) {
       run_along(in, taps, init, out, band, finish);
-    } else {
+    } else if constexpr (kStride == 2) {
       each_way_down(w, [&]<bool kLeftmost>(int64_t col, auto lanes) {
         run_down<kLeftmost>(in, taps, init, out + band.begin * ceil_div(w, 2) + col, band.size(), col, lanes, finish);
       });
@@ -162,29 +163,28 @@ struct KeptColumns {
   template <class Lanes, class Finish>
   [[gnu::noinline]] void run_strip(const PlaneRows<T>& in, const float* taps, float init, T* out, int64_t count,
                                    int64_t col, Lanes lanes, const Finish& finish) {
+    constexpr int kLast = kTaps - 1;
     PlaneVec tap[kTaps][kTaps];
     load_taps(taps, tap);
     const int lanes_stored = int(std::min(w - col, kPlaneLanes));
-    PlaneVec last(0), before(0), now(0);  // outputs j - 2, j - 1 and j
-    walk_strip<false>(
-        in, count, col, lanes, [&](int64_t j, bool inside, const auto& column) __attribute__((always_inline)) {
-          last = before;
-          before = now;
-          now = PlaneVec(init);
-          if (inside) {
-            unroll<3>([&](auto kx) __attribute__((always_inline)) {
-              const PlaneVec x = column(kx);
-              last += tap[2][kx] * x;
-              before += tap[1][kx] * x;
-              now += tap[0][kx] * x;
-            });
-          }
-          if (j < 2) return;
-          PlaneVec acc[1] = {last};
-          finish(acc, lanes, lanes_stored);
-          T* to = out + (j - 2) * w;
-          j < count + 1 ? store(to, acc[0]) : store(to, acc[0], lanes);
+    PlaneVec acc[kTaps];  // of outputs j - kLast, ..., j
+    unroll<kTaps>([&](auto i) __attribute__((always_inline)) { acc[i] = PlaneVec(0); });
+    const auto each_row = [&](int64_t j, bool inside, const auto& column) __attribute__((always_inline)) {
+      unroll<kLast>([&](auto i) __attribute__((always_inline)) { acc[i] = acc[i + 1]; });
+      acc[kLast] = PlaneVec(init);
+      if (inside) {
+        unroll<kTaps>([&](auto kx) __attribute__((always_inline)) {
+          const PlaneVec x = column(kx);
+          unroll<kTaps>([&](auto i) __attribute__((always_inline)) { acc[i] += tap[kLast - i][kx] * x; });
         });
+      }
+      if (j < kLast) return;
+      PlaneVec row[1] = {acc[0]};
+      finish(row, lanes, lanes_stored);
+      T* to = out + (j - kLast) * w;
+      j < count + kLast - 1 ? store(to, row[0]) : store(to, row[0], lanes);
+    };
+    walk_strip<kTaps, false>(in, count + kLast, col, lanes, each_row);
   }
 
   template <bool kLeftmost, class Lanes, class Finish>
@@ -393,23 +393,23 @@ void forward_kept(const DepthwiseConv2d& a, const void* taps, void* scratch, Dep
     const T* x = static_cast<const T*>(a.x) + (part.image * s.c + channel) * s.h * s.w;
     const float* weight = static_cast<const float*>(taps) + channel * kTaps * kTaps;
     const float bias = a.bias ? load<PlaneVec>(static_cast<const T*>(a.bias) + channel, FirstLanes{1}).v[0] : 0.f;
-    const bool exact = is_at_end(s, channel);
+    const bool at_end = is_at_end(s, channel);
     if constexpr (std::is_same_v<T, float>) {
       if (a.moments != nullptr) {
         PlaneMoments moments;
         const auto add = [&](const auto& rows, auto lanes, int count) __attribute__((always_inline)) {
           moments.add(rows, lanes, count);
         };
-        kept.run(x, weight, bias, y, span, exact, add);
+        kept.run(x, weight, bias, y, span, at_end, add);
         return moments.put(a.moments + (part.image * part.bands + part.band) * 3 * s.c + channel, s.c);
       }
     }
     if (a.act != Activation::kIdentity) {
-      kept.run(x, weight, bias, y, span, exact, [&](auto& rows, auto, int) {
+      kept.run(x, weight, bias, y, span, at_end, [&](auto& rows, auto, int) {
         for (PlaneVec& row : rows) row = activated(a.act, row);
       });
     } else {
-      kept.run(x, weight, bias, y, span, exact, leave);
+      kept.run(x, weight, bias, y, span, at_end, leave);
     }
   });
 }
@@ -471,7 +471,7 @@ void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
   const DepthwiseSizes& s = a.sizes;
   const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
-    if (keeps_columns_well<T>(s)) {
+    if (walks_strips_of_5x5<T>(s) || keeps_columns_well<T>(s)) {
       return visit_kept_kernel(
           s, [&]<int kTaps, int kStride>() { forward_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }
@@ -507,7 +507,7 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                                               DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
   visit_plane_dtype(s.dtype, [&]<class T>() {
-    if (keeps_columns_well<T>(s)) {
+    if (walks_strips_of_5x5<T>(s) || keeps_columns_well<T>(s)) {
       return visit_kept_kernel(s,
                                [&]<int kTaps, int kStride>() { dx_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }

@@ -212,8 +212,7 @@ template <class T>
 struct PlaneRows {
   const T* plane;
   int64_t h, w, first;
-  const T* zeros;      // a row
-  bool exact = false;  // whether walk_strip may not read what stands right before and behind the plane
+  const T* zeros;  // a row
 
   const T* at(int64_t i) const {
     const int64_t row = first + i;
@@ -277,54 +276,59 @@ void each_way_down(int64_t w, const F& f) {
   }
 }
 
-// As walk_down, of 3x3 kernels at stride 1: f(j, inside, column) for j < count + 2, where column(i) = columns col - 1 +
-// i of row j, if that is inside the plane. Behind the row stand zeros, with kClean also in column(0) and column(1).
-template <bool kClean, class T, class Lanes, class F>
+// Lanes of a strip of a plane beside of which nothing may be read.
+struct EdgeLanes : FirstLanes {};
+
+// Kernels of kTaps columns at stride 1: down `count` rows, for the vector of outputs at `col`. f(j, inside, column),
+// where column(i) = columns col - kTaps / 2 + i of row j, if that is inside the plane. Columns outside the row are
+// zero, but without kClean none of those that stand behind it in the middle one.
+template <int kTaps, bool kClean, class T, class Lanes, class F>
 [[gnu::always_inline]] inline void walk_strip(const PlaneRows<T>& rows, int64_t count, int64_t col, Lanes lanes,
                                               const F& f) {
-  constexpr bool kWhole = std::is_same_v<Lanes, AllLanes>;
+  constexpr int kPad = kTaps / 2;
+  constexpr bool kWhole = std::is_same_v<Lanes, AllLanes>, kExact = std::is_same_v<Lanes, EdgeLanes>;
   using Mask = RawVec<PlaneVec::Int>;
-  int left;  // columns from `col` on
-  if constexpr (kWhole) {
-    left = int(std::min<int64_t>(rows.w - col, kPlaneLanes + 1));
-  } else {
-    left = lanes.count;
-  }
-  Mask lane;
+  int left = int(std::min<int64_t>(rows.w - col, kPlaneLanes + kPad));  // columns from `col` on
+  if constexpr (!kWhole && !kExact) left = lanes.count;
+  Mask lane, masks[kTaps];
   for (int i = 0; i < kPlaneLanes; ++i) lane[i] = i;
-  const Mask here = lane < left, before = here & (lane > (col > 0 ? -1 : 0)), behind = lane < left - 1;
+  unroll<kTaps>([&](auto i) __attribute__((always_inline)) {
+    masks[i] = (lane < left - std::max(i - kPad, 0)) & (lane > int(std::max<int64_t>(kPad - i - col, 0)) - 1);
+  });
   const T* p = rows.plane + rows.first * rows.w + col;
-  for (int64_t j = 0; j < count + 2; ++j, p += rows.w) {
+  for (int64_t j = 0; j < count; ++j, p += rows.w) {
     __builtin_prefetch(reinterpret_cast<const char*>(p) + 2 * kAheadBytes, 0, 2);
-    const auto column = [&](auto i) __attribute__((always_inline)) {
-      PlaneVec x;
-      if (rows.exact) [[unlikely]] {
-        const auto first = [](int count) { return FirstLanes{std::clamp(count, 0, int(kPlaneLanes))}; };
-        const int lead = i == 0 && col == 0;
-        x = load<PlaneVec>(p + i - 1 + lead, first(left - (i == 2)));
-        if (lead) x = lanes_before(PlaneVec(0), x);
-      } else {
-        x = load<PlaneVec>(p + i - 1);
-      }
-      if (i == 1 && (kWhole || !kClean)) return x;
-      const Mask mask = i == 0 ? before : i == 1 ? here : behind;
-      return PlaneVec(reinterpret_cast<PlaneVec::Raw>(reinterpret_cast<Mask>(x.v) & mask));
-    };
-    f(j, uint64_t(rows.first + j) < uint64_t(rows.h), column);
+    const bool inside = uint64_t(rows.first + j) < uint64_t(rows.h);
+    T copy[kExact ? kPlaneLanes + 2 * kPad : 1];
+    for (int i = 0; kExact && inside && i < kPlaneLanes + 2 * kPad; ++i) {
+      copy[i] = uint64_t(col + i - kPad) < uint64_t(rows.w) ? p[i - kPad] : T{};
+    }
+    const T* const first = kExact ? copy : p - kPad;
+    f(
+        j, inside, [&](auto i) __attribute__((always_inline)) {
+          const PlaneVec x = load<PlaneVec>(first + i);
+          if (i == kPad && (kWhole || !kClean)) return x;
+          return PlaneVec(reinterpret_cast<PlaneVec::Raw>(reinterpret_cast<Mask>(x.v) & masks[i]));
+        });
   }
 }
 
-// Whether a plane is the first or the last of its image: gradients may be given a few images at a time.
+// Whether a plane is the first or the last of its image, the only one that is known to be there: gradients may be made
+// a few images at a time.
 inline bool is_at_end(const DepthwiseSizes& s, int64_t channel) { return channel == 0 || channel == s.c - 1; }
-// f(col, lanes) for each vector of columns of rows of `w`, from right to left.
-template <class F>
-void each_strip(int64_t w, const F& f) {
+// f(col, lanes) for each vector of columns of rows of `w`, from right to left; for such a plane, or another.
+template <bool kAtEnd, class F>
+[[gnu::always_inline]] inline void each_strip(int64_t w, const F& f) {
   int64_t col = (w - 1) / kPlaneLanes * kPlaneLanes;
-  if (w - col < kPlaneLanes) {
-    f(col, FirstLanes{int(w - col)});
-    col -= kPlaneLanes;
+  if constexpr (kAtEnd) {
+    for (; col >= 0; col -= kPlaneLanes) f(col, EdgeLanes{int(std::min(w - col, kPlaneLanes))});
+  } else {
+    if (w - col < kPlaneLanes) {
+      f(col, FirstLanes{int(w - col)});
+      col -= kPlaneLanes;
+    }
+    for (; col >= 0; col -= kPlaneLanes) f(col, AllLanes{});
   }
-  for (; col >= 0; col -= kPlaneLanes) f(col, AllLanes{});
 }
 
 // Asks for kRows rows of as many columns as walk_rows has outputs, in as many parts as it takes vectors: the part of
@@ -420,6 +424,9 @@ void visit_plane_kernel(const DepthwiseSizes& s, F&& f) {
 
 template <class F>
 void visit_kept_kernel(const DepthwiseSizes& s, F&& f) {
+  if constexpr (kHasStrips) {
+    if (s.sh == 1 && s.kh == 5) return f.template operator()<5, 1>();
+  }
   if (s.sh == 1) return f.template operator()<3, 1>();
   return s.kh == 3 ? f.template operator()<3, 2>() : f.template operator()<5, 2>();
 }

@@ -75,6 +75,14 @@ bool walks_strips(int64_t w) {
   return kHasStrips && w <= (sizeof(T) == 4 ? 16 : std::is_same_v<T, BFloat16> ? 64 : 32);
 }
 
+// Whether 5x5 kernels are, forward and for dx, while images are transposed for dw. 7 columns and fewer lanes gain
+// little.
+template <class T>
+bool walks_strips_of_5x5(const DepthwiseSizes& s) {
+  return kHasStrips && std::is_same_v<T, float> && is_usual(s) && s.layout == Layout::kContiguous && s.kh == 5 &&
+         s.sh == 1 && s.left == 2 && s.wo == s.w && s.w >= 7 && s.w <= 32;
+}
+
 // Whether keeps_columns is made use of.
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
