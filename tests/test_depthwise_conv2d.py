@@ -149,9 +149,11 @@ PLANES = {
 
 
 PLANE_GEOMETRIES = {
-    name: GEOMETRIES[name] for name in ("3x3", "3x3_overpadded", "3x3_stride2", "5x5_stride2", "7x7", "7x7_stride2")
+    name: GEOMETRIES[name]
+    for name in ("3x3", "3x3_overpadded", "3x3_stride2", "5x5", "5x5_stride2", "7x7", "7x7_stride2")
 }
 PLANE_GEOMETRIES["3x3_lower"] = ((3, 3), (1, 1), (1, 1, 0, 2), (1, 1))
+PLANE_GEOMETRIES["5x5_lower"] = ((5, 5), (1, 1), (2, 2, 1, 4), (1, 1))
 PLANE_GEOMETRIES["5x5_stride2_less"] = ((5, 5), (2, 2), (2, 1, 2, 1), (1, 1))  # the last rows of x meet few taps
 
 
@@ -311,7 +313,7 @@ def test_second_derivative_is_refused(device, kernels):
 def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, width, row, column, layout):
     shape, geometries = for_kernels(kernels, device, (2, 13, 11, width)), ("3x3", "3x3_stride2", "3x3_dilated")
     if shape[1] > 3:
-        geometries += ("5x5_stride2", "7x7", "13x13")
+        geometries += ("5x5", "5x5_stride2", "7x7", "13x13")
     for geometry in geometries:
         inputs = make(device, shape, layout, kernel=GEOMETRIES[geometry][0])
         inputs["x"][1, 2, row, column] = value
