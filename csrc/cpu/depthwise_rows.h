@@ -72,7 +72,7 @@ class Lines {
 constexpr bool kHasStrips = kVecBytes == 32;
 template <class T>
 bool walks_strips(int64_t w) {
-  return kHasStrips && w <= (sizeof(T) == 4 ? 16 : std::is_same_v<T, BFloat16> ? 64 : 32);
+  return kHasStrips && w <= (sizeof(T) == 4 ? 28 : std::is_same_v<T, BFloat16> ? 64 : 32);
 }
 
 // Whether 5x5 kernels are, forward and for dx, while images are transposed for dw. 7 columns and fewer lanes gain
