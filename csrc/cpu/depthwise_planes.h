@@ -3,8 +3,8 @@
 //
 // Rows are copied, widened to float, into a buffer with zeros around, at stride 2 with even and odd columns apart: what
 // a vector of neighbouring outputs reads for one tap then is one load. Small kernels that keep the columns, or halve
-// them, read rows where they are (keeps_columns): 3x3 along a few rows, 5x5 down all of them. Internal linkage, as in
-// core/simd.h.
+// them, read rows where they are (keeps_columns): 3x3 along a few rows, 5x5 down all of them, with AVX2 either down few
+// columns (walks_strips). Internal linkage, as in core/simd.h.
 #include "cpu/depthwise_rows.h"
 
 namespace fusedtrain::cpu {

@@ -75,8 +75,7 @@ bool walks_strips(int64_t w) {
   return kHasStrips && w <= (sizeof(T) == 4 ? 28 : std::is_same_v<T, BFloat16> ? 64 : 32);
 }
 
-// Whether 5x5 kernels are, forward and for dx, while images are transposed for dw. 7 columns and fewer lanes gain
-// little.
+// Whether images of 5x5 kernels are, forward and for dx, while they are transposed for dw.
 template <class T>
 bool walks_strips_of_5x5(const DepthwiseSizes& s) {
   return kHasStrips && std::is_same_v<T, float> && is_usual(s) && s.layout == Layout::kContiguous && s.kh == 5 &&
