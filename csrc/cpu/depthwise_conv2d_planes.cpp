@@ -112,10 +112,10 @@ struct KeptColumns {
     const PlaneRows<T> in{plane, h, w, band.begin * kStride - above, zeros};
     if constexpr (kHasStrips && kStride == 1) {
       if (kTaps == 5 || walks_strips<T>(w)) {
-        const auto run = [&](int64_t col, auto lanes) {
+        const auto strip = [&](int64_t col, auto lanes) {
           run_strip(in, taps, init, out + band.begin * w + col, band.size(), col, lanes, finish);
         };
-        return at_end ? each_strip<true>(w, run) : each_strip<false>(w, run);
+        return at_end ? each_strip<true>(w, strip) : each_strip<false>(w, strip);
       }
     }
     if constexpr (kTaps == 3) {
