@@ -82,7 +82,7 @@ bool walks_strips_of_5x5(const DepthwiseSizes& s) {
          s.sh == 1 && s.left == 2 && s.wo == s.w && s.w >= 7 && s.w <= 32;
 }
 
-// Whether keeps_columns is made use of.
+// Whether keeps_columns is made use of, also for dw.
 template <class T>
 bool keeps_columns_well(const DepthwiseSizes& s) {
   if (!keeps_columns(s)) return false;

@@ -200,10 +200,10 @@ struct Ahead {
 template <class E>
 struct Tile {
   Steps<E> wide;
-  int last;            // lanes of the last vector
-  Steps<E> narrow;     // at the first channel
-  int64_t narrow_row;  // bytes from a channel to the next in planes, whose steps lie side by side
-  int64_t steps, chain;
+  int last;              // lanes of the last vector
+  Steps<E> narrow;       // at the first channel
+  int64_t narrow_row;    // bytes from a channel to the next in planes, whose steps lie side by side
+  int64_t steps, chain;  // all, and those of a chain of sums
   Ahead ahead;
   Sum<E>* sums;  // [narrow][wide]
   int64_t pitch;
