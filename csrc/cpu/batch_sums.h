@@ -201,9 +201,12 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     }
   } else {
     // Rows share the loads of a channel's vectors. Several streams past the caches would be slower than one, and so
-    // are, from memory, several of float32 where the processor fetches ahead of few.
+    // are, from memory, several of float32 where the processor fetches ahead of few. With AVX2 and a processor that
+    // fetches ahead of many, sharing is worth more in float32 (benchmarks/LOG.md, 2026-11-27).
     constexpr int64_t kAhead = 64 * V::kLanes;
-    const bool alone = kStream || (sizeof(typename F::Element) > 2 && !fetches_ahead_of_many_streams);
+    constexpr bool kLong = sizeof(typename F::Element) > 2;
+    constexpr bool kSeveral = !kStream || (kLong && kVecBytes == 32);
+    const bool alone = !kSeveral || (kLong && !fetches_ahead_of_many_streams);
     const int64_t rows = alone ? 1 : 4;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t count = std::min(rows, end - row);
@@ -213,7 +216,7 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
         if (!alone) {
           fetch_rows<typename F::Element>((row + rows) * m.c, ch, rows, [&](int64_t next) {
             f.prefetch(next);
-            fetch(out + next);
+            if constexpr (!kStream) fetch(out + next);
           });
         }
         if constexpr (!kStream && in_turn<F, decltype(lanes)>) {
@@ -222,7 +225,7 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
           }
         }
         for (; k < count; ++k, i += m.c) {
-          if (kStream) f.prefetch(i + kAhead);
+          if (kStream && alone) f.prefetch(i + kAhead);
           write(i, f(i, params, lanes), lanes);
         }
       });
