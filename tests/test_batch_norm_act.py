@@ -110,10 +110,12 @@ def test_few_channels_are_folded_into_rows_that_the_registers_hold(device, kerne
     harness.assert_op_as_good_as_torch(*calls, draw, "few channels")
 
 
-def test_images_that_outgrow_the_caches(device, kernels):  # 8 MiB: the CPU kernels may then take rows one by one
+# From 8 MiB on the CPU kernels may take rows one by one; 16 MiB of whole vectors are written past the caches.
+@pytest.mark.parametrize("shape", [(2, 33, 256, 128), (2, 40, 325, 163)])
+def test_images_that_outgrow_the_caches(device, kernels, shape):
     if harness.interpreted(kernels, device):
         pytest.skip("too much for Triton's interpreter")
-    draw = make(device, (2, 33, 256, 128), "channels_last")
+    draw = make(device, shape, "channels_last")
     calls = (make_call(draw, act="relu", running=True) for make_call in (function, reference_of))
     harness.assert_op_as_good_as_torch(*calls, draw, "many rows")
 
