@@ -341,7 +341,7 @@ inline void store(T* p, V x, FirstLanes lanes) {
 
 // As stream_raw.
 template <class V, class T>
-inline void stream(T* p, V x) {
+inline void stream(T* p, V x, AllLanes = {}) {
   if constexpr (std::is_same_v<T, typename V::Lane>) {
     stream_raw(p, x.v);
   } else {
@@ -499,30 +499,53 @@ inline Vec<float> vexp(Vec<float> x) {
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Without AVX-512 a shorter e^x, for what is added to 1: 2^n times a polynomial of degree 6 in f = t - n, where
-// t = x log2(e). For 16-bit elements of degree 3 (error 7.5e-5).
-template <class T>
-inline Vec<float> one_plus_exp(Vec<float> x) {
+// f(x, more...), of vectors; of several in turn (cpu/several.h) one after the other.
+template <class F, class... More>
+[[gnu::always_inline]] inline Vec<float> apply(const F& f, Vec<float> x, More... more) {
+  return f(x, more...);
+}
+
+// Without AVX-512 a shorter (1 + e^-x) / 2: e^-x is 2^n times a polynomial of degree 6 in f = t - n, where
+// t = -x log2(e). For 16-bit elements of degree 3 (error 7.5e-5). Finite below t = 128.5, where 2^n overflows. In steps
+// of a few operations, so that several vectors in turn need few registers.
+template <class T, class W>
+[[gnu::always_inline]] inline W half_one_plus_exp_minus(W x) {
   using V = Vec<float>;
-  using Int = RawVec<int32_t>;
   constexpr bool kShort = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
   const V log2e(1.44269502f), rounder(12582912.f);  // 1.5 * 2^23: the low bits of the sum are those of an integer
-  x = at_most(at_least(x, V(-87.3f)), V(88.8f));
-  const V k = x * log2e + rounder, n = k - rounder;
-  V f = x * log2e - n, p;
+  x = apply([&](V x) __attribute__((always_inline)) { return at_most(at_least(x, V(-89.3f)), V(87.3f)); }, x);
+  const W k = apply([&](V x) __attribute__((always_inline)) { return rounder - x * log2e; }, x);
+  W f = apply([&](V x, V k) __attribute__((always_inline)) { return (rounder - k) - x * log2e; }, x, k), p;
   if constexpr (kShort) {
-    p = ((V(0.0551716611f) * f + V(0.242611125f)) * f + V(0.693260968f)) * f + V(0.999928057f);
+    p = apply(
+        [&](V f) __attribute__((always_inline)) {
+          return ((V(0.0551716611f) * f + V(0.242611125f)) * f + V(0.693260968f)) * f + V(0.999928057f);
+        },
+        f);
   } else {
-    f = x * V(1.92596303e-8f) + f;  // the rest of log2(e)
-    const V f2 = f * f;
-    const V c12 = V(0.240226477f) * f + V(0.693147182f);
-    const V c34 = V(0.00961843692f) * f + V(0.0555033237f);
-    const V c56 = V(0.000153533605f) * f + V(0.0013398875f);
-    p = ((c56 * f2 + c34) * f2 + c12) * f + V(1);
+    const V rest(1.92596303e-8f);  // of log2(e)
+    f = apply([&](V x, V f) __attribute__((always_inline)) { return f - x * rest; }, x, f);
+    p = apply(
+        [&](V f) __attribute__((always_inline)) {
+          const V c34 = V(0.00961843692f) * f + V(0.0555033237f);
+          return (V(0.000153533605f) * f + V(0.0013398875f)) * (f * f) + c34;
+        },
+        f);
+    p = apply(
+        [&](V p, V f) __attribute__((always_inline)) { return p * (f * f) + (V(0.240226477f) * f + V(0.693147182f)); },
+        p, f);
+    p = apply([&](V p, V f) __attribute__((always_inline)) { return p * f + V(1); }, p, f);
   }
-  const Int half_scale = (reinterpret_cast<Int>(k.v) << 23) + (126 << 23);  // 2^(n-1), as 2^128 is no float
-  const V half = V(0.5f) + p * V(reinterpret_cast<RawVec<float>>(half_scale));
-  return half + half;
+  return apply(
+      [&](V p, V k) __attribute__((always_inline)) {
+        const auto half = (reinterpret_cast<RawVec<int32_t>>(k.v) << 23) + (126 << 23);  // 2^(n-1)
+        return V(0.5f) + p * V(reinterpret_cast<RawVec<float>>(half));
+      },
+      p, k);
+}
+template <class T>
+inline Vec<float> times_logistic(Vec<float> y, Vec<float> x) {
+  return Vec<float>(0.5f) * y / half_one_plus_exp_minus<T>(x);
 }
 #endif
 

@@ -31,12 +31,24 @@ struct Gradient {
     W dz, centred;
   };
   [[gnu::always_inline]] auto operator()(int64_t i, const Params& p, auto lanes) const {
-    const auto da = load<V>(dy + i, lanes), centred = z.centred(i, p, lanes);
-    using Both = Pair<std::remove_const_t<decltype(da)>>;
     if constexpr (A::kIdentity) {
-      return Both{da, centred};
+      const auto da = load<V>(dy + i, lanes);
+      return Pair<std::remove_const_t<decltype(da)>>{da, z.centred(i, p, lanes)};
     } else {
-      return Both{rounded(act.slope(z(i, centred, p, lanes)) * da), centred};
+      const auto u = [&] __attribute__((always_inline)) { return z(i, z.centred(i, p, lanes), p, lanes); };
+      const auto dz = rounded(slope(u, lanes) * load<V>(dy + i, lanes));
+      return Pair<std::remove_const_t<decltype(dz)>>{dz, z.centred(i, p, lanes)};
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] auto slope(const auto& u_of, auto lanes) const {
+    if constexpr (A::kInTurn && kFillsRegisters<decltype(lanes)>) {
+      using W = decltype(u_of());
+      const W s = logistic<T>(lanes, u_of), u = u_of();
+      return (W(1) + u * (W(1) - s)) * s;
+    } else {
+      return act.slope(u_of());
     }
   }
 };
@@ -52,6 +64,7 @@ struct Sums : Gradient<T, A> {
   using Base = Gradient<T, A>;
   using typename Base::Element, typename Base::Lane, typename Base::Params, typename Base::V;
   static constexpr int kSums = 2, kStreams = 2;
+  static constexpr bool kInTurn = A::kInTurn && kVecBytes == 32;
   T* kept;
 
   void prefetch(int64_t i) const {
@@ -65,11 +78,11 @@ struct Sums : Gradient<T, A> {
     void start(const Sums&, int64_t, int64_t, int64_t, auto) { dz = dz_x = V(0); }
     void clear(const State&) { dz = dz_x = V(0); }
     // Absent lanes have dy = 0; their slope, of no matter what, must not make that NaN.
-    void add(const Sums& f, int64_t i, const Params& params, auto lanes) {
+    [[gnu::always_inline]] void add(const Sums& f, int64_t i, const Params& params, auto lanes) {
       const auto [d, centred] = f(i, params, lanes);
       if constexpr (kKeeps) cpu::store(f.kept + i, d, lanes);
-      dz += keep(d, lanes);
-      dz_x += keep(d * centred, lanes);
+      add_to(dz, keep(d, lanes));
+      add_to(dz_x, keep(d * centred, lanes));
     }
     void merge(const State& s) {
       dz += s.dz;

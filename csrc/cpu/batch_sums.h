@@ -133,7 +133,11 @@ void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, boo
       if (kRows > 1) {
         fetch_rows<typename F::Element>((row + kRows) * c, ch, kRows, [&](int64_t next) { f.prefetch(next); });
       }
-      for (int k = 0; k < kRows; ++k) group.add(f, i + k * c, params, lanes);
+      if constexpr (kRows == kTogether && in_turn<F, decltype(lanes)>) {
+        group.add(f, i, params, Apart<kTogether>{c});
+      } else {
+        for (int k = 0; k < kRows; ++k) group.add(f, i + k * c, params, lanes);
+      }
       s.merge(group);
       s.store(out + ch, c, lanes);
     });
@@ -148,7 +152,7 @@ void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, boo
 template <class F>
 void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t begin, int64_t end) {
   const int64_t chunks = reduce_chunks(m);
-  const bool in_groups = F::kStreams == 1 || !row_by_row<typename F::Element>(m);
+  const bool in_groups = F::kStreams == 1 || in_turn<F, AllLanes> || !row_by_row<typename F::Element>(m);
   const bool planes = m.layout == Layout::kContiguous;
   Split at(begin, planes ? m.c : chunks);
   for (int64_t item = begin; item < end; ++item, ++at) {
@@ -184,9 +188,9 @@ template <bool kStream, class F>
 void map_range(const Images& m, typename F::Element* out, const F& by_reference, int64_t begin, int64_t end) {
   using V = typename F::V;
   const F f = by_reference;  // as in walk_rows
-  const auto write = [out](int64_t i, V value, auto lanes) {
+  const auto write = [out](int64_t i, const auto& value, auto lanes) __attribute__((always_inline)) {
     if constexpr (kStream) {
-      stream(out + i, value);
+      stream(out + i, value, lanes);
     } else {
       store(out + i, value, lanes);
     }
@@ -219,9 +223,9 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
             if constexpr (!kStream) fetch(out + next);
           });
         }
-        if constexpr (!kStream && in_turn<F, decltype(lanes)>) {
+        if constexpr (kSeveral && in_turn<F, decltype(lanes)>) {
           for (; k + kTogether <= count; k += kTogether, i += kTogether * m.c) {
-            store(out + i, f(i, params, Apart<kTogether>{m.c}), Apart<kTogether>{m.c});
+            write(i, f(i, params, Apart<kTogether>{m.c}), Apart<kTogether>{m.c});
           }
         }
         for (; k < count; ++k, i += m.c) {

@@ -20,10 +20,30 @@ struct StaticAct : Act<A, T> {
   // Whether the slope is 0 or 1, so that gradients in T stay numbers of T.
   static constexpr bool kSelects = kIdentity || A == Activation::kRelu || A == Activation::kRelu6;
   // Whether gradients of several vectors in turn are faster than one after the other, where what is done beside is
-  // short, and where it is long. Of float32 memory bounds them all (benchmarks/LOG.md, 2026-11-23).
-  static constexpr bool kInTurn = A == Activation::kSilu && sizeof(T) == 2;
+  // short, and where it is long. With AVX-512 memory bounds those of float32 (benchmarks/LOG.md, 2026-11-23).
+  static constexpr bool kInTurn = A == Activation::kSilu && (sizeof(T) == 2 || kVecBytes == 32);
   static constexpr bool kInTurnBesideMuch = kInTurn || (A == Activation::kHardSwish && sizeof(T) == 2);
 };
+// Whether several vectors of SiLU leave no register for anything else.
+template <class Lanes>
+constexpr bool kFillsRegisters = false;
+template <int N>
+constexpr bool kFillsRegisters<Apart<N>> = kVecBytes == 32;
+// 1 / (1 + e^-z()), for elements of type T. Where it fills the registers, z(), and what it reads, is taken again behind
+// it: that is faster than what g++ would do to keep it.
+template <class T, class Lanes, class Z>
+[[gnu::always_inline]] inline auto logistic(Lanes, const Z& z) {
+  using W = decltype(z());
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (kFillsRegisters<Lanes>) {
+    const W divisor = half_one_plus_exp_minus<T>(z());
+    asm volatile("" ::: "memory");  // forgets what z() read
+    return W(0.5f) / divisor;
+  }
+#endif
+  return times_logistic<T>(W(1), z());
+}
+
 // One of the first kCount, that is known at run time only, and called for every vector: where it does not matter. What
 // a kernel does not call, or its images cannot have in front, is not compiled for it.
 constexpr int kInputActs = int(Activation::kRelu6) + 1, kActs = int(Activation::kHalfTanh) + 1;

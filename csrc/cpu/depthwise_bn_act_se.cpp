@@ -9,19 +9,21 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// a(u) and a'(u), for elements of type T; what bounds these kernels.
-template <class V>
+// a(u) and a'(u) of u(), for elements of type T; what bounds these kernels.
+template <class W>
 struct Activated {
-  V value, slope;
+  W value, slope;
 };
-template <class V>
-[[gnu::always_inline]] inline Activated<V> activated(V u, const auto& act) {
-  return {act.value(u), act.slope(u)};
-}
-template <class V, class T>
-[[gnu::always_inline]] inline Activated<V> activated(V u, const StaticAct<T, Activation::kSilu>&) {
-  const V s = Act<Activation::kSigmoid, T>::value(u), value = u * s;
-  return {value, s + value * (V(1) - s)};
+template <class T, class Lanes, class A, class U>
+[[gnu::always_inline]] inline auto activated(const A& act, Lanes lanes, const U& u_of) {
+  using W = decltype(u_of());
+  if constexpr (std::is_same_v<A, StaticAct<T, Activation::kSilu>>) {
+    const W s = logistic<T>(lanes, u_of), u = u_of(), value = u * s;
+    return Activated<W>{value, s + value * (W(1) - s)};
+  } else {
+    const W u = u_of();
+    return Activated<W>{act.value(u), act.slope(u)};
+  }
 }
 
 // z and what normalises it. A functor F of the walks below takes, for one vector of channels or one repeated channel,
@@ -48,7 +50,13 @@ struct Normalised {
   At at(int64_t ch, const auto& get) const {
     return {get(mean + ch), get(weight + ch) * get(rstd + ch), get(bias + ch)};
   }
-  auto centred(int64_t i, auto lanes, const At& p) const { return load<V>(z + i, lanes) - p.mean; }
+  [[gnu::always_inline]] auto centred(int64_t i, auto lanes, const At& p) const {
+    return load<V>(z + i, lanes) - p.mean;
+  }
+  // As a function, which activated() calls.
+  [[gnu::always_inline]] auto u(int64_t i, auto lanes, const At& p) const {
+    return [ this, i, lanes, &p ] __attribute__((always_inline)) { return centred(i, lanes, p) * p.scale + p.bias; };
+  }
   void prefetch(int64_t i) const { fetch(z + i); }
 };
 
@@ -75,7 +83,8 @@ auto repeated() {
 // The sums of items [begin, end), chunks of rows or planes, into partial [n, reduce_chunks, kSums, c]. F adds the terms
 // of a vector: f.add(sums, i, lanes, at).
 template <class V, class F>
-void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t begin, int64_t end) {
+void sum_terms(const Images& m, const F& by_reference, typename V::Lane* partial, int64_t begin, int64_t end) {
+  const F f = by_reference;  // as in walk_rows
   using Lane = typename V::Lane;
   constexpr int kSums = F::kSums;
   const auto add = [&](V* sums, int64_t i, auto lanes, const auto& at) {
@@ -111,7 +120,11 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
         V sums[kSums];
         std::fill_n(sums, kSums, V(0));
         fetch_rows<typename F::Element>((row + rows) * m.c, ch, rows, [&](int64_t next) { f.prefetch(next); });
-        for (int64_t k = 0; k < rows; ++k) f.add(sums, (row + k) * m.c + ch, lanes, at);
+        if constexpr (rows == kTogether && in_turn<F, decltype(lanes)>) {
+          f.add(sums, row * m.c + ch, Apart<kTogether>{m.c}, at);
+        } else {
+          for (int64_t k = 0; k < rows; ++k) f.add(sums, (row + k) * m.c + ch, lanes, at);
+        }
         for (int k = 0; k < kSums; ++k) {
           auto* p = out + k * m.c + ch;
           store(p, load<V>(p, lanes) + sums[k], lanes);
@@ -128,7 +141,8 @@ void sum_terms(const Images& m, const F& f, typename V::Lane* partial, int64_t b
 
 // out = f(i, lanes, at) for items [begin, end), rows or planes.
 template <bool kStream, class V, class T, class F>
-void map_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end) {
+void map_images(const Images& m, T* out, const F& by_reference, int64_t begin, int64_t end) {
+  const F f = by_reference;  // as in walk_rows
   const auto write = [&](int64_t i, auto lanes, const auto& at) {
     if constexpr (kStream) {
       stream(out + i, f(i, lanes, at));
@@ -192,9 +206,7 @@ struct PoolTerms : Normalised<T> {
   A act;
 
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
-  void add(auto* sums, int64_t i, auto lanes, const auto& p) const {
-    sums[0] += act.value(Base::centred(i, lanes, p) * p.scale + p.bias);
-  }
+  void add(auto* sums, int64_t i, auto lanes, const auto& p) const { sums[0] += act.value(Base::u(i, lanes, p)()); }
 };
 
 template <class T, class A, bool kAdds>
@@ -215,7 +227,7 @@ struct Scale : Normalised<T> {
   };
   At at(int64_t nc, int64_t ch, const auto& get) const { return {Base::at(ch, get), get(gate + nc)}; }
   V operator()(int64_t i, auto lanes, const At& p) const {
-    const V scaled = act.value(Base::centred(i, lanes, p) * p.scale + p.bias) * p.gate;
+    const V scaled = act.value(Base::u(i, lanes, p)()) * p.gate;
     if constexpr (kAdds) return at_least(scaled + load<V>(residual + i, lanes), V(least));
     return scaled;
   }
@@ -226,6 +238,7 @@ struct ReduceTerms : Normalised<T> {
   using Base = Normalised<T>;
   using typename Base::V;
   static constexpr int kSums = BnActReduce::kSums;
+  static constexpr bool kInTurn = A::kInTurn && kVecBytes == 32;
   const T* dy;
   A act;
 
@@ -234,15 +247,14 @@ struct ReduceTerms : Normalised<T> {
     fetch(dy + i);
   }
   auto at(int64_t, int64_t ch, const auto& get) const { return Base::at(ch, get); }
-  void add(V* sums, int64_t i, auto lanes, const auto& p) const {
-    const V centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes);
-    const auto [value, slope] = activated(centred * p.scale + p.bias, act);
-    const V dslope = d * slope;
-    sums[0] += d * value;
-    sums[1] += dslope;
-    sums[2] += slope;
-    sums[3] += dslope * centred;
-    sums[4] += slope * centred;
+  [[gnu::always_inline]] void add(V* sums, int64_t i, auto lanes, const auto& p) const {
+    const auto [value, slope] = activated<T>(act, lanes, Base::u(i, lanes, p));
+    const auto centred = Base::centred(i, lanes, p), d = load<V>(dy + i, lanes), dslope = d * slope;
+    add_to(sums[0], d * value);
+    add_to(sums[1], dslope);
+    add_to(sums[2], slope);
+    add_to(sums[3], dslope * centred);
+    add_to(sums[4], slope * centred);
   }
 };
 
@@ -275,10 +287,9 @@ struct Backward : Normalised<T> {
     return p;
   }
   [[gnu::always_inline]] auto operator()(int64_t i, auto lanes, const At& p) const {
-    const auto centred = Base::centred(i, lanes, p);
-    const auto slope = activated(centred * p.scale + p.bias, act).slope;
+    const auto slope = activated<T>(act, lanes, Base::u(i, lanes, p)).slope;
     const auto du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
-    return p.scale * du - p.mean_du - centred * p.slant;
+    return p.scale * du - p.mean_du - Base::centred(i, lanes, p) * p.slant;
   }
 };
 

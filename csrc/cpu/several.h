@@ -14,12 +14,7 @@
 namespace fusedtrain::cpu {
 namespace {
 
-// As many as the registers hold beside what the activation needs.
-#if defined(__AVX512F__)
 constexpr int kTogether = 4;
-#else
-constexpr int kTogether = 2;
-#endif
 
 // As lanes of load and store: N whole vectors, `step` elements apart.
 template <int N>
@@ -36,6 +31,14 @@ struct Several {
   V v[N];
 
   Several() = default;
+  // Vector by vector: g++ would copy the whole through memory, in halves, for which the next load of a vector waits.
+  [[gnu::always_inline]] Several(const Several& x) {
+    unroll<N>([&](auto k) __attribute__((always_inline)) { v[k] = x.v[k]; });
+  }
+  [[gnu::always_inline]] Several& operator=(const Several& x) {
+    unroll<N>([&](auto k) __attribute__((always_inline)) { v[k] = x.v[k]; });
+    return *this;
+  }
   // What they all share.
   [[gnu::always_inline]] Several(V x) {
     unroll<N>([&](auto k) __attribute__((always_inline)) { v[k] = x; });
@@ -100,6 +103,16 @@ template <class V, int N>
   using fusedtrain::at_most;
   return x.of([&](auto k) __attribute__((always_inline)) { return at_most(x.v[k], high.v[k]); });
 }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class F, class V, int N, class... More>
+[[gnu::always_inline]] inline Several<V, N> apply(const F& f, const Several<V, N>& x, const More&... more) {
+  return x.of([&](auto k) __attribute__((always_inline)) { return f(x.v[k], more.v[k]...); });
+}
+template <class T, class V, int N>
+[[gnu::always_inline]] inline Several<V, N> times_logistic(const Several<V, N>& y, const Several<V, N>& x) {
+  return y * V(0.5f) / half_one_plus_exp_minus<T>(x);
+}
+#endif
 template <class T, class V, int N>
 [[gnu::always_inline]] inline Several<V, N> one_plus_exp(const Several<V, N>& x) {
   using fusedtrain::one_plus_exp;
@@ -109,6 +122,16 @@ template <class T, class V, int N>
 template <class V, int N>
 [[gnu::always_inline]] inline Several<V, N> rounded(const Several<V, N>& x) {
   return x.of([&](auto k) __attribute__((always_inline)) { return rounded(x.v[k]); });
+}
+
+// sum + x[0] + x[1] + ..., of one vector or several.
+template <class V>
+[[gnu::always_inline]] inline void add_to(V& sum, V x) {
+  sum += x;
+}
+template <class V, int N>
+[[gnu::always_inline]] inline void add_to(V& sum, const Several<V, N>& x) {
+  unroll<N>([&](auto k) __attribute__((always_inline)) { sum += x.v[k]; });
 }
 
 template <class V, class T, int N>
@@ -164,6 +187,11 @@ template <class T, class V, int N>
 #else
   store(p, x, lanes);
 #endif
+}
+
+template <class V, int N>
+[[gnu::always_inline]] inline Several<V, N> keep(const Several<V, N>& x, Apart<N>) {
+  return x;
 }
 
 }  // namespace
