@@ -172,7 +172,11 @@ struct Act<Activation::kSilu, T> {
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    const V s = Act<Activation::kSigmoid, T>::value(x);
+    return slope(x, Act<Activation::kSigmoid, T>::value(x));
+  }
+  // Where s = 1 / (1 + e^-x) is known.
+  template <class V>
+  FUSEDTRAIN_HD static V slope(V x, V s) {
     return times_known_logistic<T>(V(1) + x * (V(1) - s), s, x);
   }
 };

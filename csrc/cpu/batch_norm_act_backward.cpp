@@ -42,11 +42,12 @@ struct Gradient {
   }
 
  private:
+  // a'(u_of()); see logistic().
   [[gnu::always_inline]] auto slope(const auto& u_of, auto lanes) const {
     if constexpr (A::kInTurn && kFillsRegisters<decltype(lanes)>) {
       using W = decltype(u_of());
-      const W s = logistic<T>(lanes, u_of), u = u_of();
-      return (W(1) + u * (W(1) - s)) * s;
+      const W s = logistic<T>(lanes, u_of);
+      return act.slope(u_of(), s);
     } else {
       return act.slope(u_of());
     }

@@ -14,6 +14,7 @@
 namespace fusedtrain::cpu {
 namespace {
 
+// Fewer leave the processor waiting, more do not fit into its queues.
 constexpr int kTogether = 4;
 
 // As lanes of load and store: N whole vectors, `step` elements apart.
