@@ -96,7 +96,8 @@ def _results(make: Make, case: ListCase, dtype: torch.dtype, rounded: torch.dtyp
 
 
 def _error(values: list[Tensor], truth: list[Tensor]) -> float:
-    return max((v.double() - t).abs().max().item() for v, t in zip(values, truth, strict=True))
+    """The largest error; NaN for NaN."""
+    return torch.stack([(v.double() - t).abs().max() for v, t in zip(values, truth, strict=True)]).max().item()
 
 
 def timed(step: Callable, device: torch.device) -> Callable:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 import torch
-from harness import environment
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 def run(*arguments: object) -> str:
     """Runs Python in the benchmarks' folder and returns what it printed."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=FOLDER, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=FOLDER, env=harness.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -251,7 +251,7 @@ def test_the_check_on_a_gpu_keeps_what_each_stage_says(tmp_path):
     for name in ("python", "pytest", "nvidia-smi", "nvcc", "compute-sanitizer"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
-    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    env = harness.environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     command = ["bash", FOLDER / "gpu_check.sh", tmp_path / "out"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     lines = {line.split()[0]: line for line in (tmp_path / "out" / "summary.txt").read_text().splitlines()}
@@ -290,15 +290,27 @@ def test_the_parameters_are_those_of_the_networks(zoo):
             assert shapes == str(sorted(tuple(p.shape) for p in zoo.timm.create_model(name).parameters())), name
 
 
-# A network whose fused form multiplies its logits.
+# A network whose fused form multiplies its logits, their gradient, or that of its last parameter in one batch.
 NETWORK = """
-import torch, models
+import itertools, torch, models
 setting = models.Setting(torch.device("cpu"), image=64, batch=8)
-for factor in (1.0, 1.001, float("nan")):
-    models.fusedtrain.fuse = lambda model: model.register_forward_hook(lambda module, inputs, y: y * factor)
+nan = float("nan")
+
+def backward(y, factor):
+    y.register_hook(lambda dy: dy * factor)
+    return y
+
+def once(model):
+    calls = itertools.count()
+    list(model.parameters())[-1].register_hook(lambda g: g * (nan if next(calls) == 2 else 1))
+
+breaks = {str(f): lambda m, f=f: m.register_forward_hook(lambda module, inputs, y: y * f) for f in (1.0, 1.001, nan)}
+breaks["gradient"] = lambda m: m.register_forward_hook(lambda module, inputs, y: backward(y, 1.001))
+breaks["once"] = once
+for name, models.fusedtrain.fuse in breaks.items():
     trainees = {(f, "contiguous"): models.network("test_resnet", "contiguous", f, setting) for f in (False, True)}
     found = models.faults(trainees, setting)
-    print(factor, *(f"{dtype}: {note}" for (_, _, dtype), note in found.items()), sep="|")
+    print(name, *(f"{dtype}: {note}" for (_, _, dtype), note in found.items()), sep="|")
 """
 
 
@@ -307,6 +319,22 @@ def test_a_wrong_network_gets_no_number(zoo):
     assert found["1.0"] == ""
     assert "float32: no number: logits are off by" in found["1.001"]
     assert "float32: no number" in found["nan"] and "bfloat16: no number" in found["nan"]
+    assert "float32: no number: gradients are off by 0.001, " in found["gradient"]
+    assert "no number: gradients are off by nan, " in found["once"]
+
+
+# Gradients of this network: in some batches a value is rounded to the other side of a kink, in stock forms too.
+KINKS = """
+import torch, models
+setting = models.Setting(torch.device("cpu"), image=224, dtypes=("float32",))
+trainees = {(f, l): models.network("seresnet50", l, f, setting) for f in (False, True) for l in models.LAYOUTS}
+print(models.faults(trainees, setting))
+"""
+
+
+@harness.needs_memory(6)
+def test_a_value_at_a_kink_does_not_count(zoo):
+    assert run("-c", KINKS).splitlines()[-1] == "{}"
 
 
 def test_whole_steps_of_a_network(zoo, tmp_path):

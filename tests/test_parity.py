@@ -127,6 +127,23 @@ def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(ca
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_differ_from_others_and_hide_no_difference(wrong):
+    def trace(a: float, b: float, loss: float = 1.0) -> parity.Trace:
+        gradients = {"a": torch.tensor([1.0, a], dtype=torch.float64), "b": torch.tensor([b, 1.0], dtype=torch.float64)}
+        return parity.Trace([loss, 1.0], [gradients, {"b": torch.ones(2)}], [{"count": torch.tensor([int(b)])}] * 2)
+
+    def differences(*traces):
+        return [(d.kind, d.name, d.relative) for d in parity._differences(*traces)]
+
+    assert differences(trace(wrong, 1.0, wrong), trace(wrong, 1.0, wrong)) == []
+    infinite = [("loss", "of update 1", float("inf")), ("gradient", "a", float("inf"))]
+    assert differences(trace(wrong, 1.0, wrong), trace(1.0, 1.0)) == infinite
+    assert differences(trace(1.0, 1.0), trace(wrong, 1.0, wrong)) == infinite
+    others = [("gradient", "b", 1.0), ("statistics", "count", 1.0)]
+    assert differences(trace(wrong, 2.0), trace(wrong, 1.0)) == others
+
+
 def test_what_cannot_be_compared_gets_one_line(capsys):
     assert main(["check", "--ranks", "1", "--model", "smallnet"]) == 2
     assert capsys.readouterr().err == "fusedtrain check: ranks must be at least 2, got 1\n"

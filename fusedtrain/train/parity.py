@@ -7,6 +7,7 @@ and what then goes away was theirs.
 
 import datetime
 import hashlib
+import math
 import os
 import sys
 import tempfile
@@ -266,15 +267,15 @@ def _judge(ranks: list[dict[str, Trace]], one: dict[str, Trace], updates: int) -
 def _differences(trace: Trace, truth: Trace) -> list[Difference]:
     """Where an update differs, each tensor once with its largest difference."""
     found: dict[tuple[str, str], float] = {}
-    for index, (a, b) in enumerate(zip(trace.losses, truth.losses)):
-        if _relative(torch.tensor(a), torch.tensor(b), abs(b)):
-            found["loss", f"of update {index + 1}"] = abs(a - b) / max(abs(b), 1e-300)
+    for index, (a, b) in enumerate(zip(map(torch.tensor, trace.losses), map(torch.tensor, truth.losses))):
+        if relative := _relative(a, b, _largest(b)):
+            found["loss", f"of update {index + 1}"] = relative
     for kind, ours, theirs in (
         ("gradient", trace.gradients, truth.gradients),
         ("statistics", trace.statistics, truth.statistics),
     ):
         for a, b in zip(ours, theirs):
-            largest = max((float(t.abs().max()) for t in b.values() if t.numel()), default=0.0)
+            largest = max(map(_largest, b.values()), default=0.0)
             for name in a.keys() | b.keys():
                 relative = float("inf") if name not in a or name not in b else _relative(a[name], b[name], largest)
                 if relative:
@@ -284,11 +285,21 @@ def _differences(trace: Trace, truth: Trace) -> list[Difference]:
     return sorted(result, key=lambda one: (order.index(one.kind), -one.relative))
 
 
+def _largest(t: Tensor) -> float:
+    """The largest finite absolute value, or 0."""
+    return float(t.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if t.numel() else 0.0
+
+
 def _relative(a: Tensor, b: Tensor, largest: float) -> float:
-    """The largest difference over the largest value; 0 where rounding explains it."""
-    if not a.numel():
+    """The largest difference over the largest value; 0 where rounding explains it, infinite where only one of two
+    values is NaN or infinite."""
+    alike = (a == b) | (a.isnan() & b.isnan())
+    if alike.all():
         return 0.0
-    difference, own = float((a - b).abs().max()), float(b.abs().max())
+    difference = float((a - b).abs().masked_fill(alike, 0).max())
+    if not math.isfinite(difference):
+        return math.inf
+    own = _largest(b)
     return 0.0 if difference <= max(OWN * own, ALL * largest) else difference / max(own, 1e-300)
 
 
@@ -313,7 +324,7 @@ def _reasons(quiet: list[Trace], ranks: dict[str, Trace], one: dict[str, Trace])
         for trace in quiet[1:]
         for a, b in zip(trace.gradients, quiet[0].gradients)
         for name in b
-        if name not in a or not torch.equal(a[name], b[name])
+        if name not in a or not torch.allclose(a[name], b[name], rtol=0, atol=0, equal_nan=True)
     ]
     factor = _factor(quiet[0], one["quiet"])
     if disagree:
