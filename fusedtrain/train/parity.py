@@ -267,7 +267,8 @@ def _judge(ranks: list[dict[str, Trace]], one: dict[str, Trace], updates: int) -
 def _differences(trace: Trace, truth: Trace) -> list[Difference]:
     """Where an update differs, each tensor once with its largest difference."""
     found: dict[tuple[str, str], float] = {}
-    for index, (a, b) in enumerate(zip(map(torch.tensor, trace.losses), map(torch.tensor, truth.losses))):
+    losses = (torch.tensor(of.losses, dtype=torch.float64) for of in (trace, truth))
+    for index, (a, b) in enumerate(zip(*losses)):
         if relative := _relative(a, b, _largest(b)):
             found["loss", f"of update {index + 1}"] = relative
     for kind, ours, theirs in (
