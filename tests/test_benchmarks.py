@@ -323,6 +323,11 @@ def test_a_wrong_network_gets_no_number(zoo):
     assert "no number: gradients are off by nan, " in found["once"]
 
 
+def test_nan_in_any_parameter_is_an_error_of_an_optimizer():
+    code = "import lists, torch; one = [torch.ones(2)] * 2; print(lists._error([one[0], one[0] * float('nan')], one))"
+    assert run("-c", code) == "nan\n"
+
+
 # Gradients of this network: in some batches a value is rounded to the other side of a kink, in stock forms too.
 KINKS = """
 import torch, models
