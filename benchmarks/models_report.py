@@ -149,7 +149,8 @@ def readme_block(folder: Path) -> str:
             for dtype in models.DTYPES:
                 ours, same = best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)
                 if ours is None or same is None:
-                    line += ["no number"] * 3
+                    measured = any(row["dtype"] == dtype for row in race)
+                    line += ["no number" if measured else "not measured"] * 3
                     continue
                 saved = f"{ours['saved_mib'] / same['saved_mib']:.2f}"
                 line += [

@@ -1,11 +1,11 @@
 """The command ``fusedtrain``."""
 
 import argparse
-import importlib.util
 import os
 import sys
 
 import fusedtrain
+from fusedtrain._extras import require
 
 COMMANDS = {
     "train": "train --model NAME on --data DIR; alone: a small network on digits, fused beside stock layers",
@@ -99,13 +99,6 @@ def _restart(device: str) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
-def _need(*packages: str) -> None:
-    """Raises ModuleNotFoundError for a package that is not installed, without the seconds that importing it takes."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
 def _missing(error: ModuleNotFoundError, command: str) -> int:
     package = error.name.partition(".")[0]
     if package == "fusedtrain":
@@ -115,7 +108,7 @@ def _missing(error: ModuleNotFoundError, command: str) -> int:
 
 def _check(arguments: list[str]) -> int:
     try:
-        _need("sklearn")
+        require("sklearn", "train")
 
         from fusedtrain.train import InputError, run
     except ModuleNotFoundError as error:
@@ -140,7 +133,8 @@ def _check(arguments: list[str]) -> int:
 
 def _train(arguments: list[str], direct: bool = False) -> int:
     try:
-        _need("sklearn", "tyro")
+        for package in ("sklearn", "tyro"):
+            require(package, "train")
 
         from fusedtrain.data import SampleError, WorkerError, faults
         from fusedtrain.train import CheckpointError, InputError, NonFiniteError, digits, options

@@ -142,6 +142,15 @@ def test_numbers_that_are_not_finite_differ_from_others_and_hide_no_difference(w
     assert differences(trace(1.0, 1.0), trace(wrong, 1.0, wrong)) == infinite
     others = [("gradient", "b", 1.0), ("statistics", "count", 1.0)]
     assert differences(trace(wrong, 2.0), trace(wrong, 1.0)) == others
+    ours, alone = trace(wrong, 2.0), trace(wrong, 1.0)
+    (reason,) = parity._reasons(
+        [ours, trace(wrong, 2.0)], {"as it is": ours, "quiet": ours}, dict.fromkeys(("quiet", "split"), alone)
+    )
+    assert reason == "gradients or losses are not added up over the ranks as over one batch"
+    (reason,) = parity._reasons(
+        [ours, trace(1.0, 2.0)], {"as it is": ours, "quiet": ours}, dict.fromkeys(("quiet", "split"), alone)
+    )
+    assert reason == "the ranks have different gradients of a"
 
 
 def test_what_cannot_be_compared_gets_one_line(capsys):

@@ -291,10 +291,15 @@ def _largest(t: Tensor) -> float:
     return float(t.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if t.numel() else 0.0
 
 
+def _alike(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors are equal, NaN to NaN, too."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
 def _relative(a: Tensor, b: Tensor, largest: float) -> float:
     """The largest difference over the largest value; 0 where rounding explains it, infinite where only one of two
     values is NaN or infinite."""
-    alike = (a == b) | (a.isnan() & b.isnan())
+    alike = _alike(a, b)
     if alike.all():
         return 0.0
     difference = float((a - b).abs().masked_fill(alike, 0).max())
@@ -325,7 +330,7 @@ def _reasons(quiet: list[Trace], ranks: dict[str, Trace], one: dict[str, Trace])
         for trace in quiet[1:]
         for a, b in zip(trace.gradients, quiet[0].gradients)
         for name in b
-        if name not in a or not torch.allclose(a[name], b[name], rtol=0, atol=0, equal_nan=True)
+        if name not in a or not _alike(a[name], b[name]).all()
     ]
     factor = _factor(quiet[0], one["quiet"])
     if disagree:
