@@ -1,5 +1,6 @@
 """fuse() on blocks of classes that nobody knows: found by what their forward does, or left alone."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -725,6 +726,20 @@ class DecidesByCall(ConvNormAct):
         return super().forward(x() if callable(x) else x)
 
 
+class OfLimitedNorm(ConvNormAct):
+    def forward(self, x):
+        self.conv.weight.data = torch.renorm(self.conv.weight.data, 2, 0, 0.1)
+        return super().forward(x)
+
+
+class Marks(ConvNormAct):
+    def forward(self, x):
+        y = super().forward(x)
+        with contextlib.suppress(TypeError):
+            y.stride = 2
+        return y
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -740,6 +755,10 @@ REASONS = {
         (DecidesByType, DecidesByClass, DecidesByCall),
         "torch.fx cannot record its forward: it asks for the types of what it takes or makes",
     ),
+    **{
+        kind: f"torch.fx cannot record its forward: it sets the {name} of a tensor"
+        for kind, name in ((OfLimitedNorm, "data"), (Marks, "stride"))
+    },
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",
@@ -762,6 +781,27 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     report = fusedtrain.fuse(model)
     assert report == planned and type(model[0]) is kind and not model[0].training
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
+
+
+class LimitedNorm(nn.Conv2d):
+    """The convolution of EEGNet."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
+        return super().forward(x)
+
+
+class WithLimitedNorm(ConvNormAct):
+    def __init__(self, c):
+        super().__init__(c, c, 3)
+        self.conv = LimitedNorm(c, c, 3, padding=1, bias=False)
+
+
+def test_layers_that_limit_their_norm_still_do():
+    block, stock, _ = fused(WithLimitedNorm)
+    x = harness.images((2, 16, 9, 9))
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), "limited")
+    assert torch.equal(block.conv.weight, stock.conv.weight)
 
 
 def test_quantised_and_wrapped_blocks_are_left_alone():

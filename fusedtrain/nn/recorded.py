@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -404,7 +404,16 @@ def _is_inlined(module: nn.Module) -> bool:
     return _is_sequence(module) or is_unknown(module)
 
 
-class _Asked(fx.proxy.Attribute):
+class _Unwritten:
+    """A proxy whose attributes torch.fx alone sets: those that a forward sets would not be set in each call."""
+
+    def __setattr__(self, name: str, value):
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.fx.", __name__)):
+            self.tracer.refuse(f"it sets the {name} of a tensor")
+        super().__setattr__(name, value)
+
+
+class _Asked(_Unwritten, fx.proxy.Attribute):
     """An attribute of a tensor: a method to be called, or a value that other calls take."""
 
     called = False
@@ -414,10 +423,10 @@ class _Asked(fx.proxy.Attribute):
         return super().__call__(*args, **kwargs)
 
     def __str__(self) -> str:
-        raise TypeError(f"it decides by the {self.attr} of what it takes or makes")
+        self.tracer.refuse(f"it decides by the {self.attr} of what it takes or makes")
 
 
-class _Proxy(fx.Proxy):
+class _Proxy(_Unwritten, fx.Proxy):
     """Sums and products that take the place of their first operand are recorded as such."""
 
     def __getattr__(self, name: str):
@@ -480,6 +489,12 @@ class _Tracer(fx.Tracer):
         self.thread = threading.get_ident()
         self.of_images: bool | None = None
         self.asked: list[_Asked] = []
+        self.reason: str | None = None
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises, also once the forward is over if it catches that."""
+        self.reason = reason
+        raise TypeError(reason)
 
     def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
@@ -513,7 +528,10 @@ class _Tracer(fx.Tracer):
         return self.asked[-1]
 
     def refuse_decisions(self) -> None:
-        """Raises where the forward kept to itself what it read of a tensor, such as ``x.dtype is torch.float32``."""
+        """Raises where the forward caught what was raised in it, or kept to itself what it read of a tensor, such as
+        ``x.dtype is torch.float32``."""
+        if self.reason is not None:
+            raise TypeError(self.reason)
         kept = next((asked.attr for asked in self.asked if asked._node is None and not asked.called), None)
         if kept is not None:
             raise TypeError(f"it decides by the {kept} of what it takes or makes")
