@@ -740,6 +740,29 @@ class Marks(ConvNormAct):
         return y
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy
+
+
+reversed_gradient = Reversed.apply
+
+
+class Reverses(ConvNormAct):
+    def forward(self, x):
+        return super().forward(Reversed.apply(x))
+
+
+class ReversesByName(ConvNormAct):
+    def forward(self, x):
+        return super().forward(reversed_gradient(x))
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -759,6 +782,9 @@ REASONS = {
         kind: f"torch.fx cannot record its forward: it sets the {name} of a tensor"
         for kind, name in ((OfLimitedNorm, "data"), (Marks, "stride"))
     },
+    **dict.fromkeys(
+        (Reverses, ReversesByName), "torch.fx cannot record its forward: it calls a torch.autograd.Function"
+    ),
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",

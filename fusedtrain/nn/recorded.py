@@ -454,6 +454,7 @@ class _Proxy(_Unwritten, fx.Proxy):
 
 
 _TYPES = "it asks for the types of what it takes or makes"
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 _AUTOCAST = ("cpu", "cuda")
 
 
@@ -498,6 +499,8 @@ class _Tracer(fx.Tracer):
 
     def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
+        if frame.f_code is _APPLY:  # of a bound method, too, which nothing in its place would be seen by
+            self.refuse("it calls a torch.autograd.Function")
         frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
         names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
         if _is_ours(frame.f_globals.get("__name__", "")):
