@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import random
 import sys
@@ -12,6 +13,7 @@ import threading
 import types
 
 import harness
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -620,6 +622,43 @@ class Draws(ConvNormAct):
         return super().forward(x) if random.random() < 0.5 else self.norm(self.conv(x))
 
 
+class DrawsOfItsOwn(ConvNormAct):
+    """Like stochastic depth, with a generator that torch does not know."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.draw = self.generator().random
+
+    @staticmethod
+    def generator():
+        return random.Random(0)
+
+    def forward(self, x):
+        return super().forward(x) if not self.training or self.draw() < 0.5 else self.norm(self.conv(x))
+
+
+class DrawsOfNumpys(DrawsOfItsOwn):
+    generator = staticmethod(functools.partial(np.random.default_rng, 0))
+
+
+class DrawsOfTorchs(DrawsOfItsOwn):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.options = types.SimpleNamespace(generators=[torch.Generator()])
+
+    def draw(self):
+        return torch.rand((), generator=self.options.generators[0])
+
+
+class Iterates(ConvNormAct):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.steps = itertools.count()
+
+    def forward(self, x):
+        return super().forward(x) * next(self.steps)
+
+
 class Counts(ConvNormAct):
     calls = 0
 
@@ -788,7 +827,10 @@ REASONS = {
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     WarmsUp: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",
-    Draws: "its forward draws random numbers outside of layers",
+    **dict.fromkeys(
+        (Draws, DrawsOfItsOwn, DrawsOfNumpys, DrawsOfTorchs), "its forward draws random numbers outside of layers"
+    ),
+    Iterates: "it holds an iterator, which a recording would use up",
     Counts: "its forward changes its attributes, or holds tensors that are no buffers",
     Decides: "torch.fx cannot record its forward: "
     "symbolically traced variables cannot be used as inputs to control flow",
@@ -807,6 +849,7 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     report = fusedtrain.fuse(model)
     assert report == planned and type(model[0]) is kind and not model[0].training
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
+    assert not issubclass(kind, DrawsOfItsOwn) or model[0].draw() == kind(16, 16, 3, 1, 16).draw()
 
 
 class LimitedNorm(nn.Conv2d):

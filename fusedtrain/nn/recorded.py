@@ -579,6 +579,8 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
     if any(_state(m, type(m))(m, False) != _state(m, type(m))(m, False) for m in block.modules()):
         return f"it holds more than {_MANY} items in one container, too many to compare in every call"
+    if any(isinstance(held, Iterator) for held in _reached(list(block.modules()))):
+        return "it holds an iterator, which a recording would use up"
     traced = _trace(block)
     if isinstance(traced, str):
         return traced
@@ -613,22 +615,79 @@ def _ids(holder: dict | list | set) -> list:
     return [(key, id(value)) for key, value in holder.items()] if isinstance(holder, dict) else list(map(id, holder))
 
 
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, nn.Module, Tensor)
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_ITEMS = (list, tuple, set, frozenset, collections.deque)
+
+
+def _inside(value) -> list:
+    """What an object holds, as far as that shows."""
+    if isinstance(value, _BOUND):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, _ITEMS) else ()
+    of_numpy = type(value).__module__.startswith("numpy.random")
+    bits = getattr(value, "bit_generator", None) if of_numpy else None
+    return [*items, *getattr(value, "__dict__", {}).values(), bits]
+
+
+def _reached(modules: list[nn.Module], depth: int = 4) -> list:
+    """All objects that attributes hold, and that these hold, but for modules, tensors and constants."""
+    found: dict[int, object] = {}
+    values = [value for module in modules for name, value in vars(module).items() if name not in _OTHERS]
+    for _ in range(depth):
+        values = [value for value in values if not isinstance(value, _CONSTANT) and id(value) not in found]
+        found.update((id(value), value) for value in values)
+        values = [inner for value in values for inner in _inside(value)]
+    return list(found.values())
+
+
+def _get(generator) -> bytes | None:
+    """The state of a generator of random numbers; None for all else."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, torch.Generator):
+        return pickle.dumps(generator.get_state().tolist())
+    if numpy is not None and isinstance(generator, numpy.random.RandomState):
+        return pickle.dumps(generator.get_state())  # printed it takes milliseconds
+    if numpy is not None and isinstance(generator, numpy.random.BitGenerator):
+        return pickle.dumps(generator.state)
+    return None
+
+
+def _set(generator, state: bytes) -> None:
+    state = pickle.loads(state)
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.state = state
+
+
 @contextlib.contextmanager
 def _untouched(modules: list[nn.Module]):
     """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
-    numpy, changes = sys.modules.get("numpy"), []
+    changes = []
     before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))(m, False)) for m in modules]
     held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
-    mine, theirs = random.getstate(), torch.get_rng_state()
-    third = None if numpy is None else pickle.dumps(numpy.random.get_state())  # printed it takes milliseconds
+    generators = [random.getstate.__self__, torch.default_generator, *_reached(modules)]
+    if "numpy" in sys.modules:
+        generators.append(sys.modules["numpy"].random.get_state.__self__)
+    states = [(generator, state) for generator in generators if (state := _get(generator)) is not None]
     try:
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
         changed = changed or [(type(m), _state(m, type(m))(m, False)) for m in modules] != seen
         if changed or any(_ids(now) != _ids(old) for now, old in held):
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
-        drawn = random.getstate() != mine or not torch.equal(torch.get_rng_state(), theirs)
-        if drawn or (third is not None and pickle.dumps(numpy.random.get_state()) != third):
+        if any(_get(generator) != state for generator, state in states):
             changes.append("its forward draws random numbers outside of layers")
     finally:
         for module, old in zip(modules, before):
@@ -637,10 +696,9 @@ def _untouched(modules: list[nn.Module]):
         for now, old in held:
             now.clear()
             (now.extend if isinstance(now, list) else now.update)(old)
-        random.setstate(mine)
-        torch.set_rng_state(theirs)
-        if third is not None:
-            numpy.random.set_state(pickle.loads(third))
+        for generator, state in states:
+            if _get(generator) != state:
+                _set(generator, state)
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
