@@ -205,6 +205,38 @@ def test_blocks_compute_as_well_as_before_with_fewer_calls(kind, calls):
         assert [calls.count("norm") + calls.count("sum"), calls.count("sum")] == [norms, sums]
 
 
+LISTED = {}
+
+
+class Listing(nn.Sequential):
+    """It lists its classes, as registries of layers do."""
+
+    def __init_subclass__(cls, *, key, **options):
+        super().__init_subclass__(**options)
+        LISTED[key] = cls
+
+
+class OfAList(Listing, key="block"):
+    pass
+
+
+def test_new_blocks_of_a_recorded_class_are_stock():
+    def layers():
+        return nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1)
+
+    block = OfAList(*layers())
+    fusedtrain.fuse(block)
+    assert isinstance(block, Recorded) and LISTED["block"] is OfAList
+    x, stock = harness.images((2, 16, 9, 9)), nn.Sequential(*copy.deepcopy(block)[:3])
+    for model in (block[:3], type(block)(*block[:3]), copy.deepcopy(block[:3])):
+        assert torch.equal(model(x), stock(x))
+
+    class Further(type(block), key="further"):
+        pass
+
+    assert LISTED.keys() == {"block", "further"} and Further(*layers())(x).shape == (2, 8, 7, 7)
+
+
 @pytest.mark.parametrize("kind", [LinearGate, Flat, Nested, Bottleneck], ids=lambda kind: kind.__name__)
 def test_copies_pickles_and_the_way_back(kind):
     block, stock, report = fused(kind)

@@ -229,13 +229,17 @@ class Recorded(nn.Module):
     Made by :func:`fusedtrain.fuse` only. It is still an instance of its own class, with all that this has.
     """
 
-    _recording: Recording
+    _recording: Recording | None = None  # of what its own code makes of its class, such as ``block[:3]``
+
+    def __init_subclass__(cls, **options):
+        if Recorded not in cls.__bases__:  # the classes of blocks are not new ones to those who list theirs
+            super().__init_subclass__(**options)
 
     def forward(self, *args, **kwargs):
         recording = self._recording
         # Tracers of torch.fx name what they see by layers and by how often these were called.
         one = len(args) == 1 and not kwargs and not isinstance(args[0], fx.Proxy)
-        if one and not stays_stock(self, *args) and recording.holds_for(self, *args):
+        if recording is not None and one and not stays_stock(self, *args) and recording.holds_for(self, *args):
             return recording.forwards[int(self.training)](self, *args)  # torch.compile of torch 2.11 takes no bool
         return super().forward(*args, **kwargs)
 
