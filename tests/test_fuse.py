@@ -6,6 +6,7 @@ import pickle
 import sys
 
 import harness
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -794,6 +795,21 @@ def test_layers_of_dtypes_that_the_ops_lack_stay():
     report = fusedtrain.fuse(model)
     assert [c.reason for c in report.kept] == ["it holds parameters of torch.complex64, which the ops lack"] * 3
     model(torch.zeros(1, 4, 8, 8, dtype=torch.complex64))
+
+
+def test_options_of_convolutions_may_be_integers_of_numpy(zoo):
+    one, two, four = map(np.int64, (1, 2, 4))
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(16, 16, 3, two, one, groups=16), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Conv2d(16, 16, 3, padding=one, dilation=one, groups=16),
+        nn.Conv2d(16, 16, 3, padding=(one, one), groups=four),
+        zoo.timm.layers.Conv2dSame(16, 16, 3, two, groups=16),
+        nn.Conv2d(16, 8, 1, two),
+    )
+    stock = copy.deepcopy(model)
+    assert len(fusedtrain.fuse(model).swapped) == 7
+    x = harness.images((2, 16, 24, 24)).contiguous(memory_format=torch.channels_last)
+    harness.assert_as_good_as_torch(model(x), stock(x), copy.deepcopy(stock).double()(x.double()), "integers of numpy")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

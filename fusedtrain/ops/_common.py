@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import operator
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -197,12 +198,22 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def whole(value) -> int | None:
+    """``value`` as an int, also where it is an integer of numpy; None for what is no integer."""
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
     """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
-    both = (value, value) if isinstance(value, int) else value
+    both = value if hasattr(value, "__len__") else (value, value)
     if len(both) == 2:
-        h, w = both
-        if isinstance(h, int) and isinstance(w, int) and h >= least and w >= least:
+        h, w = whole(both[0]), whole(both[1])
+        if h is not None and w is not None and h >= least and w >= least:
             return [h, w]
     raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
 

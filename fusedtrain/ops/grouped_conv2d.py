@@ -179,7 +179,7 @@ class _GroupedConv2d(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
-    if not isinstance(groups, int) or groups < 1 or x.shape[1] % groups or x.shape[1] == 0:
+    if _common.whole(groups) is None or groups < 1 or x.shape[1] % groups or x.shape[1] == 0:
         raise ValueError(f"grouped_conv2d: groups must divide the {x.shape[1]} channels of x, got {groups!r}")
     if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[1] != x.shape[1] // groups:
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
@@ -239,6 +239,7 @@ def grouped_conv2d(
     _common.check_images("grouped_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias, groups)
+    groups = _common.whole(groups)
     window, _ = geometry("grouped_conv2d", x, weight, stride, padding, dilation)
     impl = select("grouped_conv2d", IMPLS, x, weight, bias, *window, groups)
     if impl.backward is None:
