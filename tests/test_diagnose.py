@@ -764,6 +764,36 @@ def test_a_model_that_is_evaluated_amid_the_training_is_told_from_one_that_train
     assert parts == ["forward"] * 3 + ["backward"] + ["forward"] * 2 + ["evaluation"] * 2 + ["forward"]
 
 
+@pytest.mark.parametrize("how", ["mode", "gradients"])
+def test_an_evaluation_on_the_loader_of_the_training_is_no_training(how):
+    model, loader = nn.Linear(4, 2), DataLoader(TensorDataset(torch.rand(24, 4)), 4)
+    optimizer, steps, passes = torch.optim.SGD(model.parameters(), lr=0.1), [], set()
+
+    def plan(driver):
+        yield Run(4, parts=True)
+        driver.instrument.settle()
+        steps.extend((yield Run(8, parts=True)))
+        yield Run(8)
+
+    def evaluate():
+        model.train(how != "mode")
+        with torch.set_grad_enabled(how == "mode"):
+            passes.add(sum(len(model(x)) for (x,) in loader))
+        model.train()
+
+    with Instrument() as watched:
+        driver = Driver(watched, plan)
+        driver.install()
+        with pytest.raises(Finished):
+            for i, (x,) in enumerate(loader):
+                assert i <= 20
+                model(x).sum().backward()
+                optimizer.step()
+                evaluate()
+    assert passes == {24} and all("optimizer" in step.parts for step in steps)
+    assert how != "mode" or all(step.parts["evaluation"] > 0 for step in steps)
+
+
 def test_an_evaluation_amid_the_training_is_named_with_its_lines():
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"evaluation": 0.6}, None, {})
     facts.lines = [("forward", Site("a.py", 1), 0.4), ("evaluation", Site("a.py", 2), 0.6)]
@@ -1294,6 +1324,8 @@ def test_a_small_batch_is_named_where_no_noise_explains_it(before, after, noise,
     found = look(facts, None)
     assert isinstance(found, str) != named
     assert not named or found.gain == pytest.approx(1 - max(a / 4 / b for a, b in zip(after, before)))
+    facts.larger = 4, measure.Paired((0.0, 4.0), after)
+    assert look(facts, None).startswith("not measured: ")
 
 
 # --- rules for GPUs, on profiles made by hand -------------------------------------------------------------------------

@@ -111,6 +111,7 @@ class Driver:
         self.losses: list[float] | None = None  # receives the loss of every step
         self.own_code = 0  # > 0: loaders are being iterated over by the plan
         self._last: LoopIterator | None = None
+        self._recorded = True  # whether gradients were on when it was asked
         self._current: LoopIterator | None = None  # whose requests are the boundaries
         self._run: Run | None = None
         self._records: list[Step] = []
@@ -214,8 +215,8 @@ class Driver:
         if self.finished:
             raise Finished
         if self.loader is None:
-            self._last = iterator
-        if self.loader is None or iterator.loader is not self.loader:
+            self._last, self._recorded = iterator, torch.is_grad_enabled()
+        if self.loader is None or iterator.loader is not self.loader or self._evaluates(iterator):
             timed = self._timed_evaluation if self.instrument.evaluating else self._timed_next
             return timed(iterator.inner) if self.instrument.attached else next(iterator.inner)
         if iterator.inner is not self.source.iterator and not iterator.adopted:
@@ -239,6 +240,10 @@ class Driver:
         if self._run.collect and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
             self.batches.append(copy_batch(batch))
         return batch
+
+    def _evaluates(self, iterator: "LoopIterator") -> bool:
+        """Whether a pass over the loader of the training loop is an evaluation's, which may lie within the loop's."""
+        return not iterator.adopted and (self.instrument.evaluating or torch.is_grad_enabled() < self._recorded)
 
     def _before_optimizer(self, optimizer) -> None:
         self._recognise(optimizer)

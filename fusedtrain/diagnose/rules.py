@@ -538,6 +538,8 @@ def _batch_size(facts: Facts, driver: Driver) -> Finding | str:
     if facts.larger is None:
         return "not measured: no batches to repeat"
     times, pairs = facts.larger
+    if not min(pairs.before):
+        return "not measured: neither forward nor backward was seen in most steps"
     now, seconds = map(fmean, (pairs.before, pairs.after))
     # As little as either pair says: what else runs on the machine slows one batch down, or the other.
     saved = min(1 - after / times / before for before, after in zip(pairs.before, pairs.after))
