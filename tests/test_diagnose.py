@@ -746,6 +746,22 @@ def test_an_optimizer_without_a_fused_form_is_held_against_a_fused_one():
     assert rule.look(facts, driver) == "the optimizer is fused already"
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_sparse_gradients_are_left_to_the_optimizers_that_take_them(kept):
+    model = nn.EmbeddingBag(8, 4, sparse=True)
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    model.sparse = not kept  # whether a gradient is seen, or a layer that will make one
+    model.zero_grad(set_to_none=not kept)
+    watched = types.SimpleNamespace(by_hand=[], roots=[model], optimizers=optimizers)
+    driver = types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
+    assert all("sparse" in remedies.FusedOptimizer(ours).why_not(driver) for ours in (False, True))
+    watched.optimizers = [torch.optim.SparseAdam(model.parameters())]
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {}, fused_step=0.1)
+    rule = next(rule for rule in rules.RULES if rule.name == "optimizer")
+    assert rule.look(facts, driver) == "SparseAdam.step() takes 40.0% of the step; gradients are sparse"
+
+
 def test_a_model_that_is_evaluated_amid_the_training_is_told_from_one_that_trains():
     model, teacher, x = Net(), Net().eval(), torch.rand(2, 3, 8, 8)
     with Instrument() as watched:
@@ -1756,8 +1772,15 @@ def test_what_is_counted_may_be_one(monkeypatch):
     rate, timeline = {"workers": 1, "batches_per_second": 2.0}, [[["forward", 0.0, 1.0], ["step", 0.0, 2.0]]]
     assert "1 worker (now)" in html._rates({"loader_rates": [rate], "current_workers": 1})
     assert "1 step, one per line" in html._timeline(timeline)
-    report = {"examined": False, "steps": 1, "bare_steps": 0, "parts_ms": {"rest": 1.0}}
+    report = {"examined": False, "steps": 1, "bare_steps": 0, "parts_ms": {"rest": 1.0}, "failure": report_text.ENDED}
     assert report_text.headline(report).startswith("The script ended after 1 measured step; ")
+
+
+def test_of_a_script_that_failed_nobody_says_that_it_should_train_longer():
+    report = {"examined": False, "steps": 9, "bare_steps": 0, "parts_ms": {"rest": 1.0}}
+    report["failure"] = "the script failed before all was measured: ValueError: no"
+    said = "The script failed before all was measured: ValueError: no. 100% of a step goes to: rest."
+    assert report_text.headline(report) == said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Batch sizes are never changed, only reported on.
 """
 
 import inspect
+import itertools
 import sys
 from collections import Counter
 
@@ -303,6 +304,15 @@ class Fuse(Remedy):
         return _new_line(driver, "fusedtrain.fuse({model})")
 
 
+def sparse_gradients(driver: Driver) -> bool:
+    """Returns whether gradients are sparse, or will be: no fused optimizer takes them."""
+    modules = [module for model in models(driver) for module in model.modules()]
+    groups = [group["params"] for optimizer in driver.instrument.optimizers for group in optimizer.param_groups]
+    params = itertools.chain(*groups, *(module.parameters(recurse=False) for module in modules))
+    embeddings = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in modules)
+    return embeddings or any(p.grad is not None and p.grad.is_sparse for p in params)
+
+
 class FusedOptimizer(Remedy):
     """torch's or our optimizer that updates everything in one pass over memory.
 
@@ -335,6 +345,8 @@ class FusedOptimizer(Remedy):
                     return "the optimizer is capturable or differentiable"
                 if any(not p.is_floating_point() or p.dtype is torch.float16 for p in group["params"]):
                     return "a parameter is complex, an integer or in half precision"
+        if sparse_gradients(driver):
+            return "gradients are sparse, which no fused optimizer takes"
         return None if driver.instrument.optimizers else "no optimizer was seen"
 
     def apply(self, driver: Driver) -> None:

@@ -6,6 +6,8 @@ from fusedtrain.diagnose.lines import source_line
 from fusedtrain.diagnose.remedies import specification
 from fusedtrain.diagnose.rules import count_text
 
+ENDED = "the script ended before all was measured"
+
 
 def to_json(diagnosis, script: str) -> dict:
     """Returns everything that was found, of plain types only. Times are milliseconds, gains shares of the step."""
@@ -127,10 +129,13 @@ def headline(report: dict) -> str:
     if not report["examined"]:
         parts, taken = report["parts_ms"], report["steps"] + report["bare_steps"]
         name = max(parts, key=parts.get)
-        return (
+        said = (
             f"The script ended after {count_text(taken, 'measured step')}; some hundred are needed to tell causes"
-            f" apart: let it train longer. {parts[name] / sum(parts.values()):.0%} of a step goes to: {name}."
+            " apart: let it train longer"
         )
+        if report["failure"] not in ("", ENDED):
+            said = f"{report['failure'][0].upper()}{report['failure'][1:]}"
+        return f"{said}. {parts[name] / sum(parts.values()):.0%} of a step goes to: {name}."
     named = next((f for f in report["findings"] if f["rule"] == report["bottleneck"]), None)
     if named is None:
         parts = report["parts_ms"]

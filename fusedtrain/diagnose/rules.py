@@ -32,6 +32,7 @@ from fusedtrain.diagnose.remedies import (
     WholeBatches,
     models,
     replicas,
+    sparse_gradients,
     why_not_clone,
 )
 
@@ -466,6 +467,8 @@ def _without_fused(facts: Facts, driver: Driver, owner: object, name: str) -> Fi
     share = seconds / facts.step.value
     if share < LEAST or not models(driver):
         return f"{type(owner).__name__}.{name}() takes {share:.1%} of the step"
+    if sparse_gradients(driver):
+        return f"{type(owner).__name__}.{name}() takes {share:.1%} of the step; gradients are sparse"
     if facts.fused_step is None:
         with driver.aside():
             facts.fused_step = fused_step(driver)

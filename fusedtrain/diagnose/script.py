@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import UNSEEN
+from fusedtrain.diagnose.report import ENDED
 from fusedtrain.diagnose.rules import count_text
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
@@ -74,7 +75,7 @@ def diagnose_script(
             f"{report['failure'] or 'the script failed before all was measured'}: {error.splitlines()[-1]}"
         )
     elif any("ended" in m for m in messages):
-        report["failure"] = "the script ended before all was measured"
+        report["failure"] = ENDED
     ranks = max(int(os.environ.get("WORLD_SIZE", "1")), *(m.get("spawned", 1) for m in messages))
     if verify and fresh and ranks == 1:
         stage("in fresh processes")
