@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, UserDict, defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -517,6 +517,60 @@ def test_two_arms_take_turns():
 def test_accumulated_gradients_are_measured_in_whole_groups():
     assert measure.Sizes(1.0, 4).block(Arm()) == (4, 4)
     assert measure.Sizes(0.01, 4).block(Arm())[0] % 4 == 0
+
+
+class Encoding(UserDict):
+    """As tokenizers return it."""
+
+    def __init__(self, data, encodings):
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Output(dict):
+    def __init__(self, *, x):
+        super().__init__(x=x)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Encoding({"x": torch.rand(2, 3)}, "kept"),
+        Output(x=torch.rand(2, 3)),
+        defaultdict(list, x=torch.rand(2, 3), names=["a", "b"]),
+    ],
+)
+def test_batches_are_copied_whatever_dictionaries_they_are(batch):
+    kept, large = batches.copy_batch(batch), measure.repeat_batch(batch, 4)
+    assert type(kept) is type(large) is type(batch)
+    assert getattr(kept, "encodings", None) == getattr(batch, "encodings", None)
+    assert torch.equal(kept["x"], batch["x"]) and kept["x"] is not batch["x"] and large["x"].shape == (8, 3)
+    kept.pop("x")
+    assert "x" in batch and batches.batch_bytes(batch) == 24 and batches.batch_bytes([batch, (batch,)]) == 48
+
+
+def test_batches_that_cannot_be_copied_are_not_kept():
+    graph, kept = types.SimpleNamespace(x=torch.ones(2)), []
+    assert batches.copy_batch([graph])[0].x is not graph.x
+    data = [types.SimpleNamespace(x=torch.rand(4), lock=threading.Lock() if i == 2 else None) for i in range(9)]
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def plan(driver):
+        for _ in range(2):
+            yield Run(3, collect=2**20)
+            kept.append(len(driver.batches))
+
+    with Instrument() as watched, pytest.raises(Finished):
+        Driver(watched, plan).install()
+        for batch in DataLoader(data, batch_size=None, collate_fn=lambda batch: batch):
+            model(batch.x).sum().backward()
+            optimizer.step()
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"loader": 0.4}, None, {})
+    found = rules._loader(facts, types.SimpleNamespace(loader=data))
+    assert kept == [0, 0] and found.gain == 0.4 and "cannot be copied" in found.evidence
+    facts.parts["loader"] = 0.01
+    assert rules._loader(facts, types.SimpleNamespace(loader=data)).startswith("the loader holds the loop up for 1.0%")
 
 
 def test_page_faults_are_priced_on_this_machine():

@@ -1,6 +1,8 @@
 """Where the batches of a measured run come from: a loader, or a few that are kept."""
 
-from collections.abc import Callable, Generator, Iterator
+import copy
+from collections import UserDict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,26 +12,37 @@ _FAR_EPOCH = 10**6  # beyond those of the run
 
 
 def copy_batch(batch: Any) -> Any:
-    """Returns a batch whose tensors are copies, in the same structure and memory, pinned where they were."""
+    """Returns a batch whose tensors are copies, in the same structure and memory, pinned where they were.
+
+    Raises what ``copy.deepcopy`` does where something else in it cannot be copied.
+    """
     if isinstance(batch, Tensor):
-        copy = batch.clone()
-        return copy.pin_memory() if batch.device.type == "cpu" and batch.is_pinned() else copy
-    if isinstance(batch, dict):
-        return type(batch)({name: copy_batch(value) for name, value in batch.items()})
+        made = batch.clone()
+        return made.pin_memory() if batch.device.type == "cpu" and batch.is_pinned() else made
+    return map_batch(batch, copy_batch)
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a structure of the same kind of what ``change`` makes of its values; of other objects a copy."""
+    if isinstance(batch, (dict, UserDict)):
+        made = copy.copy(batch)  # a class of its own may need more than its items
+        for name, value in batch.items():
+            made[name] = change(value)
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(copy_batch, batch))
+        return type(batch)(*map(change, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map(copy_batch, batch))
-    return batch
+        return type(batch)(map(change, batch))
+    return copy.deepcopy(batch)
 
 
 def batch_bytes(batch: Any) -> int:
     """Returns the bytes of the tensors in a batch."""
     if isinstance(batch, Tensor):
         return batch.nbytes
-    if isinstance(batch, dict):
-        batch = batch.values()
-    return sum(map(batch_bytes, batch)) if isinstance(batch, (list, tuple)) or hasattr(batch, "__next__") else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return sum(map(batch_bytes, batch)) if isinstance(batch, (list, tuple)) else 0
 
 
 class LoaderSource:

@@ -106,6 +106,7 @@ class Driver:
         self.source: LoaderSource | None = None  # the script's own
         self.optimizer: object = None  # its steps are the boundaries where no loader is used
         self.batches: list = []
+        self._keeps = True  # batches, where a run collects them
         self.finished = False
         self.error: BaseException | None = None
         self.losses: list[float] | None = None  # receives the loss of every step
@@ -237,9 +238,16 @@ class Driver:
             finally:
                 self.own_code -= 1
             self._open.restart = source.restarted
-        if self._run.collect and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
-            self.batches.append(copy_batch(batch))
+        if self._keeps and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
+            self._keep(batch)
         return batch
+
+    def _keep(self, batch) -> None:
+        """Keeps a copy of a batch, or none at all where one cannot be copied."""
+        try:
+            self.batches.append(copy_batch(batch))
+        except Exception:
+            self.batches, self._keeps = [], False
 
     def _evaluates(self, iterator: "LoopIterator") -> bool:
         """Whether a pass over the loader of the training loop is an evaluation's, which may lie within the loop's."""

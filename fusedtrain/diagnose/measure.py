@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 
 from fusedtrain._waits import Waits
 from fusedtrain.data.workers import cores
-from fusedtrain.diagnose.batches import CachedSource, LoaderSource, copy_batch
+from fusedtrain.diagnose.batches import CachedSource, LoaderSource, map_batch
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.drive import Driver, agree, ranks
 from fusedtrain.diagnose.growth import Growth, Watch
@@ -645,13 +645,7 @@ def repeat_batch(batch, times: int):
     """Returns a batch that holds its samples so many times."""
     if isinstance(batch, torch.Tensor):
         return batch.repeat(times, *[1] * (batch.dim() - 1)) if batch.dim() else batch
-    if isinstance(batch, dict):
-        return type(batch)({name: repeat_batch(value, times) for name, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(repeat_batch(value, times) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(repeat_batch(value, times) for value in batch)
-    return copy_batch(batch)
+    return map_batch(batch, lambda value: repeat_batch(value, times))
 
 
 def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: int = 4):

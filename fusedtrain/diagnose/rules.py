@@ -183,6 +183,8 @@ def probed(name: str, cause: str, candidates, *, option: bool = False, evidence=
 def _loader(facts: Facts, driver: Driver) -> Finding | str:
     if driver.loader is None:
         return "no loader was seen"
+    if facts.waiting is None:
+        return _loader_alone(facts)
     if serial(facts):  # what the loop spends in its loader is known exactly, on a busy machine too
         lost, least = min(facts.waiting.high, facts.parts["loader"] / facts.step.value), LEAST
     else:
@@ -244,6 +246,17 @@ def _loader(facts: Facts, driver: Driver) -> Finding | str:
     arguments = {"num_workers": workers} | ({"persistent_workers": True} if workers else {})
     remedy = facts.keep(Loader(driver, **arguments))
     return Finding("loader", cause, evidence, best, (remedy,), advice, lines=lines, lost=lost, shared=shared)
+
+
+def _loader_alone(facts: Facts) -> Finding | str:
+    """What is known of loading where no batch could be kept."""
+    lost = facts.parts["loader"] / facts.step.value
+    evidence = f"the loader holds the loop up for {lost:.1%} of the step; its batches cannot be copied to compare"
+    if lost < LEAST:
+        return evidence
+    advice = "try more workers, or make samples cheaper"
+    cause = "the step waits for the data"
+    return Finding("loader", cause, evidence, lost, advice=advice, lines=lines_of(facts, "loader"))
 
 
 def waiting_for_restarts(facts: Facts) -> tuple[float, list[float]]:
