@@ -15,12 +15,16 @@ def need(module: str, extra: str):
         raise _missing(missing, extra) from None
 
 
-def require(package: str, extra: str) -> None:
-    """Raises what :func:`need` does where a package is missing, without the seconds that importing it takes."""
+def require(package: str, extra: str | None) -> None:
+    """Raises what :func:`need` does where a package is missing, without the seconds that importing it takes.
+
+    ``extra``: None for a package of none.
+    """
     if importlib.util.find_spec(package) is None:
         raise _missing(package, extra)
 
 
-def _missing(package: str, extra: str) -> ModuleNotFoundError:
-    message = f"needs the package {package}, which is not installed: pip install 'fusedtrain[{extra}]'"
+def _missing(package: str, extra: str | None) -> ModuleNotFoundError:
+    what = f"'fusedtrain[{extra}]'" if extra else package
+    message = f"needs the package {package}, which is not installed: pip install {what}"
     return ModuleNotFoundError(message, name=package)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import queue
 import re
 import resource
 import signal
@@ -22,6 +23,7 @@ from fusedtrain import _tuned, backend, tune
 from fusedtrain.cli import main
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
+from fusedtrain.tune.search import PACKAGES, _one
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import load
 
@@ -692,6 +694,30 @@ def test_trials_without_a_number_fail_and_count(tmp_path, capsys):
         (failed,) = (t for t in found["trials"] if t["state"] == "fail")
         assert failed["error"] == "ValueError: the value is not a number"
     assert "2 of 2 trials are done already" in err
+
+
+def test_a_trial_whose_parameters_cannot_be_drawn_fails_and_counts():
+    class Trial:
+        number, user_attrs = 3, {}
+
+        def suggest_float(self, *args, **options):
+            raise RuntimeError("no more points")
+
+        def set_user_attr(self, name, value):
+            self.user_attrs[name] = value
+
+    lines = queue.SimpleQueue()
+    with pytest.raises(RuntimeError, match="no more points"):
+        _one(Trial(), tune.Space({"x": {"low": 0.0, "high": 1.0}}, objective="f.py:f"), float, lines)
+    assert Trial.user_attrs == {"error": "RuntimeError: no more points"}
+    assert lines.get() == "trial 3: failed: RuntimeError: no more points"
+
+
+def test_the_package_of_a_sampler_is_asked_for_before_a_trial(space, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(PACKAGES, "cmaes", "no_such_package")
+    assert main(["tune", "search", str(space(sampler="cmaes"))]) == 1
+    assert capsys.readouterr().err.endswith(" is not installed: pip install no_such_package\n")
+    assert not (tmp_path / "space.db").exists()
 
 
 def test_texts_stay_texts_and_numbers_that_yaml_takes_for_texts_do_not():

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from fusedtrain import _files
-from fusedtrain._extras import need
+from fusedtrain._extras import need, require
 from fusedtrain.tune.target import TuneError, end_with_parent, load
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "cmaes": "CmaEsSampler"}
 SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
+PACKAGES = {"cmaes": "cmaes", "gp": "scipy", "qmc": "scipy"}  # that Optuna imports no sooner than it draws with them
 PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
 PRUNERS |= {"halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
 ENDS = (signal.SIGINT, signal.SIGTERM)  # signals that end a worker
@@ -126,7 +127,7 @@ def search(
     Raises:
         TuneError: another search runs on the storage, it belongs to other parameters or another direction, or every
             trial failed; the message holds the last error.
-        ModuleNotFoundError: optuna is missing.
+        ModuleNotFoundError: optuna is missing, or what its sampler needs.
     """
     optuna = need("optuna", "tune")
     if workers < 1:
@@ -155,6 +156,8 @@ def search(
 def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
     """The study in the storage, for a worker of a search that found so many trials there."""
     optuna = need("optuna", "tune")
+    if space.sampler["name"] in PACKAGES:
+        require(PACKAGES[space.sampler["name"]], None)
     options = {name: value for name, value in space.sampler.items() if name != "name"}
     if "seed" in options:  # or all workers, and a search that goes on, would begin with the same parameters
         again = 0 if space.sampler["name"] == "qmc" else begun  # its place in the sequence is in the storage
@@ -272,9 +275,7 @@ def _leave(number: int, frame) -> None:
 def _one(trial, space: Space, objective: Callable | None, lines) -> float:
     """Runs one trial and puts a line about it out."""
     optuna = need("optuna", "tune")
-    params = {name: _suggest(trial, name, values) for name, values in space.params.items()}
-    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in params.items()}
-    text = ", ".join(f"{name}={value}" for name, value in texts.items())
+    text = ""
 
     def report(step: int, value: float) -> None:
         trial.report(float(value), int(step))
@@ -282,18 +283,21 @@ def _one(trial, space: Space, objective: Callable | None, lines) -> float:
             raise optuna.TrialPruned
 
     try:
+        params = {name: _suggest(trial, name, values) for name, values in space.params.items()}
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in params.items()}
+        text = "  " + ", ".join(f"{name}={value}" for name, value in texts.items())
         run = objective or _command(space, trial.number)
         value = float(run(params, report))
         if math.isnan(value):  # Optuna would take it for a trial that was cut off, and so would the next search
             raise ValueError("the value is not a number")
     except optuna.TrialPruned:
-        lines.put(f"trial {trial.number}: pruned  {text}")
+        lines.put(f"trial {trial.number}: pruned{text}")
         raise
     except Exception as error:
         trial.set_user_attr("error", f"{type(error).__name__}: {error}"[:2000])
-        lines.put(f"trial {trial.number}: failed: {type(error).__name__}: {error}  {text}")
+        lines.put(f"trial {trial.number}: failed: {type(error).__name__}: {error}{text}")
         raise
-    lines.put(f"trial {trial.number}: {value:.6g}  {text}")
+    lines.put(f"trial {trial.number}: {value:.6g}{text}")
     return value
 
 
