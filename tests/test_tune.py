@@ -23,7 +23,7 @@ from fusedtrain import _tuned, backend, tune
 from fusedtrain.cli import main
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
-from fusedtrain.tune.search import PACKAGES, _one
+from fusedtrain.tune.search import PACKAGES, _check, _one
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import load
 
@@ -694,6 +694,16 @@ def test_trials_without_a_number_fail_and_count(tmp_path, capsys):
         (failed,) = (t for t in found["trials"] if t["state"] == "fail")
         assert failed["error"] == "ValueError: the value is not a number"
     assert "2 of 2 trials are done already" in err
+
+
+def test_a_storage_is_of_one_metric():
+    loss, accuracy = (tune.Space({"x": [1, 2]}, command="run {x}", metric=name) for name in ("loss", "accuracy"))
+    for known in ({}, {"space": {"params": {"x": [1, 2]}, "direction": "minimize", "task": "run {x}"}}):  # an old one
+        study = types.SimpleNamespace(user_attrs=known, set_user_attr=known.__setitem__)
+        for _ in range(2):
+            _check(study, loss)
+        with pytest.raises(tune.TuneError, match="another search: its metric is loss, not accuracy"):
+            _check(study, accuracy)
 
 
 def test_a_trial_whose_parameters_cannot_be_drawn_fails_and_counts():

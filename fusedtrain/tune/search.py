@@ -125,8 +125,8 @@ def search(
         ``trials``: a list of them.
 
     Raises:
-        TuneError: another search runs on the storage, it belongs to other parameters or another direction, or every
-            trial failed; the message holds the last error.
+        TuneError: another search runs on the storage, it belongs to other parameters, another direction or metric, or
+            every trial failed; the message holds the last error.
         ModuleNotFoundError: optuna is missing, or what its sampler needs.
     """
     optuna = need("optuna", "tune")
@@ -187,13 +187,13 @@ def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
 def _check(study, space: Space) -> None:
     """Raises where the storage holds another search."""
     mine = {"params": space.params, "direction": space.direction, "task": space.objective or space.command}
-    mine = json.loads(json.dumps(mine))
-    found = study.user_attrs.get("space")
-    if found is None:
-        study.set_user_attr("space", mine)
-    elif found != mine:
-        what = next(name for name in mine if found[name] != mine[name])
-        raise TuneError(f"the storage belongs to another search: its {what} is {found[what]}, not {mine[what]}")
+    mine = json.loads(json.dumps(mine | {"metric": space.command and space.metric}))
+    found = study.user_attrs.get("space", {})
+    for name, value in mine.items():
+        if found.get(name, value) != value:
+            raise TuneError(f"the storage belongs to another search: its {name} is {found[name]}, not {value}")
+    if found != mine:
+        study.set_user_attr("space", mine)  # of an older version, perhaps, which kept less
 
 
 def _again(study, space: Space) -> int:
