@@ -139,6 +139,22 @@ def test_what_the_libraries_of_a_full_gpu_say_is_no_error(models, monkeypatch, m
     assert found == [{"fits": False, "reason": f"RuntimeError: {message}"}]
 
 
+def test_what_fits_one_gpu_is_not_known_of_another(models, monkeypatch):
+    def trial(target, size, steps, memory):
+        trial.sizes.append(size)
+        if size > gpu.total_memory:
+            return {"fits": False, "reason": "CUDA out of memory"}
+        return {"fits": True, "seconds_per_sample": 1.0, "peak_bytes": size}
+
+    monkeypatch.setattr(tune.Target, "resolve_device", lambda target: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(sizes, "_trial", trial)
+    for name, total, known in (("A", 80, False), ("A", 80, True), ("B", 80, False), ("A", 16, False)):
+        gpu, trial.sizes = types.SimpleNamespace(name=name, total_memory=total), []
+        assert total * 15 / 16 <= tune.tune_batch_size(target(models, "fused"))["largest"] <= total
+        assert (not trial.sizes) is known
+
+
 # --- learning rate ----------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +189,8 @@ def test_the_range_test_suggests_a_rate_that_learns_and_goes_on_where_it_stopped
 def test_a_range_test_needs_samples_and_classes_for_all_of_them(tmp_path, capsys):
     with pytest.raises(tune.TuneError, match="the dataset holds no samples"):
         tune.tune_lr(tune.Target(device="cpu"), [], steps=10)
+    with pytest.raises(tune.TuneError, match="a dataset needs data_key, which names it"):
+        tune.tune_lr(tune.Target(device="cpu"), [0], steps=10)
     from PIL import Image
 
     for name in "abc":

@@ -190,7 +190,7 @@ def _lr(command) -> None:
     def run(args) -> dict:
         from fusedtrain.tune.lr import tune_lr
 
-        target, dataset, key = _target(args), None, "digits"
+        target, dataset, key = _target(args), None, None
         if args.data is not None:
             if target.image[0] != 3 or target.image[1] != target.image[2]:
                 raise TuneError(f"images of a folder become 3xNxN, --image is {target.image}: pass --model and --image")

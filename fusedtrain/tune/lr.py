@@ -24,7 +24,7 @@ def tune_lr(
     highest: float = 1.0,
     steps: int = 100,
     batch_size: int = 64,
-    data_key: str = "digits",
+    data_key: str | None = None,
     fresh: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict:
@@ -36,7 +36,7 @@ def tune_lr(
         lowest, highest: learning rates; between them they rise geometrically.
         steps: updates; the test ends before when the loss diverges.
         batch_size: as in the training to come: the rate depends on it.
-        data_key: names the dataset among the results that are kept.
+        data_key: names the dataset among the results that are kept; needed where one is given.
         fresh: start anew instead of going on where a killed test stopped.
         progress: is called with a line every 20 steps.
 
@@ -46,7 +46,8 @@ def tune_lr(
         and the curve: ``lrs`` and ``losses``.
 
     Raises:
-        TuneError: a number is out of range, the dataset is empty, the loss is not finite from the start or never falls.
+        TuneError: a number is out of range, the dataset is empty or has no name, the loss is not finite from the
+            start or never falls.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, https://arxiv.org/abs/1506.01186
     """
@@ -58,9 +59,11 @@ def tune_lr(
     if dataset is None:
         from fusedtrain.data import digits
 
-        dataset = digits(size=target.image[1])
+        dataset, data_key = digits(size=target.image[1]), data_key or "digits"
     if not len(dataset):
         raise TuneError("the dataset holds no samples")
+    if data_key is None:
+        raise TuneError("a dataset needs data_key, which names it among the results that are kept")
     numbers = {"lowest": lowest, "highest": highest, "steps": steps, "batch_size": batch_size, "size": len(dataset)}
     state = State("lr", {**target.key(), **numbers, "data": data_key, "torch": torch.__version__}, fresh=fresh)
     done = state.get("done")

@@ -60,8 +60,12 @@ class Target:
             raise TuneError(f"image must be channels, height and width, got {self.image}, with {self.classes} classes")
 
     def key(self) -> dict:
-        """Returns the values as JSON has them, and which file a function is in, with its content."""
-        key = {**asdict(self), "image": list(self.image), "device": str(self.resolve_device())}
+        """Returns the values as JSON has them, which GPU it is, and which file a function is in, with its content."""
+        device = self.resolve_device()
+        key = {**asdict(self), "image": list(self.image), "device": str(device)}
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            key["gpu"] = [properties.name, properties.total_memory]
         file = Path(self.model.rpartition(":")[0])
         if ":" in self.model and file.is_file():
             key["file"] = [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
