@@ -115,7 +115,7 @@ def test_one_disturbed_pair_of_eight_does_not_hide_a_gain():
 def test_a_call_is_shown_with_its_new_arguments(tmp_path, code, line, keywords, after):
     path = tmp_path / "code.py"
     path.write_text(code)
-    change = lines.edit_call(Site(str(path), line), ("DataLoader",), **keywords)
+    change = lines.edit_call(Site(str(path), line), ("DataLoader",), DataLoader, **keywords)
     assert change.before in code and ast.dump(ast.parse(change.after)) == ast.dump(ast.parse(after))
     edited = code.replace(change.before, change.after)
     calls = [node for node in ast.walk(ast.parse(edited)) if isinstance(node, ast.Call)]
@@ -139,11 +139,43 @@ def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
     assert lines.before_optimizer(Site(str(path), 4), "Adam", "") is None
 
 
-@pytest.mark.parametrize("code", ["DataLoader(data, **options)", "make(data)", "DataLoader(", ""])
+@pytest.mark.parametrize("code", ["DataLoader(data, **options)", "DataLoader(*data)", "make(data)", "DataLoader(", ""])
 def test_a_call_that_cannot_be_edited_is_left_alone(tmp_path, code):
     path = tmp_path / "code.py"
     path.write_text(code)
-    assert lines.edit_call(Site(str(path), 1), ("DataLoader",), num_workers=2) is None
+    assert lines.edit_call(Site(str(path), 1), ("DataLoader",), DataLoader, num_workers=2) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "keywords", "after"),
+    [
+        ("opt.zero_grad(False)", torch.optim.Optimizer.zero_grad, {"set_to_none": True}, "opt.zero_grad(True)"),
+        (
+            "DataLoader(d, 64, True, None, None, 4, f, False)",
+            DataLoader,
+            {"num_workers": 8, "pin_memory": True, "persistent_workers": True},
+            "DataLoader(d, 64, True, None, None, 8, f, True, persistent_workers=True)",
+        ),
+        ("autocast('cpu', t, True)", torch.autocast, {"enabled": False}, "autocast('cpu', t, False)"),
+        ("autocast('cpu', t)", torch.autocast, {"enabled": False}, "autocast('cpu', t, enabled=False)"),
+        ("autocast(True)", torch.cuda.amp.autocast, {"enabled": False}, "autocast(False)"),
+        ("SGD(net.parameters(), 0.1)", torch.optim.SGD, {"fused": True}, "SGD(net.parameters(), 0.1, fused=True)"),
+    ],
+)
+def test_an_argument_that_is_given_by_position_is_replaced_there(tmp_path, code, function, keywords, after):
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    name = code.partition("(")[0].rpartition(".")[2]
+    change = lines.edit_call(Site(str(path), 1), (name,), function, **keywords)
+    assert (change.before, change.after) == (code, after)
+
+
+def test_the_autocast_of_a_device_is_edited_by_its_own_parameters():
+    model, driver = nn.Linear(4, 2), types.SimpleNamespace()
+    with Instrument() as driver.instrument, pytest.warns(FutureWarning), torch.cpu.amp.autocast(True):
+        model(torch.rand(2, 4))
+    (change,) = remedies.Float32().changes(driver)
+    assert change.after == "torch.cpu.amp.autocast(False)"
 
 
 # --- a loop that carries out a plan -----------------------------------------------------------------------------------

@@ -251,6 +251,7 @@ class Instrument:
         self.reads: Counter[tuple[Site | None, str]] = Counter()
         self.copies = {"count": 0, "pageable": 0, "blocking": 0, "bytes": 0}
         self.autocast: set[torch.dtype] = set()
+        self.autocast_class: type[torch.autocast] = torch.autocast  # or one for a device, of other parameters
         self.keeps_zero_grads = False
         self.waits: TeamWaits | None = None  # whose counters are read with every part
         self.freeze_schedules = False
@@ -530,7 +531,7 @@ class Instrument:
                 if autocast._enabled:
                     self.autocast.add(autocast.fast_dtype)
                     if "autocast" not in self.sites:
-                        self.sites["autocast"] = call_site()
+                        self.sites["autocast"], self.autocast_class = call_site(), type(autocast)
                 return original(autocast)
 
             return wrapper

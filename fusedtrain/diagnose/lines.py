@@ -1,7 +1,9 @@
 """Shows a remedy as an edit of the user's own lines."""
 
 import ast
+import inspect
 import linecache
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusedtrain.diagnose.instrument import Site
@@ -22,20 +24,25 @@ def source_line(site: Site) -> str:
     return linecache.getline(site.file, site.line).strip()
 
 
-def edit_call(site: Site | None, names: tuple[str, ...], **keywords: object) -> Change | None:
-    """Returns the call at a place with other keyword arguments.
+def edit_call(site: Site | None, names: tuple[str, ...], function: Callable, **keywords: object) -> Change | None:
+    """Returns the call at a place with other arguments.
 
     Args:
         site: where the call was made.
         names: what the called function may be called, without its module; the innermost such call is meant.
+        function: that is called; its parameters are the names of arguments that are given by position.
         **keywords: argument names and their new values; an argument that is there is replaced.
 
     Returns:
-        None where the call cannot be found, as when it spreads ``**arguments`` or the file is gone.
+        None where the call cannot be found, as when it spreads ``*arguments`` or the file is gone.
     """
     call = _find(site, names)
     if call is None or any(keyword.arg is None for keyword in call.keywords):
         return None
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return None
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    given = [*zip(parameters, call.args), *((keyword.arg, keyword.value) for keyword in call.keywords)]
     lines = "".join(linecache.getlines(site.file)).splitlines(keepends=True)
     text = "".join(lines[call.lineno - 1 : call.end_lineno])
     # ast counts bytes
@@ -43,10 +50,10 @@ def edit_call(site: Site | None, names: tuple[str, ...], **keywords: object) -> 
     tail = len(lines[call.end_lineno - 1].encode()) - call.end_col_offset
     raw, begin = raw[: len(raw) - tail], call.col_offset
     edits, missing = [], dict(keywords)
-    for keyword in call.keywords:
-        if keyword.arg in missing:
-            start, end = (_offset(lines, call, *place) for place in _ends(keyword.value))
-            edits.append((start, end, repr(missing.pop(keyword.arg)).encode()))
+    for name, value in given:
+        if name in missing:
+            start, end = (_offset(lines, call, *place) for place in _ends(value))
+            edits.append((start, end, repr(missing.pop(name)).encode()))
     if missing:
         close = len(raw) - 1
         inner = raw[:close].rstrip()

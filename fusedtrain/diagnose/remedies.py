@@ -72,7 +72,8 @@ class Loader(Remedy):
         return clone_loader(loader, **self.arguments)
 
     def changes(self, driver: Driver) -> list[Change]:
-        change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), **self.arguments)
+        site = driver.instrument.sites.get(id(driver.loader))
+        change = edit_call(site, ("DataLoader",), DataLoader, **self.arguments)
         return [change] if change else []
 
 
@@ -377,12 +378,12 @@ class FusedOptimizer(Remedy):
         found = []
         for optimizer in driver.instrument.optimizers:
             site, name = driver.instrument.sites.get(id(optimizer)), type(optimizer).__name__
-            change = edit_call(site, (name,), **({} if self.ours else {"fused": True}))
+            change = edit_call(site, (name,), type(optimizer), **({} if self.ours else {"fused": True}))
             if change and self.ours:
                 arguments = change.before[change.before.index("(") :]
                 change = Change(change.file, change.line, change.before, f"fusedtrain.optim.{name}{arguments}")
             if change and not self.ours and "foreach" in change.before:
-                change = edit_call(site, (name,), foreach=None, fused=True)
+                change = edit_call(site, (name,), type(optimizer), foreach=None, fused=True)
             found += [change] if change else []
         return found
 
@@ -420,7 +421,8 @@ class SetToNone(Remedy):
             undo()
 
     def changes(self, driver: Driver) -> list[Change]:
-        change = edit_call(driver.instrument.sites.get("zero_grad"), ("zero_grad",), set_to_none=True)
+        site, function = driver.instrument.sites.get("zero_grad"), torch.optim.Optimizer.zero_grad
+        change = edit_call(site, ("zero_grad",), function, set_to_none=True)
         return [change] if change else []
 
 
@@ -464,7 +466,8 @@ class Float32(Remedy):
             _change(driver, tensor, lambda value, to=dtype: value.to(to))
 
     def changes(self, driver: Driver) -> list[Change]:
-        change = edit_call(driver.instrument.sites.get("autocast"), ("autocast",), enabled=False)
+        site, function = driver.instrument.sites.get("autocast"), driver.instrument.autocast_class
+        change = edit_call(site, ("autocast",), function, enabled=False)
         return [change] if change else []
 
 
@@ -610,7 +613,8 @@ class Overlap(Remedy):
 
     def changes(self, driver: Driver) -> list[Change]:
         names = ("DistributedDataParallel", "DDP")
-        found = [edit_call(driver.instrument.sites.get(id(m)), names, **self.arguments) for m in replicas(driver)]
+        made = [(driver.instrument.sites.get(id(m)), names, type(m)) for m in replicas(driver)]
+        found = [edit_call(*call, **self.arguments) for call in made]
         return [change for change in found if change]
 
 
@@ -656,7 +660,7 @@ class PinnedCopies(Remedy):
             undo()
 
     def changes(self, driver: Driver) -> list[Change]:
-        change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), pin_memory=True)
+        change = edit_call(driver.instrument.sites.get(id(driver.loader)), ("DataLoader",), DataLoader, pin_memory=True)
         return [change] if change else []
 
 
