@@ -1815,6 +1815,30 @@ def test_a_process_that_a_script_spawns_is_diagnosed(tmp_path):
     assert report["steps"] == 10 and report["parts_ms"]["backward"] > 0 and not report["failure"]
 
 
+CATCHES_ALL = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+model, loader = torch.nn.Linear(4, 2), DataLoader(TensorDataset(torch.rand(64, 4)), 4)
+optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), iter(loader)
+for _ in range(5000):
+    try:
+        (x,) = next(batches)
+    except:
+        batches = iter(loader)
+        continue
+    model(x).sum().backward()
+    optimizer.step()
+open(sys.argv[1], "w")
+"""
+
+
+def test_a_script_that_catches_everything_ends_when_all_is_measured(tmp_path):
+    (tmp_path / "train.py").write_text(CATCHES_ALL)
+    task = {"script": str(tmp_path / "train.py"), "arguments": [str(tmp_path / "end")], "do": "time", "remedies": []}
+    messages, _ = script._run(task, {})
+    assert [*messages[0]] == ["seconds", "own", "losses"] and not (tmp_path / "end").exists()
+
+
 @pytest.mark.parametrize(("faster", "kept"), [(0.5, True), (1.0, False)])
 def test_the_allocator_is_kept_only_if_fresh_processes_are_faster(monkeypatch, faster, kept):
     finding = {

@@ -86,6 +86,7 @@ SETTLING = 4  # steps of a script that was started again, before it is measured
 BY_HAND = 4  # backward passes without an optimizer of torch.optim, after which weights are updated by hand
 IDLE = 300  # and with one that was made, but takes no step
 UNASKED = 50  # steps in a row for which a loader is not asked: the loop trains on what it got before
+IGNORED = 10  # times that a loop is told to end
 UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and gradients did not repeat"
 
 
@@ -108,6 +109,8 @@ class Driver:
         self.batches: list = []
         self._keeps = True  # batches, where a run collects them
         self.finished = False
+        self.on_ignored = lambda: None  # the loop goes on, however often it is told that the plan is done
+        self._refused = 0
         self.error: BaseException | None = None
         self.losses: list[float] | None = None  # receives the loss of every step
         self.own_code = 0  # > 0: loaders are being iterated over by the plan
@@ -214,7 +217,7 @@ class Driver:
 
     def _fetch(self, iterator: "LoopIterator"):
         if self.finished:
-            raise Finished
+            self._refuse()
         if self.loader is None:
             self._last, self._recorded = iterator, torch.is_grad_enabled()
         if self.loader is None or iterator.loader is not self.loader or self._evaluates(iterator):
@@ -241,6 +244,13 @@ class Driver:
         if self._keeps and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
             self._keep(batch)
         return batch
+
+    def _refuse(self) -> None:
+        """Ends the loop, or tells that it goes on all the same, as with a bare ``except:`` around its requests."""
+        self._refused += 1
+        if self._refused == IGNORED:
+            self.on_ignored()
+        raise Finished
 
     def _keep(self, batch) -> None:
         """Keeps a copy of a batch, or none at all where one cannot be copied."""
@@ -315,7 +325,7 @@ class Driver:
                 self._step_waits += [self._waits.read()] * 2
             return
         if self.finished:
-            raise Finished
+            self._refuse()
         self._boundary()
         self._begin(False)
         if self._times is not None:

@@ -76,6 +76,7 @@ class Task:
         with Instrument() as instrument:
             driver = Driver(instrument, self.plan)
             driver.install()
+            driver.on_ignored = _leave
             self._watch_processes(driver)
             while not driver.finished and not self.failed:
                 steps = driver.steps
@@ -162,6 +163,10 @@ def spawned(rank: int, task: dict, function: Callable, args: tuple) -> None:
 def run(task: Task, train: Callable[[], None]) -> None:
     """Carries a task out and ends the process."""
     task.run(train)
+    _leave()
+
+
+def _leave() -> None:
     sys.stdout.flush()
     os._exit(0)  # workers of abandoned loaders are not waited for
 
