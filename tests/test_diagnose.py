@@ -896,6 +896,18 @@ def test_an_evaluation_on_the_loader_of_the_training_is_no_training(how):
     assert how != "mode" or all(step.parts["evaluation"] > 0 for step in steps)
 
 
+def test_a_model_that_is_left_in_evaluation_mode_trains_all_the_same():
+    model, loader = nn.Linear(4, 2), DataLoader(TensorDataset(torch.rand(24, 4)), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Instrument() as watched, pytest.raises(Finished):
+        Driver(watched, lambda driver: (Run(3, parts=parts) for parts in (True, False))).install()
+        for _ in range(20):
+            for (x,) in itertools.islice(loader, 2):
+                model(x).sum().backward()
+                optimizer.step()
+            model.eval()
+
+
 def test_an_evaluation_amid_the_training_is_named_with_its_lines():
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"evaluation": 0.6}, None, {})
     facts.lines = [("forward", Site("a.py", 1), 0.4), ("evaluation", Site("a.py", 2), 0.6)]

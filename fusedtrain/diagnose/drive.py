@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ class Driver:
         self.own_code = 0  # > 0: loaders are being iterated over by the plan
         self._last: LoopIterator | None = None
         self._recorded = True  # whether gradients were on when it was asked
-        self._current: LoopIterator | None = None  # whose requests are the boundaries
+        self._current = _nothing  # or a weak reference to the one whose requests are the boundaries
         self._run: Run | None = None
         self._records: list[Step] = []
         self._discard = 0
@@ -192,7 +193,7 @@ class Driver:
     def fetch(self, iterator: "LoopIterator"):
         """Returns the next batch of one of the loop's loaders."""
         times = self._times
-        if times is None or iterator is not self._current or len(times) >= self._fast:
+        if times is None or iterator is not self._current() or len(times) >= self._fast:
             return self._fetch(iterator)
         times.append(_clock())
         if self._step_waits is not None:
@@ -225,7 +226,7 @@ class Driver:
             return timed(iterator.inner) if self.instrument.attached else next(iterator.inner)
         if iterator.inner is not self.source.iterator and not iterator.adopted:
             self.source.iterator, iterator.adopted = iterator.inner, True
-        self._current = iterator
+        self._current = weakref.ref(iterator)
         self._boundary()
         source = self.source if self._settling else self._run.arm.source or self.source
         if isinstance(source, CachedSource):
@@ -260,8 +261,10 @@ class Driver:
             self.batches, self._keeps = [], False
 
     def _evaluates(self, iterator: "LoopIterator") -> bool:
-        """Whether a pass over the loader of the training loop is an evaluation's, which may lie within the loop's."""
-        return not iterator.adopted and (self.instrument.evaluating or torch.is_grad_enabled() < self._recorded)
+        """Whether a pass over the loader of the training loop is an evaluation's, within one of the loop."""
+        if iterator.adopted or self._current() is None:
+            return False
+        return self.instrument.evaluating or torch.is_grad_enabled() < self._recorded
 
     def _before_optimizer(self, optimizer) -> None:
         self._recognise(optimizer)
@@ -282,6 +285,7 @@ class Driver:
             return
         self.loader, self._last.adopted = self._last.loader, True
         self.source = LoaderSource(self.loader, self._last.inner, self._last.begin)
+        self._current, self._last = weakref.ref(self._last), None
 
     @property
     def _waits_for_loader(self) -> bool:
@@ -342,7 +346,8 @@ class Driver:
         self.use(())
         if self.source is not None:
             self.source.close()
-        self.loader = self.source = self.optimizer = self._last = self._current = self._open = None
+        self.loader = self.source = self.optimizer = self._last = self._open = None
+        self._current = _nothing
         self._passes.clear()
         self._unasked = 0
         self.instrument.forget()
@@ -556,6 +561,10 @@ def _settle_device() -> None:
     """A run pays for all its work and for none of another's."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _nothing() -> None:
+    """What a weak reference gives when its object is gone."""
 
 
 class LoopIterator:
