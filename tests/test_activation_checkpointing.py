@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedtrain import optim
+from fusedtrain import fuse, optim
+from fusedtrain.nn.recorded import Recorded
 from fusedtrain.train import (
     ActivationCheckpointing,
     Batches,
@@ -78,20 +79,31 @@ def test_numbers_are_bitwise_those_without_it_dropout_and_precision_included(opt
     wrapped = [name for name, module in runs[1].model.named_modules() if "forward" in vars(module)]
     assert wrapped and set(wrapped) <= {"1.0", "1.1", "1.2", "1.3"}
     assert runs[0].model.state_dict().keys() == runs[1].model.state_dict().keys()
-    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()):
-        assert torch.equal(a, b)
+    assert_same(*(run.model.state_dict() for run in runs))
 
 
-def test_fused_layers_are_computed_again_too():
-    losses = []
+def assert_same(a: dict, b: dict) -> None:
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("layers", ["fused", "stock"])
+def test_layers_that_are_computed_again_count_a_batch_once(layers):
+    losses, states = [], []
     for patterns in ((), ("blocks.*",)):
         torch.manual_seed(0)
-        model = SmallNet(4, 3)
+        model = SmallNet(4, 3, layers="stock")
+        if layers == "fused":  # of a network that is fused as a whole the parts are, as one by one without
+            for part in [model] if patterns else model.children():
+                fuse(part)
+        model.blocks[1].bn2.eval()
         activation = ActivationCheckpointing(patterns)
         config = TrainConfig(epochs=1, device="cpu", precision="bf16", activation_checkpointing=activation)
         optimizer = optim.AdamW(model.parameters())
         losses.append(Trainer(model, nn.CrossEntropyLoss(), optimizer, config).fit(data(12, 4, size=16)).step_losses)
+        states.append(model.state_dict())
+        assert all(isinstance(block, Recorded) == (layers == "fused") for block in model.blocks)
     assert losses[0] == losses[1]
+    assert_same(*states)
 
 
 def test_peak_memory_falls():

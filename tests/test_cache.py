@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fusedtrain import _files, data
@@ -182,6 +183,28 @@ def test_the_file_stays_below_its_bound(folder):
         data.SampleCache(source, max_bytes=100)
 
 
+class Shift(nn.Module):
+    """A transform whose repr does not tell what it holds."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, image):
+        return self.by
+
+
+class Constant:
+    def __init__(self, value):
+        self.value = lambda image: value
+
+    def __repr__(self):
+        return "Constant()"
+
+    def __call__(self, image):
+        return self.value(image)
+
+
 def test_another_source_or_transform_has_another_file(tmp_path):
     from PIL import Image
 
@@ -197,12 +220,17 @@ def test_another_source_or_transform_has_another_file(tmp_path):
 
     paths = [path(), path(size=2), path(transform=lambda image: 1), path(transform=lambda image: 2)]
     paths += [path(transform=functools.partial(scale, factor=factor)) for factor in (1, 2)]
-    assert path() == paths[0] and path(transform=lambda image: 1) == paths[2] and len(set(paths)) == 6
+    paths += [path(transform=make(factor)) for make in (Shift, Constant) for factor in (1, 2)]
+    paths += [path(transform=nn.Sequential(Shift(1), Shift(factor))) for factor in (1, 2)]
+    assert path() == paths[0] and path(transform=lambda image: 1) == paths[2] and len(set(paths)) == len(paths)
+    assert path(transform=Shift(2)) == paths[7]
     Image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "images" / "a" / "0.png")
     os.utime(tmp_path / "images" / "a" / "0.png", ns=(0, 0))
     assert path() not in paths
     with pytest.raises(ValueError, match="cannot be told from another of its kind: give it a repr, or pass key="):
         path(transform=object())
+    with pytest.raises(ValueError, match="cannot be told from another of its kind: give it a repr, or pass key="):
+        path(transform=Shift(object()))
 
 
 def test_what_cannot_be_cached_is_refused(folder):

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
+from fusedtrain import data as fdata
 from fusedtrain import optim
 from fusedtrain.train import (
     Accumulation,
@@ -557,8 +559,6 @@ def test_a_run_that_is_made_longer_goes_on_at_the_rates_of_the_longer_one(tmp_pa
 
 
 def shuffled(count: int, size: int, **options):
-    from torch.utils.data import DataLoader, TensorDataset
-
     torch.manual_seed(3)
     return DataLoader(TensorDataset(*samples(count)), size, shuffle=True, **options)
 
@@ -582,6 +582,51 @@ def test_a_plain_loader_with_other_batches_goes_on_at_the_sample_where_it_was(tm
     rest = make(net(), **options)
     rest.fit(shuffled(44, after))
     assert cut.seen + getattr(rest, "seen", []) == whole.seen and len(set(whole.seen)) == 44
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])  # amid an epoch of three batches, and at its end
+@pytest.mark.parametrize("owner", ["loader", "sampler", "batch_sampler"])
+def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_of_it(tmp_path, owner, at):
+    def batches():
+        dataset, generator = TensorDataset(*samples(12)), torch.Generator().manual_seed(5)
+        if owner == "loader":
+            return DataLoader(dataset, 4, shuffle=True, generator=generator)
+        sampler = RandomSampler(dataset, replacement=True, generator=generator)
+        if owner == "sampler":
+            return DataLoader(dataset, 4, sampler=sampler)
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, False))
+
+    whole = make(net(), cls=Inputs, epochs=3)
+    whole.fit(batches())
+    options = {"cls": Inputs, "checkpoint": Checkpoint(tmp_path), "epochs": 3}
+    cut = make(net(), callbacks=[Stop(at)], **options)
+    with pytest.raises(SystemExit):
+        cut.fit(batches())
+    rest = make(net(), **options)
+    rest.fit(batches())
+    assert cut.seen + rest.seen == whole.seen
+
+
+class Told(TensorDataset):
+    epochs = ()
+
+    def set_epoch(self, epoch):
+        self.epochs = (*self.epochs, epoch)
+
+
+def prefetched(*arguments, **options):
+    return fdata.DevicePrefetcher(DataLoader(*arguments, **options), "cpu")
+
+
+@pytest.mark.parametrize("kind", [DataLoader, fdata.loader, prefetched])
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_sampler_and_dataset_that_wants_to_know_the_epoch_is_told(kind, nested):
+    dataset, run = Told(*samples(12)), make(net(), cls=Inputs, epochs=2)
+    sampler = DistributedSampler(dataset, 1, 0)
+    options = {"batch_sampler": BatchSampler(sampler, 4, False)} if nested else {"batch_size": 4, "sampler": sampler}
+    run.fit(kind(dataset, num_workers=0, **options))
+    assert run.seen[:12] != run.seen[12:] and sorted(run.seen[:12]) == sorted(run.seen[12:])
+    assert sampler.epoch == dataset.epochs[-1] == 2 and 1 in dataset.epochs
 
 
 def test_a_plain_loader_whose_batches_do_not_end_there_is_refused(tmp_path):
@@ -1077,6 +1122,98 @@ def test_plateau_lowers_the_rates_of_groups_that_have_joined_and_none_below_its_
     assert rates == [[0.5, 4.0], [1.0, 8.0], [1.0, 8.0], [1.0, 8.0], [0.5, 4.0], [0.25, 2.0]]
     plateau.observe(1.0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]
+
+
+@pytest.mark.parametrize("before", ["cosine", "onecycle", "plateau"])
+@pytest.mark.parametrize("after", ["cosine", "onecycle", "plateau", "step"])
+@pytest.mark.parametrize("chosen", [None, 0.02])
+def test_the_next_run_peaks_at_the_rate_of_the_run_before_or_at_one_that_was_set_since(before, after, chosen):
+    model = net()
+    optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.1), Rates()
+    make(model, optimizer, epochs=4, schedule=Schedule(before, warmup_epochs=0, patience=0, gamma=0.5)).fit(data())
+    if chosen is not None:
+        optimizer.param_groups[0]["lr"] = chosen
+    make(model, optimizer, epochs=4, callbacks=[rates], schedule=Schedule(after, warmup_epochs=0)).fit(data())
+    assert max(rates.seen.values()) == pytest.approx(chosen or 0.1, rel=0.05)
+
+
+def test_an_optimizer_is_given_back_as_it_was_constructed():
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, max_grad_norm=5.0)
+    given = dict(optimizer._options)
+    first = make(model, optimizer, max_grad_norm=1e-3, ema_decay=0.9)
+    first.fit(data())
+    assert optimizer._options == given | {"ema_decay": 0.9}
+    with first.averaged_weights():
+        averaged = weights(model).clone()
+    assert not torch.equal(averaged, weights(model))
+    start, other = weights(model).clone(), copy.deepcopy(model)
+    second = make(model, optimizer)
+    assert second.averages is None
+    second.fit(data())
+    make(other, optim.SGD(other.parameters(), lr=0.1, max_grad_norm=5.0)).fit(data())
+    assert torch.equal(weights(model), weights(other)) and not torch.allclose(start, weights(model), atol=0.01)
+    assert optimizer._options == given and copy.deepcopy(optimizer)._given == given
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return 0 * x
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.01])
+def test_a_plateau_that_goes_on_takes_the_options_of_the_run_that_goes_on(tmp_path, rate, recwarn):
+    def run(epochs, rate, **options):
+        model, rates = nn.Sequential(net(), Nothing()), Rates()
+        schedule = Schedule("plateau", warmup_epochs=0, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        kept = Checkpoint(tmp_path)
+        make(model, optimizer, epochs=epochs, callbacks=[rates], schedule=schedule, checkpoint=kept).fit(data(8))
+        return list(rates.seen.values())
+
+    assert run(2, 0.1, patience=100) == [0.1, 0.1]
+    assert run(6, rate, patience=0, gamma=0.5, min_factor=0.25) == pytest.approx([0.1, 0.05, 0.025, 0.025])
+    told = [str(warning.message) for warning in recwarn if "is without effect" in str(warning.message)]
+    assert bool(told) == (rate != 0.1) and all("goes on with lr 0.1 " in text for text in told)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_not_finite_ends_a_run_whatever_its_precision(kind, precision):
+    inputs, targets = samples(24)
+    inputs[13] = math.nan
+    model = net()
+    run = make(model, kind(model.parameters(), lr=0.1), precision=precision)
+    message = "step 2 of epoch 1 was not made: input 0 of the batch is not finite for samples 5 of the batch"
+    with pytest.raises(NonFiniteError, match=message):
+        run.fit(Batches(inputs, targets, 8, shuffle=False))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*samples(24))
+
+
+class Again:
+    """Batches of a loader, without what else it has."""
+
+    def __init__(self, *arguments, **options):
+        self._loader = DataLoader(*arguments, **options)
+
+    def __iter__(self):
+        return iter(self._loader)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, fdata.loader, Again])
+def test_data_without_a_length_train_and_are_refused_where_the_rate_depends_on_it(kind):
+    assert len(make(net(), epochs=2).fit(kind(Stream(), batch_size=8, num_workers=0)).step_losses) == 6
+    for schedule, message in (
+        (Schedule("constant"), r"a warm-up of 1.0 epochs needs training data with a length; 0 goes without"),
+        (Schedule("cosine", warmup_epochs=0), "the schedule cosine needs training data with a length"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make(net(), schedule=schedule).fit(kind(Stream(), batch_size=8, num_workers=0))
+    make(net(), schedule=Schedule("constant", per="epoch")).fit(kind(Stream(), batch_size=8, num_workers=0))
 
 
 def test_a_schedule_that_takes_no_more_groups_says_so():

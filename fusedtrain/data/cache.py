@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fusedtrain import _files
@@ -302,7 +302,7 @@ def _identity_of(dataset) -> dict:
 def _identity(value, within: tuple = ()) -> str:
     """Returns a text that differs where ``value``, a transform or what it holds, does something else.
 
-    ``within``: the functions whose identity this is a part of.
+    ``within``: the functions and objects whose identity this is a part of.
     """
     np = sys.modules.get("numpy")
     if isinstance(value, functools.partial):
@@ -324,11 +324,29 @@ def _identity(value, within: tuple = ()) -> str:
     text = repr(value)
     if " at 0x" in text:
         raise ValueError(f"{text} cannot be told from another of its kind: give it a repr, or pass key=")
-    kind, parts = type(value), getattr(value, "transforms", None)
+    kind = type(value)
     own = [vars(kind).get(name) for name in ("__call__", "forward")]
     own = [_identity(function, within) for function in own if isinstance(function, types.FunctionType)]
-    own += [_identity(parts, within)] if isinstance(parts, list) else []  # such as of torchvision's Compose
+    own += _held(value, (*within, value)) if callable(value) and not isinstance(value, type) else []
     return f"{kind.__qualname__} {text}{own or ''}"
+
+
+_OF_MODULES = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
+
+
+def _held(value, within: tuple) -> list[str]:
+    """Returns what a transform holds: its repr need not show that, and a Module's own shows layers alone."""
+    silent = isinstance(value, nn.Module) and type(value).extra_repr is nn.Module.extra_repr
+    found = []
+    for name, part in sorted(getattr(value, "__dict__", {}).items()):
+        if (name in _OF_MODULES and isinstance(value, nn.Module)) or any(part is outer for outer in within):
+            continue
+        try:
+            found.append(f"{name}={_identity(part, within)}")
+        except ValueError:
+            if silent:
+                raise
+    return found
 
 
 def _identity_of_function(function: types.FunctionType, within: tuple) -> str:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fusedtrain.data import faults, workers
+from fusedtrain.data.epochs import set_epoch_of_parts
 
 
 class Loader(DataLoader):
@@ -51,11 +52,8 @@ class Loader(DataLoader):
         return self._checked(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass, where the sampler or the dataset has one per epoch."""
-        for owner in (self.batch_sampler, self.sampler, self.dataset):
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(epoch)
-                return
+        """Chooses the order of the next pass, where the samplers or the dataset have one per epoch."""
+        set_epoch_of_parts(self, epoch)
 
     def advance(self, steps: int = 1) -> None:
         """Notes that the next batches are used up; the loop calls it, as batches are made ahead of it."""

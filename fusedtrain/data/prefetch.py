@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fusedtrain.data.epochs import set_epoch
+
 
 class DevicePrefetcher:
     """Iterates over batches on the device, one batch ahead of the training loop.
@@ -59,15 +61,8 @@ class DevicePrefetcher:
         return map(self._convert, source) if self.device.type == "cpu" else self._overlapped(source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the batches or their sampler."""
-        for owner in (
-            self.batches,
-            getattr(self.batches, "batch_sampler", None),
-            getattr(self.batches, "sampler", None),
-        ):
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(epoch)
-                return
+        """Passes the epoch on to the batches, or to their samplers and dataset."""
+        set_epoch(self.batches, epoch)
 
     @property
     def keeps_position(self) -> bool:

@@ -22,7 +22,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -136,7 +136,9 @@ class _Seen(NamedTuple):
     def of(cls, path: str, module: nn.Module) -> "_Seen":
         parent, _, name = path.rpartition(".")
         kind = _own_class(module)
-        look = (_sequence if _is_sequence(module) else _state)(module, kind)
+        # What has replaced the block's own forward called that of its class.
+        ignored = _OTHERS if path else _OTHERS | {"forward"}
+        look = _sequence(module, kind) if _is_sequence(module) else _state(module, kind, ignored)
         return cls(parent, name, kind, look, look(module, False))
 
 
@@ -149,16 +151,18 @@ def _sequence(module: nn.Module, kind: type) -> Callable[[nn.Module, bool], tupl
     return lambda module, traced: (kind.forward, [k for k, v in module._modules.items() if v is not None])
 
 
-def _state(module: nn.Module, kind: type) -> Callable[[nn.Module, bool], tuple]:
+def _state(
+    module: nn.Module, kind: type, ignored: Collection[str] = frozenset(_OTHERS)
+) -> Callable[[nn.Module, bool], tuple]:
     """Looks at what decides what another forward does: the same, what of children, parameters and buffers is None, and
-    attributes, but for tensors, which recorded forwards do not use."""
+    attributes, but for those ``ignored`` and tensors, which recorded forwards do not use."""
     others, asks = _constants(kind)
-    known = vars(module).keys() - _OTHERS  # torch.compile of torch 2.11 cannot ask for the names
+    known = vars(module).keys() - ignored  # torch.compile of torch 2.11 cannot ask for the names
 
     def look(module: nn.Module, traced: bool) -> tuple:
         missing = [k for k, v in (module._parameters | module._buffers | module._modules).items() if v is None]
         own = module.__dict__
-        names = known if traced else own.keys() - _OTHERS
+        names = known if traced else own.keys() - ignored
         attributes = {k: _content(own[k]) for k in names if k in own and not isinstance(own[k], Tensor)}
         constants = others and [_content(getattr(module, k, None) if d is None else d.get(k)) for d, k in others]
         classes = list(map(_own_class, module.children())) if asks else ()
@@ -187,9 +191,14 @@ def _constants(kind: type) -> tuple[list[tuple[Mapping | None, str]], bool]:
 
 
 @functools.cache
+def _package(module: str) -> str:
+    """The package of a Python module; a network that this one brings along is treated like a user's."""
+    return module if module == "fusedtrain.train.model" else module.partition(".")[0]
+
+
 def _is_ours(module: str) -> bool:
     """Whether the code of a Python module is torch's or this package's."""
-    return module.partition(".")[0] in ("torch", "fusedtrain")
+    return _package(module) in ("torch", "fusedtrain")
 
 
 class Recording(NamedTuple):
@@ -310,7 +319,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 def is_unknown(module: nn.Module) -> bool:
     """True for classes that are neither torch's, timm's, torchvision's nor ours."""
-    return not isinstance(module, Recorded) and type(module).__module__.partition(".")[0] not in _KNOWN
+    return not isinstance(module, Recorded) and _package(type(module).__module__) not in _KNOWN
 
 
 def is_of_a_zoo(kind: type) -> bool:
@@ -434,7 +443,7 @@ class _Proxy(_Unwritten, fx.Proxy):
     """Sums and products that take the place of their first operand are recorded as such."""
 
     def __getattr__(self, name: str):
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _KNOWN:
+        if _package(sys._getframe(1).f_globals.get("__name__", "")) in _KNOWN:
             return super().__getattr__(name)
         return self.tracer.attribute(self, name)
 

@@ -77,7 +77,13 @@ class FusedStep(torch.optim.Optimizer):
             "master_weights": master_weights,
             "seed": seed,
         }
+        self._given = dict(self._options)
         self._norm = self._norm_scale = None
+
+    def _set_for_a_run(self, **options) -> None:
+        """Changes options after construction; None stands for what the constructor was given."""
+        for name, value in options.items():
+            self._options[name] = self._given[name] if value is None else value
 
     def _init_like_timm(self, arguments: dict) -> None:
         """The constructor of a subclass with timm's arguments, by its ``locals()``; errors are in torch's words."""
@@ -441,7 +447,8 @@ class FusedStep(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def __getstate__(self):
-        return super().__getstate__() | {"_options": self._options, "_norm": None, "_norm_scale": None}
+        options = {"_options": self._options, "_given": self._given}
+        return super().__getstate__() | options | {"_norm": None, "_norm_scale": None}
 
 
 _NOT_DEFAULTS = ("self", "params", "extras", "__class__")

@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from fusedtrain.nn import recorded
+from fusedtrain.nn.fuse import fuse
 from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.update import Buffers
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """Which blocks are computed twice to save memory. Generators are put back for the second time, so that dropout is
-    the same; not reentrant, so that it goes with DDP, autocast and compile.
+    the same, and buffers after it, so that a BatchNorm counts a batch once; not reentrant, so that it goes with DDP,
+    autocast and compile.
 
     Args:
         checkpoint_modules: patterns of module names, as in ``fnmatch``: "blocks.*"; a module in a chosen one is not
@@ -42,7 +46,18 @@ def wrap(model: nn.Module, names: list[str]) -> None:
         module = model.get_submodule(name)
         if "forward" in vars(module):
             raise InputError(f"activation checkpointing: the forward of {name} has been replaced already")
+        parts = name.split(".")
+        for around in (".".join(parts[:i]) for i in range(len(parts))):
+            _fuse_parts(model.get_submodule(around))
         module.forward = functools.partial(_forward, module)
+
+
+def _fuse_parts(module: nn.Module) -> None:
+    """Has the parts of a module that is fused as a whole fused each by itself, as one of them will be called alone."""
+    if isinstance(module, recorded.Recorded):
+        recorded.restore(module)
+        for part in module.children():
+            fuse(part)
 
 
 def unwrap(model: nn.Module) -> None:
@@ -57,7 +72,19 @@ def _forward(module: nn.Module, *args, **kwargs):
     forward = functools.partial(type(module).forward, module)
     if not module.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():  # what a compiled graph writes to buffers, it writes once
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = lambda: (contextlib.nullcontext(), _buffers_put_back(module))  # noqa: E731
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _buffers_put_back(module: nn.Module):
+    buffers = Buffers(module)
+    try:
+        yield
+    finally:
+        buffers.put_back(unless=False)
 
 
 def matching(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

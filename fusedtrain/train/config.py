@@ -40,7 +40,8 @@ class TrainConfig:
         max_grad_norm: clip the L2 norm of all gradients together to this; None does not.
         ema_decay: keep averages of the weights; evaluation and the saved weights are those, with the buffers, such as
             running means, of the model as it is: ``torch.optim.swa_utils.update_bn`` makes new ones. None does not.
-        nonfinite: raise: stop before the update when the loss or a gradient is not finite; skip: leave the update out.
+        nonfinite: raise: stop before the update when the loss or a gradient is not finite; skip: leave the update out,
+            as with fp16 always where the loss is finite: its scale falls then.
         max_skipped: updates in a row that may be left out before the run stops.
         weights: file that receives the weights at the end, under the state_dict keys of the stock model.
         best_weights: the same of the best epoch, see ``early_stopping``.

@@ -99,8 +99,7 @@ class OptimizersAverages:
 def averages(model: nn.Module, optimizer: Optimizer, decay: float | None) -> Averages | OptimizersAverages | None:
     """Returns what keeps the averages of a run, or None where there are none to keep."""
     if isinstance(optimizer, FusedStep):
-        if decay is not None:
-            optimizer._options["ema_decay"] = decay
+        optimizer._set_for_a_run(ema_decay=decay)
         return None if optimizer._options["ema_decay"] is None else OptimizersAverages(optimizer, model)
     return None if decay is None else Averages(model, decay)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from fusedtrain.data.epochs import set_epoch
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError
@@ -43,7 +44,9 @@ class Feed:
             raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
         self._check_shards()
         self.epoch, self.used, self.iterating = 0, 0, False
-        self.at_start = rng_state()  # of the epoch
+        generators = (getattr(owner, "generator", None) for owner in self._owners)
+        self._generators = list(dict.fromkeys(g for g in generators if isinstance(g, torch.Generator)))
+        self.at_start = self.rng_state()  # of the epoch
 
     def _first(self, *methods: str):
         fitting = (o for o in self._owners if all(hasattr(o, method) for method in methods))
@@ -74,15 +77,25 @@ class Feed:
                 " batch_sampler=fusedtrain.train.EpochSampler(..., rank=rank, world_size=world_size)"
             )
 
+    def rng_state(self, others: dict | None = None) -> dict:
+        """The state of everything that draws random numbers, the generators of the loader and its samplers too.
+        ``others``: that of the default generators, if it is known."""
+        own = [generator.get_state() for generator in self._generators]
+        return (rng_state() if others is None else others) | {"loader": own}
+
+    def set_rng_state(self, state: dict) -> None:
+        """Continues where :meth:`rng_state` was called."""
+        set_rng_state(state)
+        for generator, own in zip(self._generators, state.get("loader", ())):
+            generator.set_state(own.cpu())
+
     # --- position -----------------------------------------------------------------------------------------------------
 
     def rewind(self, epoch: int) -> None:
         """Goes to the start of ``epoch``."""
         self.epoch, self.used, self.iterating = epoch, 0, False
-        owner = self._first("set_epoch")
-        if owner is not None:
-            owner.set_epoch(epoch + 1)  # samplers stay where they are when it is the same epoch
-            owner.set_epoch(epoch)
+        set_epoch(self.batches, epoch + 1)  # samplers stay where they are when it is the same epoch
+        set_epoch(self.batches, epoch)
 
     def updates(self, size: int) -> int:
         """Returns how many updates of so many batches the epoch has had; all processes call it."""
@@ -92,9 +105,11 @@ class Feed:
 
     def steps(self) -> int | None:
         """Batches of a whole epoch, the most of any process; None where the loader does not know."""
-        if not hasattr(self.batches, "__len__"):
+        try:
+            own = len(self.batches)
+        except TypeError:  # also of a loader whose dataset has no length
             return None
-        return int(self.world.max(len(self.batches))[0])
+        return int(self.world.max(own)[0])
 
     def sizes(self) -> tuple[int, int, int] | None:
         """Returns how many samples an epoch, a batch, and this process's last batch hold; None where nobody knows."""
@@ -163,16 +178,16 @@ class Feed:
     def start(self, wait: Callable) -> None:
         """Begins the loader, and where the run was interrupted, from the same random numbers as then, which may have
         made the order of the batches; the generators then are as before."""
-        state = rng_state()
+        state = self.rng_state()
         if not self.iterating:
             self.at_start = state
             self.begin(wait)
             return
-        set_rng_state(self.at_start)
+        self.set_rng_state(self.at_start)
         try:
             self.begin(wait)
         finally:
-            set_rng_state(state)
+            self.set_rng_state(state)
 
     def begin(self, wait: Callable) -> None:
         """Starts the loader's workers at the position; ``wait`` as in :meth:`groups`."""
@@ -244,11 +259,12 @@ class Feed:
             undoes: :meth:`to_group_start` may be called.
         """
         loader = self._loader
-        if loader is not None and not loader.num_workers and not isinstance(loader.dataset, SeededDataset):
-            wait = functools.partial(_with_generators_put_back, wait)  # the samples draw in this process
+        draws = loader is not None and not loader.num_workers and not isinstance(loader.dataset, SeededDataset)
+        if draws or self._generators:  # in this process
+            wait = functools.partial(self._with_generators_put_back, wait)
         while True:
             if undoes:
-                self._group_start = self.state_dict(), rng_state()
+                self._group_start = self.state_dict(), self.rng_state()
             first = wait(self.next)
             if first is None and not group.done:
                 return
@@ -258,7 +274,7 @@ class Feed:
         """Goes back to where the group under way began, generators too."""
         state, generators = self._group_start
         self.load_state_dict(state)
-        set_rng_state(generators)
+        self.set_rng_state(generators)
 
     def _group(self, first, group: Group, wait: Callable) -> Iterator:
         item, missing = first, group.size - group.done
@@ -270,24 +286,15 @@ class Feed:
                 return
             item = wait(self.next)
 
+    def _with_generators_put_back(self, wait: Callable, fetch: Callable):
+        """``wait(fetch)``, where a batch that is not used leaves no trace in the generators."""
+        state = self.rng_state(cpu_state())
+        try:
+            return wait(fetch)
+        except Preempted:
+            self.set_rng_state(state)
+            raise
+
     def close(self) -> None:
         """Lets go of the iterator, and so of its workers."""
         self._iterator = self._batch = None
-
-
-def _with_generators_put_back(wait: Callable, fetch: Callable):
-    """``wait(fetch)``, where a batch that is not used leaves no trace in the generators."""
-    state = cpu_state()
-    try:
-        return wait(fetch)
-    except Preempted:
-        set_rng_state(state)
-        raise
-
-
-def set_epoch(batches: Iterable, epoch: int) -> None:
-    """Tells a loader or its sampler the epoch, where it wants to know."""
-    for owner in (batches, getattr(batches, "batch_sampler", None), getattr(batches, "sampler", None)):
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
-            return

@@ -115,12 +115,12 @@ class Numbers:
             if t.scaler is not None and not math.isfinite(loss):
                 self.weight -= weight
             if unknown:
-                self._learnt(bool(applied), weight)
+                self._learnt(bool(applied), weight, loss)
             if applied and not math.isfinite(loss) and t.config.nonfinite == "raise" and t.scaler is None:
                 raise NonFiniteError(f"a loss of the steps up to {t.step_count} is {loss}, its gradients were finite")
         return values
 
-    def _learnt(self, applied: bool, weight: float) -> None:
+    def _learnt(self, applied: bool, weight: float, loss: float) -> None:
         """The outcome of an update that was decided on the device."""
         t = self.trainer
         if applied:
@@ -129,7 +129,7 @@ class Numbers:
         t.owed += 1  # the schedule has moved for it
         if t.scaler is None:
             self.weight -= weight
-        left_out(t, len(self.history.step_losses), [])
+        left_out(t, len(self.history.step_losses), loss, [])
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Where NaN or infinity came from: the batch that brought it is run once more, under observation."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -155,11 +156,12 @@ def _rows(t: Tensor, batch: int | None) -> tuple[int, ...]:
 # --- updates that are left out ----------------------------------------------------------------------------------------
 
 
-def left_out(trainer, step: int, batches: list) -> None:
+def left_out(trainer, step: int, loss: float, batches: list) -> None:
     """Counts an update that was left out, or ends the run where it may not be, or too many in a row were.
 
     Args:
         step: its number.
+        loss: its own; where that is finite, a smaller loss scale may help the gradients.
         batches: its micro-batches; empty where they are gone.
 
     Raises:
@@ -168,7 +170,7 @@ def left_out(trainer, step: int, batches: list) -> None:
     t, limit = trainer, trainer.config.max_skipped
     t.skipped += 1
     t.skipped_in_a_row += 1
-    if t.scaler is None and t.config.nonfinite == "raise":
+    if t.config.nonfinite == "raise" and (t.scaler is None or not math.isfinite(loss)):
         raise NonFiniteError(f"step {step} of epoch {t.feed.epoch + 1} was not made: {_why(t, batches)}")
     if t.skipped_in_a_row > limit:
         raise NonFiniteError(f"{limit + 1} updates in a row were not finite, up to step {step}: {_why(t, batches)}")

@@ -17,7 +17,6 @@ from fusedtrain.train.distributed import World
 from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
-from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names, save_weights
 
@@ -176,7 +175,7 @@ class Saving:
             "other_grads": [p.grad for p in t.others if t.group.done],
         }
         own = {
-            "rng": rng_state(),
+            "rng": t.feed.rng_state(),
             "at_start": t.feed.at_start,
             "loss": float(t.numbers.loss_sum),
             "weight": t.numbers.weight,
@@ -317,7 +316,7 @@ class Saving:
             t.numbers.loss_sum, t.numbers.weight = (sum(one[name] for one in ranks) for name in ("loss", "weight"))
         if rank < len(ranks):
             t.feed.at_start = ranks[rank]["at_start"]
-            set_rng_state(ranks[rank]["rng"])
+            t.feed.set_rng_state(ranks[rank]["rng"])
 
     def _tell_overruled(self, given: list[dict]) -> None:
         """Warns of hyperparameters that are not those of the checkpoint, which the run goes on with."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -73,6 +74,7 @@ class Schedule:
             InputError: onecycle cannot cycle the momentum of this optimizer.
         """
         ticks = steps if self.per == "step" else 1  # per epoch
+        _set_peaks(optimizer)
         if self.schedule == "onecycle":
             return _one_cycle(optimizer, ticks * epochs)
         warmup, factor = round(self.warmup_epochs * ticks), self._factor(ticks, ticks * epochs)
@@ -135,19 +137,40 @@ def _set_rate(group: dict, rate: float) -> None:
         group["lr"] = rate
 
 
-def _peak(group: dict) -> float:
-    """The group's rate, as a number, for a rate that is a tensor moves; where a cycle has ended, that cycle's peak."""
-    rate = float(group["lr"])
-    return group["max_lr"] if "max_lr" in group and math.isclose(rate, group["min_lr"], rel_tol=1e-6) else rate
+_LEFT: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # the rates at the ends of runs
+
+
+def leave(optimizer: Optimizer) -> None:
+    """Notes that the rates are those at the end of a run: nobody has chosen them for the next one."""
+    _LEFT[optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _set_peaks(optimizer: Optimizer) -> None:
+    """Makes every group's rate the one that it peaks at, a number, for a rate that is a tensor moves: where an earlier
+    schedule has left the rate, that schedule's peak."""
+    left = _LEFT.get(optimizer, ())
+    for index, group in enumerate(optimizer.param_groups):
+        rate = float(group["lr"])
+        if "max_lr" in group:  # of a cycle
+            known, stands = group.pop("max_lr"), math.isclose(rate, group.pop("min_lr"), rel_tol=1e-6)
+        else:
+            known, stands = group.get("initial_lr", rate), not left
+        stands |= index < len(left) and left[index] == rate
+        group["initial_lr"] = known if stands else rate
+        _set_rate(group, group["initial_lr"])
 
 
 def _one_cycle(optimizer: Optimizer, total: int) -> OneCycleLR:
-    peaks = [_peak(group) for group in optimizer.param_groups]
+    peaks = [group["initial_lr"] for group in optimizer.param_groups]
     cycles = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
     try:
         return OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
     except ValueError as error:
         raise InputError(f"the schedule onecycle does not fit the optimizer: {error}") from None
+
+
+# What ReduceLROnPlateau has seen; the rest of its state are options, for which those of the run that goes on hold.
+_COUNTED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 
 
 class Plateau:
@@ -156,11 +179,15 @@ class Plateau:
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int, schedule: Schedule, mode: str):
         self.optimizer, self.warmup_steps, self.last_epoch = optimizer, warmup_steps, 0
-        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.peaks = [group["initial_lr"] for group in optimizer.param_groups]
         self._min_factor = schedule.min_factor
-        lows = [schedule.min_factor * peak for peak in self.peaks]
-        self.plateau = ReduceLROnPlateau(optimizer, mode, schedule.gamma, schedule.patience, min_lr=lows, eps=0.0)
+        self.plateau = ReduceLROnPlateau(
+            optimizer, mode, schedule.gamma, schedule.patience, min_lr=self._lows(), eps=0.0
+        )
         self._warm_up()
+
+    def _lows(self) -> list[float]:
+        return [self._min_factor * peak for peak in self.peaks]
 
     def _warm_up(self) -> None:
         if self.last_epoch < self.warmup_steps:
@@ -174,7 +201,7 @@ class Plateau:
     def join(self) -> None:
         """Takes in groups that are new in the optimizer, with their peaks."""
         for group in self.optimizer.param_groups[len(self.peaks) :]:
-            self.peaks.append(float(group["lr"]))
+            self.peaks.append(group.setdefault("initial_lr", float(group["lr"])))
             self.plateau.min_lrs.append(self._min_factor * self.peaks[-1])
         self._warm_up()
 
@@ -192,7 +219,8 @@ class Plateau:
 
     def load_state_dict(self, state: dict) -> None:
         self.last_epoch, self.peaks = state["last_epoch"], state["peaks"]
-        self.plateau.load_state_dict(state["plateau"])
+        self.plateau.load_state_dict({name: state["plateau"][name] for name in _COUNTED})
+        self.plateau.min_lrs = self._lows()
 
 
 _KINDS = ("lr_lambdas", "total_steps", "plateau")  # what the state of a scheduler of :meth:`Schedule.build` is known by
@@ -245,6 +273,10 @@ def make(
         require(
             updates is not None or config.schedule == "constant",
             f"the schedule {config.schedule} needs training data with a length",
+        )
+        require(
+            updates is not None or not (per_step and config.warmup_epochs),
+            f"a warm-up of {config.warmup_epochs} epochs needs training data with a length; 0 goes without",
         )
         return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
     if isinstance(made, type) or not hasattr(made, "step"):

@@ -275,9 +275,9 @@ class Trainer:
         """Trains for ``config.epochs`` epochs, from the newest checkpoint where there is one.
 
         Args:
-            train: gives batches anew each time it is iterated over, as a DataLoader does; where it or its sampler has
-                ``set_epoch``, that is called before each pass. To continue in the middle of an epoch without reading
-                it again, see :class:`fusedtrain.train.feed.Feed`.
+            train: gives batches anew each time it is iterated over, as a DataLoader does; where it, or else its
+                samplers and its dataset, have ``set_epoch``, that is called before each pass. To continue in the middle
+                of an epoch without reading it again, see :class:`fusedtrain.train.feed.Feed`.
             valid: the same for evaluation.
 
         Raises:
@@ -335,6 +335,7 @@ class Trainer:
         if valid is None and monitor != "loss":
             raise InputError(f"monitor {monitor!r} needs validation data")
         budget.fit(self, train)
+        self.update.take()
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = config.cudnn_benchmark
         seed_all(config.seed + self.world.rank)
@@ -407,7 +408,7 @@ class Trainer:
         if applied is True:
             self.skipped_in_a_row = 0
         elif applied is False and self._total:  # else there was nothing to learn
-            left_out(self, self.step_count, self._batches)
+            left_out(self, self.step_count, float(self._group_loss), self._batches)
         self._batches.clear()
         if self.step_count % self.config.logging.log_every == 0:
             self.numbers.log_step()
@@ -456,6 +457,8 @@ class Trainer:
                     raise
                 warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)  # its own error tells more
         self.feed.close()
+        self.update.give_back()
+        schedule.leave(self.optimizer)
         self.callbacks.call("on_fit_end", self, error)
         self.spans.enter(None)
         if error is None:

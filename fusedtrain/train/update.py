@@ -25,11 +25,7 @@ class Update:
         self.optimizer, self.scaler, self.max_grad_norm = optimizer, scaler, max_grad_norm
         self.params = self._trained()
         self.fused = isinstance(optimizer, FusedStep)
-        if self.fused:
-            options = optimizer._options
-            if max_grad_norm is not None or options["max_grad_norm"] is None:
-                options["max_grad_norm"] = math.inf if max_grad_norm is None else max_grad_norm
-            options["nonfinite"] = "skip"  # decided on the device; what was not finite is reported by the caller
+        self.take()
         self.late = self.fused and self.params[0].device.type != "cpu"
         self._alike = self._are_alike()
         self._clears = type(optimizer).zero_grad is Optimizer.zero_grad
@@ -38,6 +34,20 @@ class Update:
         self._sharded = None
         self._others: list[Tensor] = []
         self.norm: Tensor | None = None
+
+    def take(self) -> None:
+        """Sets the options of an optimizer of ``fusedtrain.optim`` for a run."""
+        if not self.fused:
+            return
+        # Decided on the device; what was not finite is reported by the caller.
+        self.optimizer._set_for_a_run(max_grad_norm=self.max_grad_norm, nonfinite="skip")
+        if self.optimizer._options["max_grad_norm"] is None:
+            self.optimizer._set_for_a_run(max_grad_norm=math.inf)
+
+    def give_back(self) -> None:
+        """Leaves the optimizer as it was constructed, but for the averages of its weights: they are looked at later."""
+        if self.fused:
+            self.optimizer._set_for_a_run(max_grad_norm=None, nonfinite=None)
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
