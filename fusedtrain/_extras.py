@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from pathlib import Path
 
 
 def need(module: str, extra: str):
@@ -15,13 +16,15 @@ def need(module: str, extra: str):
         raise _missing(missing, extra) from None
 
 
-def require(package: str, extra: str | None) -> None:
-    """Raises what :func:`need` does where a package is missing, without the seconds that importing it takes.
+def require(package: str, extra: str | None) -> Path:
+    """Returns a package's folder, or raises what :func:`need` does, without the seconds that importing it takes.
 
     ``extra``: None for a package of none.
     """
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # a folder of that name is no package
         raise _missing(package, extra)
+    return Path(spec.origin).parent
 
 
 def _missing(package: str, extra: str | None) -> ModuleNotFoundError:

@@ -1,6 +1,7 @@
 """The command ``fusedtrain``."""
 
 import argparse
+import gc
 import os
 import sys
 
@@ -20,6 +21,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, 2 for bad input, 1 for what else one line can tell."""
+    gc.freeze()  # what is imported stays: no pass of the garbage collector need look at it, nor the end of the process
     parser = argparse.ArgumentParser(
         prog="fusedtrain",
         description="Fused training ops for convolutional networks in PyTorch.",

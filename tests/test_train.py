@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import harness
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -468,6 +469,12 @@ def test_the_digits_are_split_alike_every_time_and_share_no_image():
     raw = load_digits(size=8)
     train, valid = ({image.numpy().tobytes() for image in images} for images in (raw.train_images, raw.valid_images))
     assert len(train) == 1437 and not train & valid
+    levels = torch.cat([raw.train_images, raw.valid_images]).flatten(1)
+    levels = ((levels - levels.min()) * (16 / (levels.max() - levels.min()))).round().int()
+    samples = torch.cat([levels, torch.cat([raw.train_targets, raw.valid_targets])[:, None]], 1).tolist()
+    original = pytest.importorskip("sklearn.datasets").load_digits()
+    expected = numpy.column_stack([original.data, original.target])
+    assert sorted(samples) == sorted(expected.astype(int).tolist())
 
 
 # --- checkpoint and memory --------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from torch.utils.data import TensorDataset
 
-from fusedtrain._extras import need
-
 
 def digits(split: str = "train", size: int = 32) -> TensorDataset:
     """Returns scikit-learn's handwritten digits as samples (image ``[1, size, size]`` float32, class).
@@ -19,7 +17,6 @@ def digits(split: str = "train", size: int = 32) -> TensorDataset:
     """
     if split not in ("train", "valid"):
         raise ValueError(f'split must be "train" or "valid", got {split!r}')
-    need("sklearn", "train")
     from fusedtrain.train import load_digits
 
     found = load_digits(size)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedtrain._extras import require
 from fusedtrain.train.sampler import EpochSampler
 
 
@@ -80,12 +81,14 @@ def load_digits(size: int = 32) -> Digits:
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, https://doi.org/10.24432/C50P49; the part
     that scikit-learn ships.
     """
-    from sklearn.datasets import load_digits as sklearn_digits
+    import numpy
 
-    digits = sklearn_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(digits.images)[order, None].float() / 16  # 17 grey levels
-    targets = torch.from_numpy(digits.target)[order].long()
+    # Read as sklearn.datasets.load_digits does, without importing SciPy for it.
+    table = numpy.loadtxt(require("sklearn", "train") / "datasets/data/digits.csv.gz", delimiter=",")
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
+    table = torch.from_numpy(table)[order]
+    images = table[:, :-1].reshape(-1, 1, 8, 8).float() / 16  # 17 grey levels
+    targets = table[:, -1].long()
     train = len(order) * 4 // 5
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
     images = (images - images[:train].mean()) / images[:train].std()

@@ -1,5 +1,6 @@
 """The training run of ``fusedtrain train``: a small network on handwritten digits, with fused and with stock layers."""
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -73,7 +74,7 @@ def run(options: Options) -> dict[str, report.Result]:
     results = {}
     for layers in LAYERS if options.layers == "both" else [options.layers]:
         # A process of its own: peak memory is that of one variant, and neither warms up the other's allocator.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as pool:
             try:
                 results[layers] = pool.submit(train_variant, options, layers, output / f"{layers}.pt").result()
             except BrokenProcessPool:
@@ -125,8 +126,9 @@ def _check(options: Options) -> None:
         raise InputError(f"seed must lie between 0 and 2**32 - 1, got {options.seed}")
 
 
-def _end_with_parent() -> None:
+def _begin() -> None:
     """Ends this process when the one that started it is gone, killed for instance, instead of training on unseen."""
+    gc.freeze()  # as the command does
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:

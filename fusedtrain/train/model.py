@@ -1,18 +1,19 @@
-"""A small EfficientNet-like classifier, once with stock layers and once with fused ones.
+"""A small EfficientNet-like classifier of stock layers, which :func:`fusedtrain.fuse` swaps.
 
-Both variants have the same modules, parameter names and, from the same seed, the same initial weights. The names are
-those of timm's EfficientNet.
+Fused or not, the modules have the same names, those of timm's EfficientNet, and from the same seed the same initial
+weights.
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedtrain.nn import DepthwiseConv2d
-from fusedtrain.nn import SqueezeExcite as FusedSqueezeExcite
+from fusedtrain.nn.fuse import fuse
+
+LAYERS = ("fused", "stock")
 
 
 class SqueezeExcite(nn.Module):
-    """Squeeze-and-excitation from stock layers, as in timm's EfficientNet."""
+    """Squeeze-and-excitation as in timm's EfficientNet."""
 
     def __init__(self, in_chs: int, rd_channels: int, act_layer: type[nn.Module]):
         super().__init__()
@@ -26,22 +27,17 @@ class SqueezeExcite(nn.Module):
         return x * self.gate(self.conv_expand(self.act1(self.conv_reduce(pooled))))
 
 
-# depthwise convolution, squeeze-and-excitation
-LAYERS = {"fused": (DepthwiseConv2d, FusedSqueezeExcite), "stock": (nn.Conv2d, SqueezeExcite)}
-
-
 class InvertedResidual(nn.Module):
     """Expansion 1x1, depthwise k x k, squeeze-and-excitation, projection 1x1; a shortcut where the shape is kept."""
 
-    def __init__(self, c: int, c_out: int, kernel: int, stride: int, expand: int, layers: str):
+    def __init__(self, c: int, c_out: int, kernel: int, stride: int, expand: int):
         super().__init__()
         wide = c * expand
-        conv, squeeze_excite = LAYERS[layers]
         self.conv_pw = nn.Conv2d(c, wide, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(wide)
-        self.conv_dw = conv(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False)
+        self.conv_dw = nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False)
         self.bn2 = nn.BatchNorm2d(wide)
-        self.se = squeeze_excite(wide, rd_channels=c // 4, act_layer=nn.SiLU)
+        self.se = SqueezeExcite(wide, rd_channels=c // 4, act_layer=nn.SiLU)
         self.conv_pwl = nn.Conv2d(wide, c_out, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(c_out)
         self.shortcut = stride == 1 and c == c_out
@@ -59,7 +55,7 @@ class SmallNet(nn.Module):
     Args:
         num_classes: number of outputs.
         channels: channels of the images.
-        layers: "fused" or "stock".
+        layers: "fused" swaps the layers by :func:`fusedtrain.fuse`, "stock" does not.
     """
 
     BLOCKS = ((24, 3, 1), (32, 3, 2), (32, 5, 1), (48, 5, 2), (48, 3, 1))  # output channels, kernel, stride
@@ -75,13 +71,15 @@ class SmallNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(c)
         blocks = []
         for c_out, kernel, stride in self.BLOCKS:
-            blocks.append(InvertedResidual(c, c_out, kernel, stride, self.EXPAND, layers))
+            blocks.append(InvertedResidual(c, c_out, kernel, stride, self.EXPAND))
             c = c_out
         self.blocks = nn.Sequential(*blocks)
         self.conv_head = nn.Conv2d(c, self.WIDTH, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(self.WIDTH)
         self.classifier = nn.Linear(self.WIDTH, num_classes)
         self._initialise()
+        if layers == "fused":
+            fuse(self)
 
     def _initialise(self) -> None:
         # Here, not in the layers, so that the weights depend on the seed alone. He et al., arXiv:1502.01852, fan-out.

@@ -172,7 +172,7 @@ def build(options: Options, world: World) -> tuple["Classifier", Iterable, Itera
     model = _model(options, classes, channels)
     if options.freeze:
         groups.freeze(model, options.freeze)
-    if options.fuse and options.model != "smallnet":
+    if options.fuse:
         fused = fusedtrain.fuse(model)
         if world.rank == 0:
             print(f"fused {len(fused.swapped)} of {len(fused)} candidate layers")
@@ -300,7 +300,7 @@ def _loader(dataset, options: Options, world: World, training: bool):
 
 def _model(options: Options, classes: int, channels: int) -> nn.Module:
     if options.model == "smallnet":
-        model = SmallNet(classes, channels, "fused" if options.fuse else "stock")
+        model = SmallNet(classes, channels, layers="stock")
     else:
         model = _from_zoo(options, classes, channels)
     if options.init_weights is not None:

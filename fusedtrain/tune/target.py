@@ -101,7 +101,7 @@ class Target:
                 raise TuneError(f"the small network takes images of one channel, got {self.image[0]}")
             from fusedtrain.train import SmallNet
 
-            return SmallNet(self.classes, layers=self.layers)
+            return SmallNet(self.classes, layers="stock")
         try:
             import timm
         except ModuleNotFoundError:
