@@ -35,7 +35,7 @@ TORCH_TARGET_VERSION = "0x020a000000000000"  # any torch from 2.10 on
 
 # CI adds -Werror through CXXFLAGS. GCC 12 warns falsely of std::optional and of its own AVX-512 header (-Wno-*uninit*).
 CXX_FLAGS = [
-    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"),  # Python's own flags may ask for half of the size
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
     *os.environ.get("CXXFLAGS", "").split(),
 ]

@@ -50,6 +50,23 @@ def assert_repeats_bitwise(function: Callable, inputs: dict) -> None:
     harness.assert_bitwise_equal(harness.evaluate(function, inputs), first, "second run")
 
 
+def assert_reads_what_hooks_store(function: Callable, inputs: dict) -> None:
+    """What a hook keeps for backward in fewer bits is taken for the numbers that it holds. x has 4 samples."""
+    if current_backend() == "triton":
+        pytest.skip("Triton refuses numbers of two dtypes")
+    results = []
+    for give in (lambda t: t, lambda t: t.float() if _is_small(t) else t):
+        keep = lambda t: t.bfloat16() if _is_small(t) else t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, give):
+            results.append(harness.evaluate(function, inputs))
+    harness.assert_bitwise_equal(*results, "numbers in fewer bits")
+    assert not torch.equal(results[0]["dx"], harness.evaluate(function, inputs)["dx"])
+
+
+def _is_small(t: torch.Tensor) -> bool:
+    return t.dim() == 2 and len(t) == 4
+
+
 def assert_threads_change_nothing(function: Callable, inputs: dict) -> None:
     """The bits do not depend on the number of threads."""
     results = []

@@ -110,6 +110,10 @@ def test_keeps_x_and_two_numbers_per_channel_for_backward(device, kernels, layou
     assert harness.extra_saved_bytes(function(pool), x) == numbers * torch.float32.itemsize
 
 
+def test_what_hooks_store_in_fewer_bits_is_read_as_such(device, kernels):
+    properties.assert_reads_what_hooks_store(function("avg_max"), make(device, (4, 13, 7, 9)))
+
+
 @pools
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("layout", harness.LAYOUTS)

@@ -287,6 +287,11 @@ def test_a_training_block_calls_one_operator_in_each_direction(device, kernels, 
     assert called == ["fusedtrain::depthwise_bn_act_se_train_", "fusedtrain::depthwise_bn_act_se_train_backward"]
 
 
+def test_what_hooks_store_in_fewer_bits_is_read_as_such(device, kernels):
+    inputs = make(device, (4, 13, 7, 9))
+    properties.assert_reads_what_hooks_store(function(inputs), inputs)
+
+
 @modes
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_repeats_bitwise_and_writes_every_element(device, backend, layout, training):

@@ -421,6 +421,20 @@ def test_bad_arguments_are_named(changes, error, message):
         depthwise_conv2d(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("stride", "dilation", "size", "message"),
+    [
+        ([0, 1], [1, 1], 8, "two strides, four paddings and two dilations expected"),
+        ([1, 1], [1, -1], 8, "two strides, four paddings and two dilations expected"),
+        ([2, 2], [1, 1], 2, "the kernel does not fit into the padded image"),
+    ],
+)
+def test_the_operator_itself_refuses_what_has_no_output(stride, dilation, size, message):
+    x, weight, options = torch.ones(1, 4, size, size), torch.ones(4, 1, 3, 3), ([0, 0, 0, 0], dilation, 0)
+    with backends.use_backend("cpu"), pytest.raises(RuntimeError, match=message):
+        torch.ops.fusedtrain.depthwise_conv2d(x, weight, None, stride, *options)
+
+
 def test_explain_knows_both_directions():
     inputs = make("cpu")
     geometry = [1, 1], [1, 1, 1, 1], [1, 1]

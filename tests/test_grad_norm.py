@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fusedtrain
 from fusedtrain.ops import grad_norm
 from fusedtrain.ops.grad_norm import IMPLS
 
@@ -73,6 +74,12 @@ def test_operator_agrees_with_schema_and_fake(device, kernels):
     grads = make(device, [(3, 4), (9000,)], [torch.float32] * 2)
     results = torch.library.opcheck(IMPLS[kernels].forward, (grads,))
     assert set(results.values()) == {"SUCCESS"}, results
+
+
+@pytest.mark.parametrize("shape, strides", [((3, 3), (0, 4)), ((2, 2), (0, 3)), ((2, 2, 2), (1, 1, 5))])
+def test_elements_that_overlap_are_refused_also_where_gaps_make_up_for_them(shape, strides):
+    with fusedtrain.use_backend("cpu"), pytest.raises(RuntimeError, match="grads must be dense tensors"):
+        grad_norm([torch.arange(10.0).as_strided(shape, strides)])
 
 
 def test_an_empty_list_is_refused():

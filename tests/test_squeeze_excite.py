@@ -163,6 +163,11 @@ def test_keeps_x_and_small_vectors_for_backward(device, kernels, layout, pool):
 
 
 @pools
+def test_what_hooks_store_in_fewer_bits_is_read_as_such(device, kernels, pool):
+    properties.assert_reads_what_hooks_store(function(pool=pool), make(device, (4, 13, 7, 9)))
+
+
+@pools
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype, pool):

@@ -114,6 +114,9 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
 double batch_norm_act_count(const Tensor& x) { return double(x.size(0) * x.size(2) * x.size(3)); }
 
 std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const std::vector<int64_t>& sizes) {
+  STD_TORCH_CHECK(partial.dim() == 3 && partial.size(0) == int64_t(sizes.size()) && partial.is_contiguous() &&
+                      partial.scalar_type() == ScalarType::Float,
+                  "fusedtrain: partial must be a dense float32 [parts, 3, C], with as many sizes");
   const int64_t c = partial.size(2);
   const Tensor mean = torch::stable::new_empty(partial, {c}), m2 = torch::stable::new_empty(partial, {c});
   const BatchNormMoments a{.c = c,

@@ -28,14 +28,13 @@ std::tuple<Tensor, Tensor, Tensor> channel_pool(const Tensor& x, int64_t pool, i
   return {pooled, peak, ties};
 }
 
-Tensor channel_pool_backward(const Tensor& dpooled, const Tensor& x, const Tensor& peak, const Tensor& ties,
+Tensor channel_pool_backward(const Tensor& dpooled, const Tensor& x, const Tensor& kept_peak, const Tensor& kept_ties,
                              int64_t pool, int64_t in_act) {
   const Images m = images_of(x, in_act);
   const Tensor dp = small_input("dpooled", dpooled, x, m.n * m.c);
+  const Tensor peak = kept_of_peaks("peak", kept_peak, x, pool_of(pool));
+  const Tensor ties = kept_of_peaks("ties", kept_ties, x, pool_of(pool));
   const Tensor dx = torch::stable::empty_like(x);
-  const bool with_peak = pool_of(pool) == Pool::kAvgMax;
-  STD_TORCH_CHECK(!with_peak || (peak.numel() == m.n * m.c && ties.numel() == m.n * m.c),
-                  "fusedtrain: peak and ties of the forward pass expected");
   const ChannelScaleBackward a{.images = m,
                                .pool = pool_of(pool),
                                .dy = nullptr,

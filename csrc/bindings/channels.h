@@ -7,6 +7,11 @@
 
 namespace fusedtrain::bindings {
 
+// What the forward pass keeps of the largest values of every channel, or nothing.
+inline Tensor kept_of_peaks(const char* name, const Tensor& t, const Tensor& x, Pool pool) {
+  return pool == Pool::kAvgMax ? small_input(name, t, x, x.size(0) * x.size(1)) : t;
+}
+
 // Items per sample of the kernels that sum over hw, and of those that write images.
 inline int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : reduce_chunks(m); }
 inline int64_t map_items(const Images& m) { return m.layout == Layout::kContiguous ? m.c : m.hw; }

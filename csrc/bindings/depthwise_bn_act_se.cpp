@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
   const BnActCombine combine{.n = m.n,
                              .c = m.c,
                              .hw = m.hw,
-                             .dtype = dtype_of(pooled),
+                             .dtype = dtype_of(sums),
                              .sums = sums.const_data_ptr(),
                              .rstd = norm.rstd.const_data_ptr(),
                              .gate = excite.gate.const_data_ptr(),

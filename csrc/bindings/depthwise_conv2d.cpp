@@ -8,7 +8,8 @@ namespace {
 
 // Output length along one dimension.
 int64_t output_size(int64_t size, int64_t k, int64_t stride, int64_t pads, int64_t dilation) {
-  return (size + pads - dilation * (k - 1) - 1) / stride + 1;
+  const int64_t room = size + pads - dilation * (k - 1) - 1;
+  return room < 0 ? 0 : room / stride + 1;
 }
 
 DepthwiseSizes sizes_of(const Tensor& x, const Tensor& weight, const Ints& stride, const Ints& padding,
@@ -18,7 +19,8 @@ DepthwiseSizes sizes_of(const Tensor& x, const Tensor& weight, const Ints& strid
                       weight.numel() > 0 && weight.is_contiguous() && weight.scalar_type() == x.scalar_type() &&
                       weight.get_device() == x.get_device(),
                   "fusedtrain: weight must be a dense [C * m, 1, kh, kw] with the dtype and device of x");
-  STD_TORCH_CHECK(stride.size() == 2 && padding.size() == 4 && dilation.size() == 2,
+  STD_TORCH_CHECK(stride.size() == 2 && padding.size() == 4 && dilation.size() == 2 &&
+                      std::min({stride[0], stride[1], dilation[0], dilation[1]}) > 0,
                   "fusedtrain: two strides, four paddings and two dilations expected");
   const DepthwiseSizes s{.n = images.n,
                          .c = images.c,

@@ -59,6 +59,7 @@ inline void excite_samples(const SqueezeExcite& a, int64_t begin, int64_t end) {
 // The same for the backward pass; dgate is to be filled, and the gradients of the weights are empty unless needed.
 struct GateGradients {
   Tensor w1, w2;                                             // weights [r, c], [c, r]
+  Tensor pooled, hidden, logits;                             // acc [n, c], [n, r], [n, c]: of the forward pass
   Tensor dgate, gate, activated, dlogits, dhidden, dpooled;  // acc [n, c], but for activated and dhidden: [n, r]
   Tensor dw1, db1, dw2, db2;                                 // weights
   SqueezeExciteBackward args;
@@ -75,6 +76,9 @@ inline GateGradients gate_gradients(const Tensor& x, const Tensor& w1, const Ten
   const auto bias_gradient = [&](int64_t size) { return torch::stable::new_empty(w1, {need_dw ? size : 0}, type); };
   GateGradients g{.w1 = small_input("w1", w1, x, r * c, type),
                   .w2 = small_input("w2", w2, x, c * r, type),
+                  .pooled = small_input("pooled", pooled, x, n * c),
+                  .hidden = small_input("hidden", hidden, x, n * r),
+                  .logits = small_input("logits", logits, x, n * c),
                   .dgate = empty_acc(x, {n, c}),
                   .gate = empty_acc(x, {n, c}),
                   .activated = empty_acc(x, {n, r}),
@@ -89,14 +93,14 @@ inline GateGradients gate_gradients(const Tensor& x, const Tensor& w1, const Ten
   g.args = {.n = n,
             .c = c,
             .r = r,
-            .dtype = dtype_of(pooled),
+            .dtype = dtype_of(g.pooled),
             .weights = dtype_of(g.w1),
             .act = act,
             .gate_act = gate_act,
             .dgate = g.dgate.const_data_ptr(),
-            .pooled = pooled.const_data_ptr(),
-            .hidden = hidden.const_data_ptr(),
-            .logits = logits.const_data_ptr(),
+            .pooled = g.pooled.const_data_ptr(),
+            .hidden = g.hidden.const_data_ptr(),
+            .logits = g.logits.const_data_ptr(),
             .w1 = g.w1.const_data_ptr(),
             .w2 = g.w2.const_data_ptr(),
             .gate = g.gate.mutable_data_ptr(),

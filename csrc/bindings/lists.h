@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "bindings/dense.h"
 #include "optimizer_step.h"
 
 namespace fusedtrain::bindings {
@@ -34,9 +35,8 @@ inline void check_device(const char* name, const Tensor& t, const Tensor& like) 
 // Raises unless the elements of `t` fill one stretch of memory, in whatever order of dimensions.
 inline void check_dense(const char* name, const Tensor& t) {
   if (t.is_contiguous()) return;
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  STD_TORCH_CHECK(last + 1 == t.numel(), "fusedtrain: ", name, " must be dense tensors");
+  STD_TORCH_CHECK(fills_memory(t.dim(), t.numel(), t.sizes().data(), t.strides().data()), "fusedtrain: ", name,
+                  " must be dense tensors");
 }
 
 }  // namespace fusedtrain::bindings

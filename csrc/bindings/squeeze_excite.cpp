@@ -44,12 +44,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> squeeze_excite_backward(
     const Tensor& dy, const Tensor& x, const Tensor& w1, const Tensor& w2, const Tensor& pooled, const Tensor& hidden,
-    const Tensor& logits, const Tensor& peak, const Tensor& ties, int64_t act, int64_t gate_act, int64_t pool,
+    const Tensor& logits, const Tensor& kept_peak, const Tensor& kept_ties, int64_t act, int64_t gate_act, int64_t pool,
     int64_t in_act, bool need_dx, bool need_dw) {
   const Images m = images_of(x, in_act);
   check_same("dy", dy, x);
   const GateGradients excite = gate_gradients(x, w1, w2, pooled, hidden, logits, activation_of("act", act),
                                               activation_of("gate_act", gate_act), need_dw);
+  const Tensor peak = kept_of_peaks("peak", kept_peak, x, pool_of(pool));
+  const Tensor ties = kept_of_peaks("ties", kept_ties, x, pool_of(pool));
   const Tensor partial = empty_acc(x, {m.n, reduce_chunks(m), m.c});
   const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
   const ChannelScaleDot dot{.images = m,

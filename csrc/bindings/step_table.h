@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "bindings/dense.h"
 #include "optimizer_step.h"
 
 #if DLPACK_MINOR_VERSION >= 3
@@ -36,17 +37,7 @@ int64_t numel_of(const DLTensor& t) {
   return numel;
 }
 
-// True when the elements fill one stretch of memory, in whatever order of dimensions.
-bool is_dense(const DLTensor& t, int64_t numel) {
-  int64_t covered = 1;  // by the dimensions that are faster
-  while (covered < numel) {
-    int d = t.ndim - 1;
-    while (d >= 0 && !(t.shape[d] > 1 && t.strides[d] == covered)) --d;
-    if (d < 0) return false;
-    covered *= t.shape[d];
-  }
-  return true;
-}
+bool is_dense(const DLTensor& t, int64_t numel) { return bindings::fills_memory(t.ndim, numel, t.shape, t.strides); }
 
 // The shape and, where they matter, the strides of `p`.
 bool is_laid_out_like(const DLTensor& t, const DLTensor& p, int64_t numel) {
