@@ -69,7 +69,12 @@ _SHAPES = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "expa
 _SHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, operator.getitem, getattr}
 
 
-_WRITES = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+_IN_PLACE += ("iand", "ior", "ixor", "ilshift", "irshift")
+_WRITES = {operator.setitem, *(getattr(operator, name) for name in _IN_PLACE)}
+_MAKES = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.matmul}
+_MAKES |= {torch.add, torch.sub, torch.mul, torch.div, torch.cat, torch.stack, torch.matmul, F.conv2d, F.linear}
+_MAKES |= {"add", "sub", "mul", "div", "matmul", "clone", "new_zeros", "new_ones", "new_empty", "new_full"}
 _SUMS_IN_PLACE = {operator.iadd, "add_"}
 _SUMS = {operator.add, torch.add, "add"} | _SUMS_IN_PLACE
 
@@ -447,26 +452,35 @@ class _Proxy(_Unwritten, fx.Proxy):
             return super().__getattr__(name)
         return self.tracer.attribute(self, name)
 
-    def __iadd__(self, other):
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    def __isub__(self, other):
-        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
-
-    def __imul__(self, other):
-        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
-
-    def __itruediv__(self, other):
-        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
-
     @property
     def __class__(self):
         """What isinstance() looks at, which says no to all that a forward may ask for."""
         self.tracer.note_question(self.node, sys._getframe(1))
         return _Proxy
 
+    def __len__(self) -> NoReturn:
+        self.tracer.refuse("it asks for the length of what it takes or makes")
+
+    def __float__(self) -> NoReturn:
+        self.tracer.refuse(_NUMBER)
+
+    def __int__(self) -> NoReturn:
+        self.tracer.refuse(_NUMBER)
+
+
+def _in_place(name: str) -> Callable:
+    def write(self: _Proxy, other):
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return write
+
+
+for _name in _IN_PLACE:
+    setattr(_Proxy, f"__{_name}__", _in_place(_name))
+
 
 _TYPES = "it asks for the types of what it takes or makes"
+_NUMBER = "it asks for the number in a tensor"
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 _AUTOCAST = ("cpu", "cuda")
 
@@ -519,7 +533,7 @@ class _Tracer(fx.Tracer):
         if _is_ours(frame.f_globals.get("__name__", "")):
             return
         if "__class__" in frame.f_code.co_names:
-            raise TypeError(_TYPES)
+            self.refuse(_TYPES)
         if not names & {"isinstance", "is_tensor"}:
             return
         of_tensors, of_others = (
@@ -527,13 +541,13 @@ class _Tracer(fx.Tracer):
             names & {"list", "tuple", "dict", "Sequence", "Mapping"},
         )
         if of_tensors and (of_others or node.op != "placeholder"):
-            raise TypeError(_TYPES)
+            self.refuse(_TYPES)
         self.keep_to(images=not of_tensors)
 
     def keep_to(self, images: bool) -> None:
         """What is recorded holds for tensors alone, or for others alone."""
         if self.of_images not in (None, images):
-            raise TypeError(_TYPES)
+            self.refuse(_TYPES)
         self.of_images = images
 
     def attribute(self, proxy: fx.Proxy, name: str) -> _Asked:
@@ -560,8 +574,24 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args, **kwargs) -> fx.Node:
         if _modes() != self.modes:
-            raise RuntimeError("gradients, autocast or hooks on saved tensors are switched in it")
+            self.refuse("gradients, autocast or hooks on saved tensors are switched in it")
         return super().create_node(*args, **kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        with self.noted():
+            return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator:
+        with self.noted():
+            return super().iter(obj)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except fx.proxy.TraceError as error:
+            self.reason = str(error)
+            raise
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -722,16 +752,17 @@ _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for na
 
 
 @contextlib.contextmanager
-def _closed() -> Iterator[None]:
+def _closed() -> Iterator[list[str]]:
     """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
-    So does one that asks for modes."""
+    So does one that asks for modes. Yields why it did, if it catches that."""
 
-    thread = threading.get_ident()
+    thread, reasons = threading.get_ident(), []
 
     def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
             if threading.get_ident() == thread and not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+                reasons.append(reason)
                 raise RuntimeError(reason)
             return look(*args, **kwargs)
 
@@ -741,7 +772,7 @@ def _closed() -> Iterator[None]:
     try:
         for (owner, name, reason), look in zip(_CLOSED, before):
             setattr(owner, name, closed(look, reason))
-        yield
+        yield reasons
     finally:
         for (owner, name, _), look in zip(_CLOSED, before):
             setattr(owner, name, look)
@@ -774,7 +805,7 @@ class _Question:
 
     def __call__(self, *args, **kwargs):
         if len(args) == 1 and issubclass(type(args[0]), fx.Proxy) and isinstance(args[0].tracer, _Tracer):
-            raise TypeError(_TYPES)
+            args[0].tracer.refuse(_TYPES)
         return self.builtin(*args, **kwargs)
 
     def __instancecheck__(self, value) -> bool:
@@ -815,7 +846,7 @@ def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
     """Records the forward in evaluation and in training; or says why that cannot be."""
     modules, traced = list(block.modules()), []
     try:
-        with _ONE_AT_A_TIME, _closed(), _typeless(block), _observed_reads() as read:
+        with _ONE_AT_A_TIME, _closed() as reasons, _typeless(block), _observed_reads() as read:
             for training in (False, True):
                 with _untouched(modules) as changes, _switched(autocast=training):
                     for module in modules:
@@ -823,6 +854,8 @@ def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
                     tracer = _Tracer(block)
                     traced.append((tracer, tracer.trace(block)))
                     tracer.refuse_decisions()
+                    if reasons:
+                        raise RuntimeError(reasons[0])
                 if changes:
                     return changes[0]
     except Exception as error:  # whatever a forward does with something that is no tensor
@@ -956,7 +989,7 @@ class _Pattern:
             nodes.append(residual.sum)
             behind = self.activations(residual.sum)
             nodes += behind
-        if self.is_changed_within(start.args[0], nodes):
+        if self.is_changed_within(nodes):
             return 0
         self.watch(inside)
         if is_pair(self.module(start)):
@@ -988,20 +1021,54 @@ class _Pattern:
         if not isinstance(value, fx.Node) or value is last or (in_place and user.args[0] is not last):
             return None
         found = _Residual(user, value, in_place)
-        return None if self.is_changed_within(value, [user, *self.activations(user)]) else found
+        return None if self.is_changed_within([user, *self.activations(user)]) else found
 
-    def is_changed_within(self, value: fx.Node, nodes: list[fx.Node]) -> bool:
-        """Whether ``value`` may be written to by somebody else while ``nodes``, which become one, are computed."""
-        between = itertools.takewhile(
-            lambda node: node is not nodes[-1], itertools.dropwhile(lambda node: node is not nodes[0], self.graph.nodes)
-        )
-        return any(value in node.all_input_nodes and node not in nodes and self._may_write(node) for node in between)
+    def is_changed_within(self, nodes: list[fx.Node]) -> bool:
+        """Whether somebody else may write to what ``nodes``, which become one, read, or take what they write to, after
+        the first and before the last of them: views and the data of weights show nobody's hand."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        layers = {node.target for node in nodes if node.op == "call_module"}
+        norms = {node.target for node in nodes if self.kind_of(node) in NORMS}
 
-    def _may_write(self, node: fx.Node) -> bool:
+        def is_new(node: fx.Node) -> bool:
+            """Whether ``node`` is made behind the first of ``nodes``, and no view of what was there before."""
+            if order[node] < order[nodes[0]] or node.op in ("placeholder", "get_attr"):
+                return False
+            return self._makes(node) or all(map(is_new, node.all_input_nodes))
+
+        def disturbs(node: fx.Node) -> bool:
+            read = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+            if node.target in norms or any(path.startswith(f"{layer}.") for path in read for layer in layers):
+                return True
+            return not all(map(is_new, self._written(node)))
+
+        between = itertools.islice(self.graph.nodes, order[nodes[0]], order[nodes[-1]])
+        return any(disturbs(node) for node in between if node not in nodes)
+
+    def _written(self, node: fx.Node) -> list[fx.Node]:
+        """What ``node`` may write to."""
+        if node.op in ("placeholder", "get_attr", "output"):
+            return []
         if node.op == "call_module":
-            return getattr(self.block.get_submodule(node.target), "inplace", False)
+            layer = self.block.get_submodule(node.target)
+            first = next(inside for inside in layer.modules() if not inside._modules)
+            return node.all_input_nodes if is_unknown(layer) or getattr(first, "inplace", False) else []
         name = node.target if isinstance(node.target, str) else node.target.__name__
-        return name.endswith("_") or node.target in _WRITES or node.kwargs.get("inplace", False)
+        options = _arguments(node)
+        writes = name.endswith("_") and not name.endswith("__")
+        written = node.args[:1] if writes or node.target in _WRITES or options.get("inplace") else ()
+        written = [*written, options.get("out")]
+        return [value for value in written if isinstance(value, fx.Node)]
+
+    def _makes(self, node: fx.Node) -> bool:
+        """Whether the result of ``node`` is sure to be a tensor of its own."""
+        if node.op == "call_module":
+            layer, kind = self.block.get_submodule(node.target), self.kind_of(node)
+            new = isinstance(layer, (nn.Conv2d, nn.Linear)) or kind in NORMS or op_name(layer) not in (None, "identity")
+            return new and not getattr(layer, "inplace", False)
+        if node.target in (middle, add, gated):
+            return True
+        return node.target in _MAKES and "out" not in node.kwargs
 
     def chain(self, conv: fx.Node) -> int:
         """Depthwise convolution, normalisation, activations, gate, projection."""
@@ -1017,7 +1084,7 @@ class _Pattern:
             nodes.append(project)
         else:
             project = None
-        if self.is_changed_within(conv.args[0], nodes):
+        if self.is_changed_within(nodes):
             return 0
         self.watch(inside)
 
@@ -1048,10 +1115,14 @@ class _Pattern:
         """Squeeze-and-excitation by itself."""
         for x in multiply.all_input_nodes:
             inside = self.inside_gate(multiply, x) if self._factors(multiply, x) is not None else None
-            if inside is not None and not self.is_changed_within(x, inside[1]):
+            if inside is not None and not self.is_changed_within(inside[1]) and self._is_owned(multiply, x, inside[1]):
                 self.watch(inside[1])
                 return self.replace(inside[1], functools.partial(self.gated, x, inside[0]))
         return 0
+
+    def _is_owned(self, multiply: fx.Node, x: fx.Node, nodes: list[fx.Node]) -> bool:
+        """Whether nobody notices that ``multiply`` no longer writes to ``x``, or to the gate, if it does."""
+        return not self._written(multiply) or (self._makes(x) and set(x.users) <= set(nodes))
 
     def gated(self, x: fx.Node, parts: tuple[fx.Node, ...]) -> fx.Node:
         return self.graph.call_function(gated, (x, self.gate_object(parts)))
@@ -1135,6 +1206,14 @@ class _Pattern:
         except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that does not go with this one
             return False
         return tuple(values[nodes[-1]].shape) in ((n, c, 1, 1), (n, c, 4, 5))
+
+
+def _arguments(node: fx.Node) -> dict:
+    """The options of a call by their names, where a function of Python says them."""
+    if not isinstance(node.target, types.FunctionType):
+        return node.kwargs
+    names = inspect.unwrap(node.target).__code__.co_varnames
+    return {**dict(zip(names, node.args)), **node.kwargs}
 
 
 def _without_data(layer: nn.Module, x: Tensor) -> Tensor:
