@@ -109,10 +109,15 @@ def nvcc_behind(request, nvcc_folder):
     behind.stdin.close()
 
 
+def pytest_configure():
+    gc.disable()  # until all modules and tests are there
+
+
 def pytest_collection_finish():
     """What stands here stays: passes of the garbage collector, of which a diagnosis makes many, need not look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
