@@ -811,6 +811,57 @@ class Marks(ConvNormAct):
         return y
 
 
+SEEN, OPTIONS, LATEST = [], {"scale": 2.0}, None
+
+
+class Options:
+    alpha = 2.0
+    calls = 0
+
+
+class Collects(ConvNormAct):
+    def forward(self, x):
+        SEEN.append(x)
+        return super().forward(x)
+
+
+class Stores(ConvNormAct):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.store = types.SimpleNamespace(maps={})
+
+    def forward(self, x):
+        self.store.maps["x"] = x
+        return super().forward(x)
+
+
+class Publishes(ConvNormAct):
+    def forward(self, x):
+        global LATEST
+        LATEST = x
+        return super().forward(x)
+
+
+class CountsForAll(ConvNormAct):
+    def forward(self, x):
+        Options.calls += 1
+        return super().forward(x)
+
+
+class AsksForRanks(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if not torch.distributed.is_initialized() else x
+
+
+class OfAnArray(ConvNormAct):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scales = np.ones(2)
+
+    def forward(self, x):
+        return super().forward(x) * float(self.scales[0])
+
+
 class DecidesAtLast(ConvNormAct):
     def forward(self, x):
         try:
@@ -872,6 +923,9 @@ REASONS = {
     **dict.fromkeys(
         (Reverses, ReversesByName), "torch.fx cannot record its forward: it calls a torch.autograd.Function"
     ),
+    **dict.fromkeys((Collects, Stores, Publishes, CountsForAll), "its forward changes objects or global values"),
+    AsksForRanks: "torch.fx cannot record its forward: it asks for its process group",
+    OfAnArray: "it holds more than 64 items in one container, or a numpy array, too many to compare in every call",
     CountsAtLast: "torch.fx cannot record its forward: it asks for the number in a tensor",
     **dict.fromkeys((Remembers, Replaces), "its forward changes its attributes, or holds tensors that are no buffers"),
     **dict.fromkeys(
@@ -898,6 +952,7 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     report = fusedtrain.fuse(model)
     assert report == planned and type(model[0]) is kind and not model[0].training
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
+    assert not SEEN and LATEST is None and Options.calls == 0 and (kind is not Stores or not model[0].store.maps)
     assert not issubclass(kind, DrawsOfItsOwn) or model[0].draw() == kind(16, 16, 3, 1, 16).draw()
 
 
@@ -1062,6 +1117,10 @@ def shifted(x, by=1.0):
     return x + by
 
 
+def scaled(x):
+    return x * OPTIONS["scale"] * Options.alpha
+
+
 class OfElsewhere(ConvNormAct):
     """It reads its class, a global number and defaults, calls a method and a function, and asks what a layer is."""
 
@@ -1076,7 +1135,7 @@ class OfElsewhere(ConvNormAct):
 
     def forward(self, x, gain=2.0):
         x = super().forward(x) * SCALE * self.scale * gain
-        return x if isinstance(self.after, nn.Identity) else shifted(self.head(x))
+        return x if isinstance(self.after, nn.Identity) else scaled(shifted(self.head(x)))
 
 
 READS = {
@@ -1086,6 +1145,8 @@ READS = {
     "eps": (OfLayers, lambda block, _: setattr(block.last, "eps", 0.5)),
     "class": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere, "scale", 3.0)),
     "global": (OfElsewhere, lambda _, patch: patch.setitem(globals(), "SCALE", 3.0)),
+    "global dict": (OfElsewhere, lambda _, patch: patch.setitem(OPTIONS, "scale", 3.0)),
+    "global class": (OfElsewhere, lambda _, patch: patch.setattr(Options, "alpha", 3.0)),
     "another layer": (OfElsewhere, lambda block, _: setattr(block, "after", nn.Identity())),
     "default": (OfElsewhere, lambda _, patch: patch.setattr(OfElsewhere.forward, "__defaults__", (3.0,))),
     "default of a function": (OfElsewhere, lambda _, patch: patch.setattr(shifted, "__defaults__", (3.0,))),

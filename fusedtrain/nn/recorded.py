@@ -6,15 +6,17 @@ what passes between them, they become one call; so do a normalisation, its activ
 (RegNet), with a 1x1 convolution before them, and a gate by itself. All other code stays as it was recorded. Blocks of
 your own classes are looked into down to the last of them, those of timm and torchvision, of which a model may be built,
 one by one. What a recording cannot know is looked at in each call: where a plain attribute, also one of the class or of
-a layer that the forward reads, a container or a hook has changed, or the block is called with more than its images, its
-own forward runs.
+a layer that the forward reads, a global value, a container or a hook has changed, or the block is called with more than
+its images, its own forward runs. A forward that changes anything but tensors stays.
 """
 
 import collections
 import contextlib
 import copy
+import dis
 import functools
 import inspect
+import io
 import itertools
 import operator
 import pickle
@@ -110,8 +112,8 @@ class _Object:
 
 def _content(value, depth: int = 3, is_default: bool = False):
     """What of an attribute is compared in every call: a plain value, what a container holds, or else which object it
-    is. A large container, for which that would take long, is like nothing else; but where it is the default of an
-    argument, which hardly anybody writes to, it counts which one it is."""
+    is. A large container or an array of numpy, for which that would take long, is like nothing else; but where a
+    container is the default of an argument, which hardly anybody writes to, it counts which one it is."""
     if isinstance(value, types.FunctionType):  # whose code a notebook replaces in place when it loads a module again
         defaults = value.__defaults__, value.__kwdefaults__
         compared = _content(defaults, depth - 1, is_default=True) if depth and defaults != (None, None) else None
@@ -124,7 +126,7 @@ def _content(value, depth: int = 3, is_default: bool = False):
         return type(value), [(key, _content(item, depth - 1, is_default)) for key, item in value.items()]
     if depth and isinstance(value, (tuple, list, set, frozenset)):
         return type(value), [_content(item, depth - 1, is_default) for item in value]
-    return _Object(value)
+    return _Object(object() if type(value).__name__ == "ndarray" else value)
 
 
 class _Seen(NamedTuple):
@@ -177,13 +179,14 @@ def _state(
 
 
 _GLOBALS = (bool, int, float, str, types.FunctionType)
+_NOT_COMPARED = (types.ModuleType, types.BuiltinFunctionType, type)
 
 
 @functools.cache
 def _constants(kind: type) -> tuple[list[tuple[Mapping | None, str]], bool]:
-    """Where else methods find values by their names, which are attributes and methods of the class and global numbers,
-    switches and functions; and whether they ask for the classes of layers. None: in the module, whose own attribute
-    would hide that of the class."""
+    """Where else methods find values by their names, which are attributes and methods of the class and global values
+    and functions; and whether they ask for the classes of layers. None: in the module, whose own attribute would hide
+    that of the class."""
     classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
     members = [value for held in classes for name, value in held.items() if name != "__init__"]
     codes = [getattr(inspect.unwrap(getattr(m, "fget", m)), "__code__", None) for m in members]
@@ -192,7 +195,66 @@ def _constants(kind: type) -> tuple[list[tuple[Mapping | None, str]], bool]:
     found = [(held if hasattr(held[name], "__get__") else None, name) for held, name in found]
     names = getattr(kind.forward, "__globals__", {})
     found += [(names, name) for name in read if isinstance(names.get(name), _GLOBALS)]
+    known = {(id(held), name) for held, name in found}
+    others = [(owner if isinstance(owner, dict) else vars(owner), name) for owner, name in _globals(kind)]
+    others = [(held, name) for held, name in others if (id(held), name) not in known]
+    found += [(held, name) for held, name in others if not isinstance(held[name], _NOT_COMPARED)]
     return found, not read.isdisjoint(("isinstance", "type"))
+
+
+@functools.cache
+def _globals(kind: type) -> list[tuple[object, str]]:
+    """The global values that a forward reads or writes, and the methods and functions that it calls, and what these
+    hold where they are classes, objects or Python modules: their owners and names."""
+    if _package(kind.__module__) in _KNOWN:
+        return []
+    classes = [vars(cls) for cls in kind.__mro__ if not _is_ours(cls.__module__)]
+    names, found, seen, todo = {"forward"}, {}, set(), []
+    while True:
+        todo += [getattr(held[name], "fget", held[name]) for held in classes for name in names & held.keys()]
+        todo = [f for f in map(inspect.unwrap, todo) if isinstance(f, types.FunctionType) and f.__code__ not in seen]
+        if not todo:
+            return list(found.values())
+        function = todo.pop()
+        seen.add(function.__code__)
+        read, of_scope = _names(function.__code__)
+        names |= read
+        for name in of_scope & function.__globals__.keys():
+            value = function.__globals__[name]
+            if isinstance(value, _Question):  # which another thread has put there
+                continue
+            found[id(function.__globals__), name] = function.__globals__, name
+            inside = {inner: vars(value)[inner] for inner in read & vars(value).keys()} if _is_read(value, kind) else {}
+            found.update({(id(value), inner): (value, inner) for inner in inside})
+            functions = [f for f in (value, *inside.values()) if isinstance(f, types.FunctionType)]
+            todo += [f for f in functions if _is_own(f.__module__, kind)]
+
+
+def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """All names in code and in the functions that it makes, and those of global values."""
+    read = {*code.co_names}
+    of_scope = {step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME"))}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            read, of_scope = (ours | theirs for ours, theirs in zip((read, of_scope), _names(inner)))
+    return read, of_scope
+
+
+def _is_read(value, kind: type) -> bool:
+    """Whether what a global name stands for holds values of those who wrote ``kind``."""
+    if isinstance(value, (type, types.ModuleType)):
+        return _is_own(value.__module__ if isinstance(value, type) else value.__name__, kind)
+    other = isinstance(value, (types.FunctionType, nn.Module, Tensor))
+    return not other and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _is_own(module: str | None, kind: type) -> bool:
+    """Whether those who wrote ``kind`` may have written a Python module, too."""
+    name = (module or "").partition(".")[0]
+    if name in _KNOWN or name in sys.stdlib_module_names - {"__main__"}:
+        return False
+    installed = "-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")
+    return not installed or name == kind.__module__.partition(".")[0]
 
 
 @functools.cache
@@ -621,7 +683,7 @@ class _Tracer(fx.Tracer):
 def record(block: nn.Module, kind: Kind) -> Recording | str:
     """Returns the forward of ``block`` with fused calls, or why there is none. ``block`` is left as it is."""
     if any(_state(m, type(m))(m, False) != _state(m, type(m))(m, False) for m in block.modules()):
-        return f"it holds more than {_MANY} items in one container, too many to compare in every call"
+        return f"it holds more than {_MANY} items in one container, or a numpy array, too many to compare in every call"
     if any(isinstance(held, Iterator) for held in _reached(list(block.modules()))):
         return "it holds an iterator, which a recording would use up"
     traced = _trace(block)
@@ -651,14 +713,14 @@ def _containers(module: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in _containers(child))
 
 
-_HOLDERS = (dict, collections.OrderedDict, list, set)
+_HOLDERS = (dict, list, set, collections.deque)
 
 
-def _ids(holder: dict | list | set) -> list:
+def _ids(holder: dict | list | set | collections.deque) -> list:
     return [(key, id(value)) for key, value in holder.items()] if isinstance(holder, dict) else list(map(id, holder))
 
 
-_CONSTANT = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, nn.Module, Tensor)
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, io.IOBase, nn.Module, Tensor)
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _ITEMS = (list, tuple, set, frozenset, collections.deque)
 
@@ -671,16 +733,20 @@ def _inside(value) -> list:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, _ITEMS) else ()
+    items = list(value.values() if isinstance(value, dict) else value if isinstance(value, _ITEMS) else ())
     of_numpy = type(value).__module__.startswith("numpy.random")
     bits = getattr(value, "bit_generator", None) if of_numpy else None
-    return [*items, *getattr(value, "__dict__", {}).values(), bits]
+    return [*items, getattr(value, "__dict__", None), bits]
 
 
-def _reached(modules: list[nn.Module], depth: int = 4) -> list:
-    """All objects that attributes hold, and that these hold, but for modules, tensors and constants."""
+def _reached(modules: list[nn.Module], depth: int = 6) -> list:
+    """All objects that attributes and global values hold, and that these hold, but for modules, tensors and
+    constants."""
     found: dict[int, object] = {}
     values = [value for module in modules for name, value in vars(module).items() if name not in _OTHERS]
+    kinds = {type(module) for module in modules}
+    values += [held.get(name) for kind in kinds for held, name in _constants(kind)[0] if held is not None]
+    values += [getattr(kind, name, None) for kind in kinds for held, name in _constants(kind)[0] if held is None]
     for _ in range(depth):
         values = [value for value in values if not isinstance(value, _CONSTANT) and id(value) not in found]
         found.update((id(value), value) for value in values)
@@ -714,13 +780,22 @@ def _set(generator, state: bytes) -> None:
         generator.state = state
 
 
+def _named(owner, name: str):
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name)
+
+
 @contextlib.contextmanager
 def _untouched(modules: list[nn.Module]):
-    """Puts attributes and random numbers back; yields a list that says afterwards what had changed."""
+    """Puts attributes, what they and global values hold, and random numbers back; yields a list that says afterwards
+    what had changed."""
     changes = []
     before, seen = [dict(vars(m)) for m in modules], [(type(m), _state(m, type(m))(m, False)) for m in modules]
-    held = [(value, value.copy()) for m in before for value in m.values() if type(value) in _HOLDERS]
-    generators = [random.getstate.__self__, torch.default_generator, *_reached(modules)]
+    reached, own = _reached(modules), {id(value): value for m in before for value in m.values()}
+    holders = {**own, **{id(value): value for value in reached}}.values()
+    held = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in holders if isinstance(v, _HOLDERS)]
+    named = {(id(owner), name): (owner, name) for kind, _ in seen for owner, name in _globals(kind)}.values()
+    named = [(owner, name, _named(owner, name)) for owner, name in named]
+    generators = [random.getstate.__self__, torch.default_generator, *reached]
     if "numpy" in sys.modules:
         generators.append(sys.modules["numpy"].random.get_state.__self__)
     states = [(generator, state) for generator in generators if (state := _get(generator)) is not None]
@@ -728,7 +803,10 @@ def _untouched(modules: list[nn.Module]):
         yield changes
         changed = any(vars(m).keys() != b.keys() for m, b in zip(modules, before))
         changed = changed or [(type(m), _state(m, type(m))(m, False)) for m in modules] != seen
-        if changed or any(_ids(now) != _ids(old) for now, old in held):
+        written = [now for now, old in held if _ids(now) != _ids(old)]
+        if any(id(now) not in own for now in written) or any(_named(o, n) is not value for o, n, value in named):
+            changes.append("its forward changes objects or global values")
+        if changed or written:
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
         if any(_get(generator) != state for generator, state in states):
             changes.append("its forward draws random numbers outside of layers")
@@ -737,8 +815,14 @@ def _untouched(modules: list[nn.Module]):
             vars(module).clear()
             vars(module).update(old)
         for now, old in held:
-            now.clear()
-            (now.extend if isinstance(now, list) else now.update)(old)
+            if _ids(now) != _ids(old):
+                now.clear()
+                (now.update if isinstance(now, (dict, set)) else now.extend)(old)
+        for owner, name, value in named:
+            if _named(owner, name) is not value and not isinstance(owner, dict):
+                setattr(owner, name, value)
+            elif _named(owner, name) is not value:
+                owner[name] = value
         for generator, state in states:
             if _get(generator) != state:
                 _set(generator, state)
@@ -747,7 +831,9 @@ def _untouched(modules: list[nn.Module]):
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
 _ASKS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled")
 _ASKS += ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype")
+_GROUP = ("is_initialized", "get_rank", "get_world_size") if torch.distributed.is_available() else ()
 _CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
+_CLOSED += [(torch.distributed, name, "it asks for its process group") for name in _GROUP]
 _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
 
 
