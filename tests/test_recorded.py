@@ -1271,8 +1271,9 @@ def test_attributes_of_compiled_blocks_count(change, wrap):
 def test_what_torch_keeps_in_modules_does_not_count(calls):
     """Marks of FSDP, DataParallel and torch.compile, and a full backward hook on the block itself."""
     block, _, _ = fused(Bottleneck)
+    marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_replica", "_former_parameters")
     for module in block.modules():
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_replica", "_is_torch_compile"):
+        for mark in (*marks, "_is_torch_compile"):
             setattr(module, mark, True)
     block.register_full_backward_hook(lambda *_: None)
     block(harness.images((2, 16, 9, 9)).requires_grad_())

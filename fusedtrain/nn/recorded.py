@@ -61,7 +61,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.MethodT
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # What torch, and fuse(), keep in modules: of the hooks alone observed() knows.
 _OTHERS = {*vars(nn.Module()), "_recording", "_stock_class", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-_OTHERS |= {"_is_replica", "_is_torch_compile"}
+_OTHERS |= {"_is_replica", "_former_parameters", "_is_torch_compile"}
 _FUNCTIONS = {
     **{F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.silu: "silu", F.hardswish: "hard_swish"},
     **{F.gelu: "gelu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", F.hardsigmoid: "hard_sigmoid"},
