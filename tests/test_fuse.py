@@ -1,6 +1,7 @@
 """fuse() and unfuse(): what becomes fused, what stays and why, and that nothing else of a model changes."""
 
 import copy
+import inspect
 import io
 import pickle
 import sys
@@ -795,6 +796,16 @@ def test_layers_of_dtypes_that_the_ops_lack_stay():
     report = fusedtrain.fuse(model)
     assert [c.reason for c in report.kept] == ["it holds parameters of torch.complex64, which the ops lack"] * 3
     model(torch.zeros(1, 4, 8, 8, dtype=torch.complex64))
+
+
+def test_images_may_be_given_by_name(zoo):
+    ops = zoo.torchvision.ops
+    layers = ops.SqueezeExcitation(16, 4), ops.Conv2dNormActivation(16, 16, 1), nn.SyncBatchNorm(16).eval()
+    model = nn.ModuleList([*layers, nn.BatchNorm2d(16), zoo.timm.layers.BatchNormAct2d(16)])
+    assert len(fusedtrain.fuse(model).swapped) >= 5
+    x = harness.images((2, 16, 9, 9))
+    for layer, name in zip(model, ("input", "input", "input", "input", "x"), strict=True):
+        assert layer(**{name: x}).shape == x.shape and list(inspect.signature(layer.forward).parameters) == [name]
 
 
 def test_options_of_convolutions_may_be_integers_of_numpy(zoo):

@@ -4,6 +4,7 @@ Layers then make the calls of their stock class. Depthwise convolutions do not: 
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -33,10 +34,12 @@ def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
 
 
 def or_stock(fused: Callable, stock: Callable) -> Callable:
-    """Returns the forward of a layer that is ``fused`` but for images that stay ``stock``."""
+    """Returns the forward of a layer that is ``fused`` but for images that stay ``stock``, which names its argument."""
 
-    @functools.wraps(fused)
+    @functools.wraps(stock)
     def forward(self, x: Tensor) -> Tensor:
         return (stock if stays_stock(self, x) else fused)(self, x)
 
+    names = tuple(inspect.signature(stock).parameters)[:2]
+    forward.__code__ = forward.__code__.replace(co_varnames=names)
     return forward

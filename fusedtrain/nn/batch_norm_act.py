@@ -222,5 +222,5 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
     Source: ``torch.nn.SyncBatchNorm``; ``timm.layers.SyncBatchNormAct``
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _then_act(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        return _then_act(self, input)
