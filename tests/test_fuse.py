@@ -808,6 +808,30 @@ def test_images_may_be_given_by_name(zoo):
         assert layer(**{name: x}).shape == x.shape and list(inspect.signature(layer.forward).parameters) == [name]
 
 
+BATCHED = {
+    "block": lambda zoo: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.SiLU()),
+    "depthwise": lambda zoo: nn.Conv2d(16, 16, 3, padding=1, groups=16),
+    "gate": lambda zoo: zoo.torchvision.ops.SqueezeExcitation(16, 4),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_gradients_of_batches_are_refused_by_name_or_right(name, zoo):
+    stock = BATCHED[name](zoo)
+    model = copy.deepcopy(stock)
+    fusedtrain.fuse(model)
+    x = harness.images((2, 16, 32, 32)).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    def gradients(model):
+        y = model(x)
+        return torch.autograd.grad(y, x, torch.stack([y.detach(), y.detach() + 1]), is_grads_batched=True)[0]
+
+    with fusedtrain.use_backend("cpu"), pytest.raises(RuntimeError, match=r"no gradient of a batch .*'reference'"):
+        gradients(model)
+    with fusedtrain.use_backend("reference"):
+        torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-4, atol=1e-4)
+
+
 def test_options_of_convolutions_may_be_integers_of_numpy(zoo):
     one, two, four = map(np.int64, (1, 2, 4))
     model = nn.Sequential(

@@ -327,16 +327,24 @@ def once_differentiable(backward: Callable) -> Callable:
     gradient is a constant, as in gradient penalties.
     """
 
+    def run(ctx, dys: tuple[Tensor | None, ...]):
+        try:
+            return backward(ctx, *dys)
+        except RuntimeError as error:  # of what torch cannot run for one dy of a batch after another
+            if not any(dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy) for dy in dys):
+                raise
+            raise RuntimeError(f"fused ops have no gradient of a batch here; PyTorch's {_ELSEWHERE}") from error
+
     @functools.wraps(backward)
     def once(ctx, *dys):
         if not torch.is_grad_enabled():
-            return backward(ctx, *dys)
+            return run(ctx, dys)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward(ctx, *dys)
         ctx = _Unpacked(ctx)
         with torch.no_grad():
-            gradients = backward(ctx, *dys)
+            gradients = run(ctx, dys)
         inputs = [t for t in (*dys, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return _Once.apply(gradients, *inputs) if inputs else gradients
 
