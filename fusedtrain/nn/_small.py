@@ -36,10 +36,13 @@ def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
 def or_stock(fused: Callable, stock: Callable) -> Callable:
     """Returns the forward of a layer that is ``fused`` but for images that stay ``stock``, which names its argument."""
 
-    @functools.wraps(stock)
-    def forward(self, x: Tensor) -> Tensor:
-        return (stock if stays_stock(self, x) else fused)(self, x)
+    def of(layer: nn.Module, images: Tensor) -> Tensor:
+        return (stock if stays_stock(layer, images) else fused)(layer, images)
 
-    names = tuple(inspect.signature(stock).parameters)[:2]
-    forward.__code__ = forward.__code__.replace(co_varnames=names)
-    return forward
+    def of_input(self, input: Tensor) -> Tensor:
+        return of(self, input)
+
+    def of_x(self, x: Tensor) -> Tensor:
+        return of(self, x)
+
+    return functools.wraps(stock)(of_input if "input" in inspect.signature(stock).parameters else of_x)
