@@ -97,6 +97,8 @@ def test_batches_of_rows_are_full_across_files_and_groups(tmp_path):
     assert [len(batch["name"]) for batch in batches] == [10, 10, 10, 3]
     assert torch.cat([batch["id"] for batch in batches]).tolist() == list(range(33))
     assert batches[1]["x"].shape == (10, 3) and batches[1]["x"][0, 1] == 5
+    with pytest.raises(ValueError, match=r"the dataset gives batches, of 10 rows: pass batch_size=None, got 1"):
+        data.loader(dataset, num_workers=0)
 
 
 def test_every_epoch_has_an_order_of_its_own_that_repeats(tmp_path):

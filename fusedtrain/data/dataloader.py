@@ -180,7 +180,7 @@ def loader(
 
     Cost: "auto" measures 2 to 5 s, once per machine and dataset. Naming samples costs below a microsecond each.
     """
-    _check(dataset, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped)
+    _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped)
     found = None
     # A dataset that is told of the epoch has to reach its workers anew, unless they share what it is told.
     stay = getattr(dataset, "epoch_is_shared", False) or not hasattr(dataset, "set_epoch")
@@ -225,7 +225,10 @@ def loader(
     )
 
 
-def _check(dataset, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped) -> None:
+def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped) -> None:
+    rows = getattr(dataset, "batch_size", None) if hasattr(dataset, "begin_pass") else None
+    if rows is not None and batch_size is not None:  # else length and position would be those of rows
+        raise ValueError(f"the dataset gives batches, of {rows} rows: pass batch_size=None, got {batch_size}")
     if max_skipped < 0:
         raise ValueError(f"max_skipped must be at least 0, got {max_skipped}")
     if max_skipped and isinstance(dataset, IterableDataset):
