@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusedtrain import data
+from fusedtrain.data import table
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -139,6 +140,14 @@ def test_a_pass_continues_where_it_stopped(tmp_path, num_workers, shuffle):
         assert sum(len(batch["id"]) for batch in again) == 81
     with pytest.raises(ValueError, match=r"the position belongs to an order with workers=\d, this one has 2"):
         data.loader(data.TableDataset(folder), 4, num_workers=2).load_state_dict(first.state_dict())
+
+
+def test_blocks_that_are_shuffled_may_hold_more_than_offsets_of_32_bits_reach():
+    rows = [{"n": i, "s": f"{i}", "b": b"%d" % i, "v": {"b": b"", "w": [f"{i}"] * i}} for i in range(5)]
+    (block,) = table._shuffled(iter([pa.Table.from_pylist(rows[:3]), pa.Table.from_pylist(rows[3:])]), 9, (0,), 0, 0)
+    assert sorted(block.to_pylist(), key=lambda row: row["n"]) == rows != block.to_pylist()
+    inner = pa.struct({"b": pa.large_binary(), "w": pa.large_list(pa.large_string())})
+    assert block.schema.types == [pa.int64(), pa.large_string(), pa.large_binary(), inner]
 
 
 def test_files_are_found_by_pattern_and_url(tmp_path):

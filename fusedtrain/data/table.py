@@ -374,6 +374,7 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
 
     def mixed(parts: list):
         table = pa.concat_tables(parts)
+        table = table.cast(pa.schema([field.with_type(_wide(field.type)) for field in table.schema]))
         order = torch.randperm(len(table), generator=_generator(*key, block))
         return table.take(pa.array(order[passed:].numpy()))
 
@@ -389,6 +390,21 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
             rows += len(table)
     if rows:
         yield mixed(pending)
+
+
+def _wide(kind):
+    """A type with offsets of 64 bits: arrays of the others hold at most 2 GiB, a block of encoded images holds more."""
+    pa = need("pyarrow", "data")
+    types = pa.types
+    if types.is_binary(kind):
+        return pa.large_binary()
+    if types.is_string(kind):
+        return pa.large_string()
+    if types.is_list(kind):
+        return pa.large_list(kind.value_field.with_type(_wide(kind.value_type)))
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
+    return kind
 
 
 def _rows(tables) -> Iterator[dict]:
