@@ -333,9 +333,11 @@ def test_an_image_folder_gives_what_torchvision_gives(images, zoo):
 def test_grey_images_of_16_bits_keep_their_first_8(tmp_path):
     (tmp_path / "grey").mkdir()
     values = torch.arange(0, 65536, 4096, dtype=torch.int32).view(4, 4)
-    Image.fromarray(values.numpy().astype("uint16")).save(tmp_path / "grey" / "a.png")
-    image, _ = data.ImageFolder(tmp_path)[0]
-    assert torch.equal(image, (values >> 8).to(torch.uint8).expand(3, 4, 4))
+    for name in ("a.png", "b.tif"):
+        Image.fromarray(values.numpy().astype("uint16")).save(tmp_path / "grey" / name)
+    for image, _ in (found := data.ImageFolder(tmp_path, extensions=(".png", ".tif"))):
+        assert torch.equal(image, (values >> 8).to(torch.uint8).expand(3, 4, 4))
+    assert len(found) == 2
 
 
 def test_images_of_any_size_make_a_batch(images):

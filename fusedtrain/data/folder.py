@@ -99,7 +99,7 @@ def to_tensor(image) -> Tensor:
 
 def _rgb(image):
     """Pillow would turn all of a grey image of 16 bits that is above 255 into white."""
-    if image.mode.startswith("I") and image.format == "PNG":
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # which an older Pillow says
         from PIL import Image
 
         image = Image.fromarray((need("numpy", "data").asarray(image) >> 8).astype("uint8"))
