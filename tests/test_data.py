@@ -347,6 +347,11 @@ def test_images_of_any_size_make_a_batch(images):
     assert flat[0] == ((16, 16), 0)
 
 
+def test_a_single_extension_is_not_taken_for_its_letters(images):
+    found = data.ImageFolder(images.parent, extensions=".png").samples
+    assert [os.path.basename(file) for file, _ in found] == ["c.png", "d.png", "e.png"]
+
+
 def test_a_broken_file_is_named(images):
     for index, name in ((0, "cat/a.jpg"), (2, "dog/c.png")):
         path = images / name

@@ -24,7 +24,7 @@ class ImageFolder(Dataset):
             a batch; None keeps them as they are.
         transform: takes the PIL image (RGB, after ``size``), returns the sample; None gives a uint8 tensor
             ``[3, H, W]``, a fourth of what float32 would move between processes and to the device.
-        extensions: of the files to take, in lower case; others are ignored.
+        extensions: of the files to take, in lower case, one or many; others are ignored.
 
     Raises:
         ValueError: there are no class folders, or a class has no image.
@@ -41,9 +41,10 @@ class ImageFolder(Dataset):
         *,
         size: int | None = None,
         transform: Callable | None = None,
-        extensions: tuple[str, ...] = EXTENSIONS,
+        extensions: str | tuple[str, ...] = EXTENSIONS,
     ):
         need("PIL.Image", "data")
+        extensions = (extensions,) if isinstance(extensions, str) else tuple(extensions)
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.root, self.size, self.transform = Path(root), size, transform
@@ -54,7 +55,7 @@ class ImageFolder(Dataset):
             raise ValueError(f"{self.root} has no class folders: images are expected in {self.root}/<class>/")
         self.samples: list[tuple[str, int]] = []
         for target, name in enumerate(self.classes):
-            files = sorted(_files(str(self.root / name), tuple(extensions)))
+            files = sorted(_files(str(self.root / name), extensions))
             if not files:
                 raise ValueError(f"{self.root / name} has no file that ends in {', '.join(extensions)}")
             self.samples += [(file, target) for file in files]
