@@ -209,12 +209,12 @@ def loader(
         pin_memory = torch.cuda.is_available()
     if num_workers == 0:
         options.pop("multiprocessing_context", None)
-    if batch_sampler is not None:
-        options["batch_sampler"] = batch_sampler
-    else:
-        options |= {"batch_size": batch_size, "shuffle": shuffle, "sampler": sampler}
     return Loader(
         dataset,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
         max_skipped=max_skipped,
         plan=found,
         num_workers=num_workers,
