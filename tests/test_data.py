@@ -141,6 +141,8 @@ def test_it_is_a_data_loader_of_the_dataset():
     batches = data.loader(dataset, 4, num_workers=0)
     assert isinstance(batches, torch.utils.data.DataLoader) and len(batches) == 3 and len(batches.dataset) == 10
     assert batches.dataset.length == 10
+    stored = data.loader([3, 1, 2], 2, num_workers=0).dataset
+    assert [x for x, _ in zip(stored, range(9))] == [3, 1, 2]
     assert torch.cat(list(batches)).tolist() == [i * i for i in range(10)]
     single = data.loader(dataset, None, num_workers=0)
     assert [int(x) for x in single] == [i * i for i in range(10)]

@@ -4,7 +4,7 @@ import multiprocessing
 import re
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 
@@ -86,6 +86,9 @@ class Guarded(Dataset):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def __iter__(self) -> Iterator:
+        return iter(self._dataset)  # else without end: an index beyond it gives a Failure too
 
     def __getitem__(self, index):
         if isinstance(index, int):
