@@ -384,6 +384,18 @@ def test_tables_are_read_from_staged_copies(folder):
             assert len(list((folder / "s").glob("*.parquet"))) <= 3
 
 
+def test_checksums_are_known_by_any_way_to_write_their_urls(folder):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    with fsspec.filesystem("memory").open("memory://sums/a.parquet", "wb") as file:
+        pq.write_table(pa.table({"id": [1]}), file)
+    shards = data.Staging(folder / "s", checksums={"memory://sums/a.parquet": "0" * 64})
+    for paths in ("memory://sums/a.parquet", "memory://sums/*.parquet"):  # found as memory:///sums/a.parquet
+        with pytest.raises(ValueError, match=r"a\.parquet has SHA-256 \w+, expected 0000"):
+            list(data.TableDataset(paths, staging=shards))
+
+
 class Secret(LocalFileSystem):
     protocol = "secret"
 

@@ -69,6 +69,7 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_bytes, self.ahead = max_bytes, ahead
         self.checksums, self.storage_options = dict(checksums or {}), dict(storage_options or {})
+        self._canonical: dict[str, str] | None = None  # the checksums by another way to write their URLs
         self._verified: set[tuple[int, str]] = set()  # (process, URL)
 
     @contextlib.contextmanager
@@ -147,7 +148,7 @@ class Staging:
             raise StagingError(f"{shard.url}: the remote does not tell its size")
         if size > self.max_bytes:
             raise StagingError(f"{shard.url} has {size} bytes, max_bytes is {self.max_bytes}")
-        wanted = self.checksums.get(shard.url)
+        wanted = self._checksum(shard.url)
         found = {"url": shard.url, "size": size, "version": _version(info)}
         note = _files.read_json(shard.note) or {}
         same = all(note.get(key) == value for key, value in found.items())
@@ -167,6 +168,18 @@ class Staging:
         os.replace(shard.part, shard.data)
         _files.write_json(shard.note, {**found, "sha256": checksum, "complete": True})
         return True
+
+    def _checksum(self, url: str) -> str | None:
+        """Returns what is known of a URL, however it was written: a TableDataset has those that its listing gives."""
+        if url in self.checksums or not self.checksums:
+            return self.checksums.get(url)
+        if self._canonical is None:
+            self._canonical = {self._plain(known): checksum for known, checksum in self.checksums.items()}
+        return self._canonical.get(self._plain(url))
+
+    def _plain(self, url: str) -> str:
+        filesystem, path = need("fsspec", "data").core.url_to_fs(url, **self.storage_options)
+        return filesystem.unstrip_protocol(path)
 
     def _reserve(self, shard: "_Shard", found: dict, ahead: bool) -> bool:
         """Makes room for a copy to come and notes its size; False where what is in use leaves none."""
