@@ -167,6 +167,13 @@ def test_a_flipped_bit_is_noticed_and_mended(folder):
         assert source.decoded() == expected
 
 
+def test_a_file_that_ends_within_its_index_is_begun_anew(folder):
+    os.truncate(data.SampleCache(Decoded(folder / "log")).path, 100)
+    again = data.SampleCache(Decoded(folder / "log"))
+    assert_same(again[11], sample(11))
+    assert again.state()["kept"] == 1
+
+
 def test_the_file_stays_below_its_bound(folder):
     source = Decoded(folder / "log")
     whole = data.SampleCache(source, key="whole")

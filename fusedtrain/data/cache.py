@@ -123,7 +123,8 @@ class SampleCache(Dataset):
         try:
             with open(self.path, "rb") as file:
                 head = file.read(HEADER.size)
-            return len(head) == HEADER.size and HEADER.unpack(head)[:2] == (MAGIC, self.length)
+            whole = os.path.getsize(self.path) >= self._data  # a copy that was cut off may lack part of the index
+            return whole and HEADER.unpack(head)[:2] == (MAGIC, self.length)
         except FileNotFoundError:
             return False
 
