@@ -104,6 +104,8 @@ def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatc
         data.WorkerError, match=r"killed by SIGKILL: worker 1 was at sample 6 \(square-6.png\); the system"
     ):
         list(data.loader(Squares(kill=6), 4, num_workers=2))
+    with pytest.raises(data.WorkerError, match=r"killed by SIGKILL: worker 0 was at sample 6 \(square-6.png\)"):
+        list(data.loader(Subset(Subset(Squares(kill=6), range(5, 9)), range(4)), 4, num_workers=1))
     with pytest.raises(
         data.WorkerError, match=r"no batch came within timeout=2 s: worker 0 was at sample 2 \(square-2.png\)"
     ):

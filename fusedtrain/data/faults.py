@@ -106,7 +106,7 @@ class Guarded(Dataset):
 
     def __getitems__(self, indices: list) -> list:
         fetch = getattr(self._dataset, "__getitems__", None)
-        if fetch is not None:
+        if fetch is not None and not _goes_one_by_one(self._dataset):
             try:
                 return fetch(indices)
             except Exception:  # which one it was, the samples tell one by one
@@ -117,6 +117,13 @@ class Guarded(Dataset):
         """Returns at which samples the workers are, or were when they died."""
         at = [(worker, self._at[worker]) for worker in workers if self._at[worker] >= 0]
         return "; ".join(f"worker {worker} was at {sample_name(self._dataset, index)}" for worker, index in at)
+
+
+def _goes_one_by_one(dataset) -> bool:
+    """Whether a dataset, though a Subset, which takes indices at once, has them read one by one in the end."""
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    return not hasattr(dataset, "__getitems__")
 
 
 class Collate:
