@@ -108,10 +108,10 @@ def _losses(rows: list[Row]) -> str:
             line = [name, dtype]
             for backend in ("eager", "fused"):
                 of = [r for r in rows if (r["network"], r["dtype"], r["backend"]) == (name, dtype, backend)]
-                last = max(row["step"] for row in of) - 50
+                last = max((row["step"] for row in of), default=0) - 50
                 seeds = sorted({row["seed"] for row in of})
                 means = (statistics.fmean(r["loss"] for r in of if r["seed"] == s and r["step"] > last) for s in seeds)
-                line.append(", ".join(f"{mean:.3f}" for mean in means))
+                line.append(", ".join(f"{mean:.3f}" for mean in means) or "-")
             lines.append(line)
     return table(("network", "dtype", "stock, per seed", "fused, per seed"), lines)
 

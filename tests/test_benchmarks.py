@@ -172,6 +172,16 @@ def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
     assert "old" not in filled and "| float32, channels_last |" in filled and re.search(r"\| \d\.\d\d .* \(\d", line)
 
 
+def test_losses_of_one_dtype_are_reported():
+    code = """
+import models_report
+form = {"network": "net", "dtype": "float32", "seed": 0.0, "loss": 0.5}
+rows = [{**form, "backend": backend, "step": float(step)} for backend in ("eager", "fused") for step in (1, 2)]
+print(models_report._losses(rows))
+"""
+    assert run("-c", code).splitlines()[2:4] == ["| net | float32 | 0.500 | 0.500 |", "| net | bfloat16 | - | - |"]
+
+
 def test_a_new_measurement_replaces_its_own_rows_only(results, tmp_path):
     (file,) = results.glob("*/channel_pool.csv")
     copy = tmp_path / file.name
