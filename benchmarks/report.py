@@ -109,13 +109,14 @@ def summary(rows: list[Row], columns: tuple[str, ...]) -> str:
 
 
 def every_case(rows: list[Row]) -> str:
-    """One line per case, dtype and layout."""
+    """One line per case, dtype and layout, and number of threads where there are several."""
+    columns = ("case", "shape", "dtype", "layout", *(("threads",) if len(ordered(rows, "threads")) > 1 else ()))
     stock, modes = results.best_stock(rows), ordered(rows, "mode")
     whole = "fwd+bwd" if "fwd+bwd" in modes else modes[-1]
     auto: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["backend"] == "auto":
-            auto.setdefault((row["case"], row["shape"], row["dtype"], row["layout"]), {})[row["mode"]] = row
+            auto.setdefault(tuple(row[column] for column in columns), {})[row["mode"]] = row
     lines = []
     for key, by_mode in auto.items():
         ours = by_mode[whole]
@@ -131,7 +132,7 @@ def every_case(rows: list[Row]) -> str:
                 f"{number(ours['peak_mib'])} / {number(best['peak_mib'] if best else None)}",
             ]
         )
-    header = ("case", "shape", "dtype", "layout", *modes, f"us, {whole}", "best stock, us", "GB/s", "% of floor")
+    header = (*columns, *modes, f"us, {whole}", "best stock, us", "GB/s", "% of floor")
     return table([*header, "MiB, ours / stock"], lines)
 
 

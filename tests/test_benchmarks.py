@@ -172,6 +172,19 @@ def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
     assert "old" not in filled and "| float32, channels_last |" in filled and re.search(r"\| \d\.\d\d .* \(\d", line)
 
 
+def test_cases_with_several_numbers_of_threads_have_a_line_each():
+    code = """
+import report, results
+row = dict.fromkeys(results.COLUMNS, 1.0) | {"case": "c", "layout": "contiguous", "mode": "fwd+bwd", "backend": "auto"}
+rows = [{**row, "shape": "8", "dtype": "float32", "threads": n, "us_p50": us} for n, us in (("1", 20.0), ("2", 10.0))]
+print(report.every_case(rows) + report.every_case(rows[:1]))
+"""
+    lines = [line for line in run("-c", code).splitlines() if line.startswith("| c |")]
+    form = "| c | 8 | float32 | contiguous |{} 1.00 = | {} |"
+    for line, start in zip(lines, (form.format(" 1 |", 20), form.format(" 2 |", 10), form.format("", 20)), strict=True):
+        assert line.startswith(start)
+
+
 def test_losses_of_one_dtype_are_reported():
     code = """
 import models_report
