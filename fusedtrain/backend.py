@@ -125,6 +125,8 @@ def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> 
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
     measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
     lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
+    if _forced is not None and impls[_forced].why_not(*args) is not None:
+        lines = [f"{op}: {_forced} is forced by {_source} but cannot run"]
     if measured is not None:
         lines = [f"{op}: {measured[0]} runs, by the table of fusedtrain tune backend: {measured[1]}"]
     lines += [f"  {name:<10} {reason or 'can run'}" for name, reason in verdicts.items()]
@@ -139,7 +141,7 @@ def explain(op, *args) -> str:
         args: the op's leading arguments; the first, ``x``, decides.
 
     Raises:
-        ValueError: no op of that name.
+        ValueError: no op of that name, or FUSEDTRAIN_BACKEND names no backend.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _OPS:
@@ -147,7 +149,7 @@ def explain(op, *args) -> str:
     if not args:
         raise ValueError(f"explain({name!r}, ...) needs the op's arguments, x first")
     impls = _OPS[name]
-    chosen = _forced
+    chosen = _checked(_forced, _source)
     if chosen is None:
         impl = select(name, impls, *args)
         chosen = next(backend for backend in impls if impls[backend] is impl)

@@ -127,6 +127,14 @@ def test_explain_tells_what_runs_and_why(device, kernels, capsys):
         assert "  cuda       x is on cpu, not on a CUDA device" in lines
 
 
+def test_explain_does_not_say_that_a_forced_backend_runs_where_it_cannot(monkeypatch, capsys):
+    with fusedtrain.use_backend("cuda"):
+        assert "channel_pool: cuda is forced by use_backend() but cannot run\n" in fusedtrain.explain("channel_pool", X)
+    monkeypatch.setattr(backend, "_forced", "gpu")
+    with pytest.raises(ValueError, match="must be one of cuda, cpu, triton, reference, got 'gpu'"):
+        fusedtrain.explain("channel_pool", X)
+
+
 def test_small_images_are_left_to_stock_by_the_automatic_choice():
     impls = backend._OPS["channel_pool"]
     assert "stock calls cost less" in impls["cpu"].slower(X)
