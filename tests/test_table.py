@@ -1,12 +1,14 @@
 """Rows of Parquet and Arrow files: none twice, none lost, for any length, shards and position."""
 
 import collections
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fusedtrain import data
 from fusedtrain.data import table
+from fusedtrain.train.feed import Feed, InputError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -76,6 +78,15 @@ def test_two_ranks_with_two_workers_each_give_every_row_once(tmp_path, monkeypat
         assert len(batches) == len(data.loader(rows, 4, num_workers=2))
         seen += [row for batch in batches for row in batch]
     assert sorted(seen) == list(range(sum(rows_per_file)))
+
+
+def test_the_part_of_another_rank_is_refused(tmp_path):
+    folder = write(tmp_path / "t", [8])
+    for place, (rank, size) in {(0, 1): (1, 2), (1, 2): (0, 1)}.items():  # the first: made before torchrun's group
+        batches = data.loader(data.TableDataset(folder, rank=place[0], world_size=place[1]), 2, num_workers=0)
+        message = f"are those of rank {place[0]} of {place[1]}, and this process is rank {rank} of {size}: pass rank="
+        with pytest.raises(InputError, match=message):
+            Feed(data.DevicePrefetcher(batches, "cpu"), SimpleNamespace(rank=rank, size=size))
 
 
 def test_rows_have_types_and_only_the_chosen_columns(tmp_path):

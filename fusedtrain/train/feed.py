@@ -55,7 +55,9 @@ class Feed:
 
     def _check_shards(self) -> None:
         here = self.world.rank, self.world.size
-        there = getattr(self._sampler, "rank", here[0]), getattr(self._sampler, "world_size", here[1])
+        source = getattr(self._loader, "dataset", None)
+        shared = source if hasattr(source, "shard_sizes") else self._sampler  # as a table among its ranks
+        there = getattr(shared, "rank", here[0]), getattr(shared, "world_size", here[1])
         if there != here:
             raise InputError(
                 f"the {self.name} data are those of rank {there[0]} of {there[1]}, and this process is rank {here[0]}"
