@@ -153,6 +153,15 @@ def test_a_pass_continues_where_it_stopped(tmp_path, num_workers, shuffle):
         data.loader(data.TableDataset(folder), 4, num_workers=2).load_state_dict(first.state_dict())
 
 
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"batch_size": 4}])
+def test_files_may_have_their_columns_in_any_order(tmp_path, options):
+    pq.write_table(pa.table({"x": [1, 2, 3], "y": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": [4.0, 5.0, 6.0], "x": [4, 5, 6]}), tmp_path / "b.parquet")
+    found = list(data.TableDataset(tmp_path, **options))
+    x, y = (torch.cat([row[name].reshape(-1) for row in found]).tolist() for name in "xy")
+    assert x == y and sorted(x) == [1, 2, 3, 4, 5, 6]
+
+
 def test_blocks_that_are_shuffled_may_hold_more_than_offsets_of_32_bits_reach():
     rows = [{"n": i, "s": f"{i}", "b": b"%d" % i, "v": {"b": b"", "w": [f"{i}"] * i}} for i in range(5)]
     (block,) = table._shuffled(iter([pa.Table.from_pylist(rows[:3]), pa.Table.from_pylist(rows[3:])]), 9, (0,), 0, 0)

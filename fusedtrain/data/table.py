@@ -373,7 +373,7 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
     pa = need("pyarrow", "data")
 
     def mixed(parts: list):
-        table = pa.concat_tables(parts)
+        table = _joined(parts)
         table = table.cast(pa.schema([field.with_type(_wide(field.type)) for field in table.schema]))
         order = torch.randperm(len(table), generator=_generator(*key, block))
         return table.take(pa.array(order[passed:].numpy()))
@@ -390,6 +390,17 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
             rows += len(table)
     if rows:
         yield mixed(pending)
+
+
+def _joined(parts: list):
+    """Returns tables as one; files may have their columns in any order."""
+    names = parts[0].column_names
+
+    def in_order(part):
+        turned = part.column_names != names and sorted(part.column_names) == sorted(names)
+        return part.select(names) if turned else part
+
+    return need("pyarrow", "data").concat_tables([in_order(part) for part in parts])
 
 
 def _wide(kind):
@@ -415,20 +426,19 @@ def _rows(tables) -> Iterator[dict]:
 
 def _batches(tables, size: int) -> Iterator[dict]:
     """Gives batches of exactly ``size`` rows, the last one shorter, across the borders of what was read."""
-    pa = need("pyarrow", "data")
     pending, rows = [], 0
     for table in tables:
         pending.append(table)
         rows += len(table)
         if rows < size:
             continue
-        whole = pa.concat_tables(pending)
+        whole = _joined(pending)
         for at in range(0, rows - rows % size, size):
             yield _batch(whole.slice(at, size))
         rows %= size
         pending = [whole.slice(len(whole) - rows)]
     if rows:
-        yield _batch(pa.concat_tables(pending))
+        yield _batch(_joined(pending))
 
 
 def _batch(table) -> dict:
