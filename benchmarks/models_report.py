@@ -140,10 +140,10 @@ def section(folder: Path, report: Path) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """README's table of whole steps: one line per network."""
+    """README's table of whole steps: one line per network, on one thread."""
     lines = []
     for file in sorted(folder.glob("*/models/steps.csv")):
-        for race in races(results.read(file, models.STEPS)):
+        for race in races([row for row in results.read(file, models.STEPS) if row["threads"] == "1"]):
             rivals = "eager, compiled" if any(row["backend"] == "compile" for row in race) else "eager"
             line = [race[0]["device"], f"{race[0]['network']} {race[0]['shape']}", rivals]
             for dtype in models.DTYPES:

@@ -202,11 +202,12 @@ def op_section(file: Path, report: Path) -> str:
 
 
 def readme_block(files: list[Path]) -> str:
-    """README's table: one line per device and op."""
+    """README's table: one line per device and op, on one thread."""
     columns = [(dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("channels_last", "contiguous")]
     lines = []
     for file in files:
-        rows = [row for row in results.read(file) if row["mode"] in ("fwd+bwd", "step") and row["backend"] == "auto"]
+        rows = [row for row in results.read(file) if row["mode"] in ("fwd+bwd", "step") and row["threads"] == "1"]
+        rows = [row for row in rows if row["backend"] == "auto"]
         rows = [row for row in rows if row["allocator"] == results.primary_allocator(rows) and row["speedup"]]
         if not rows:
             continue

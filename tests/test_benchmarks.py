@@ -185,6 +185,24 @@ print(report.every_case(rows) + report.every_case(rows[:1]))
         assert line.startswith(start)
 
 
+def test_readme_is_of_one_thread(tmp_path):
+    code = """
+import sys; from pathlib import Path; import models, models_report, report, results
+file = Path(sys.argv[1], "device", "linear.csv")
+common = {"device": "cpu", "dtype": "float32", "layout": "contiguous", "allocator": "tuned", "shape": "8"}
+for threads, speedup in (("1", 2.0), ("4", 0.5)):
+    row = dict.fromkeys(results.COLUMNS) | common | {"threads": threads, "speedup": speedup}
+    results.merge(file, [row | {"op": "linear", "case": "c", "mode": "fwd+bwd", "backend": "auto"}])
+    row = dict.fromkeys(models.STEPS.columns, 1.0) | common | {"threads": threads, "speedup": speedup}
+    row |= {"network": "net", "images_per_s": 100 * speedup}
+    of = [row | {"backend": backend} for backend in ("eager", "fused")]
+    results.merge(file.parent / "models" / "steps.csv", of, models.STEPS)
+print(report.readme_block([file]) + models_report.readme_block(Path(sys.argv[1])))
+"""
+    op, network = (line for line in run("-c", code, tmp_path).splitlines() if line.startswith("| cpu |"))
+    assert op == "| cpu | linear | - | 2.00 ▲ (2.00) | - | - | 0 of 1 |" and network.startswith("| cpu | net 8 |")
+
+
 def test_losses_of_one_dtype_are_reported():
     code = """
 import models_report
