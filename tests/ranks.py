@@ -85,6 +85,32 @@ def case_gradients(folder: Path) -> dict:
     return found
 
 
+class Convolutions(nn.Module):
+    """All weights are in the outermost unit of shards, which stays gathered after a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.stem(x)).flatten(1))
+
+
+def case_images(folder: Path) -> dict:
+    """A network of convolutions with either strategy, with and without averages, and without checkpoints."""
+    found, (inputs, targets) = {}, samples(16)
+    for strategy in ("ddp", "fsdp"):
+        for decay in (None, 0.9):
+            torch.manual_seed(0)
+            model = Convolutions()
+            images = Batches(inputs.repeat(1, 3, 1, 1), targets, 4, shuffle=False, rank=RANK, world_size=WORLD)
+            settings = config(epochs=2, ema_decay=decay, distributed=Distributed(strategy, timeout=60.0))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            history = Trainer(model, nn.CrossEntropyLoss(), optimizer, settings).fit(images, images)
+            found[f"{strategy} {decay}"] = history.step_losses + [epoch.metrics["loss"] for epoch in history.epochs]
+    return found
+
+
 class Uneven:
     """Rank 0 has three batches, rank 1 one."""
 

@@ -36,7 +36,7 @@ def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedPro
 def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused")
+    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "images")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -104,6 +104,12 @@ def test_a_rank_whose_batch_counts_for_nothing_takes_part(two):
         for result in found.values():
             assert result["train_loss"] == pytest.approx(loss) and result["metrics"]["loss"] == pytest.approx(loss)
             assert result["metrics"]["accuracy"] == (outputs.argmax(1) == every[1]).sum().item() / 12
+
+
+@pytest.mark.parametrize("decay", ["None", "0.9"])
+def test_a_network_of_convolutions_trains_with_shards_as_without(two, decay):
+    for found in two["images"]:
+        assert found[f"fsdp {decay}"] == pytest.approx(found[f"ddp {decay}"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -30,7 +30,8 @@ class TrainConfig:
         epochs: passes over the training data.
         device: where to train: "auto" takes the GPU of this process, or the CPU where there is none.
         seed: of everything random in the loop; the model and the order of the data are seeded by who makes them.
-        channels_last: keep the model and the images in channels_last memory, the faster one for convolutions.
+        channels_last: keep the model and the images in channels_last memory, the faster one for convolutions; of
+            several processes with strategy fsdp the images alone.
         compile: mode of ``torch.compile``: default, reduce-overhead (CUDA graphs), max-autotune; None does not.
         cuda_graphs: launch the whole step, from forward to the update, as one CUDA graph where batches have one shape;
             others, such as the last of an epoch, are made as always. For one GPU and an optimizer of

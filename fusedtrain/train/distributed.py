@@ -193,6 +193,16 @@ class World:
             wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
+    def reshard(self, model: nn.Module) -> None:
+        """Lets go of the whole weights that a forward without a backward has left gathered: the next one would take
+        them, whatever has become of their parts."""
+        if self.sharded:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def sync(self, wrapped: nn.Module, last: bool):
         """The context of a micro-batch: gradients travel only after the last one of a group."""
         if self.size == 1:

@@ -100,9 +100,9 @@ class Trainer:
             )
         if self.world.rank == 0:
             config.precision.warn_where_slow(self.device)
-        self.model = sync_batchnorm(
-            model.to(self.device, config.precision.dtype, memory_format=self.memory_format), self.world
-        )
+        # torch shards contiguous weights alone; images stay as they are.
+        weights = torch.contiguous_format if self.world.sharded else self.memory_format
+        self.model = sync_batchnorm(model.to(self.device, config.precision.dtype, memory_format=weights), self.world)
         if isinstance(loss, nn.Module):
             loss.to(self.device, config.precision.dtype)
         activation.unwrap(self.model)  # what an earlier Trainer has wrapped
@@ -498,6 +498,15 @@ class Trainer:
         finally:
             self._wrapped = wrapped
 
+    @contextlib.contextmanager
     def averaged_weights(self):
         """The context in which the model holds the averages of its weights, where they are kept."""
-        return contextlib.nullcontext() if self.averages is None else self.averages.swap()
+        if self.averages is None:
+            yield
+            return
+        try:
+            with self.averages.swap():
+                self.world.reshard(self.model)
+                yield
+        finally:
+            self.world.reshard(self.model)
