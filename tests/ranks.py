@@ -61,13 +61,14 @@ def config(**options) -> TrainConfig:
     return TrainConfig(**defaults | options)
 
 
-def gradients(strategy: str, accumulate: int, count: int, **options) -> dict:
+def gradients(strategy: str, accumulate: int, count: int, callbacks=(), **options) -> dict:
     """Two ranks on 4 samples each per micro-batch; the weights stay, so that every group starts alike."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = Gradients(optimizer)
     distributed = Distributed(strategy, timeout=60.0, **options)
-    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(accumulation=accumulate, distributed=distributed))
+    settings = config(accumulation=accumulate, distributed=distributed)
+    run = Trainer(model, nn.CrossEntropyLoss(), optimizer, settings, callbacks=callbacks)
     history = run.fit(data(count, 4), data(11, 4))
     epoch = history.epochs[0]
     return {"steps": seen.steps, "train_loss": epoch.train_loss, "metrics": epoch.metrics}
@@ -82,6 +83,12 @@ def case_gradients(folder: Path) -> dict:
                 found[f"{strategy} {accumulate} {count}"] = gradients(strategy, accumulate, count)
     for option in ("static_graph", "find_unused_parameters"):
         found[f"{option} 2 22"] = gradients("ddp", 2, 22, **{option: True})
+
+    class Hold(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model.eval()
+
+    found["held 1 22"] = gradients("ddp", 1, 22, callbacks=[Hold()])
     return found
 
 

@@ -171,7 +171,9 @@ class Trainer:
         """
         try:
             with self._autocast:
-                outputs = (self._wrapped if self.model.training else self.model)(*inputs)
+                # A model that is held in evaluation, for its norms to stay, trains too.
+                trains = self.model.training or torch.is_grad_enabled()
+                outputs = (self._wrapped if trains else self.model)(*inputs)
         except (ValueError, RuntimeError) as error:
             check.refuse_single(self, error)
             raise
