@@ -92,6 +92,22 @@ def case_gradients(folder: Path) -> dict:
     return found
 
 
+class Unlike(Trainer):
+    """Measures the classes that a batch holds, each for itself."""
+
+    def validation_step(self, batch):
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self.forward(inputs), targets, reduction="none")
+        return {"loss": loss} | {f"class {own}": loss[targets == own] for own in targets.unique().tolist()}
+
+
+def case_unlike(folder: Path) -> dict:
+    """Rank 0 sees the classes 0 and 2, rank 1 the classes 1 and 3."""
+    model, targets = net(), torch.arange(4).repeat_interleave(4)
+    valid = Batches(samples(16)[0], targets, 4, shuffle=False, rank=RANK, world_size=WORLD)
+    return Unlike(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config()).evaluate(valid)
+
+
 class Convolutions(nn.Module):
     """All weights are in the outermost unit of shards, which stays gathered after a forward."""
 

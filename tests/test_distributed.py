@@ -36,7 +36,7 @@ def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedPro
 def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "images")
+    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -104,6 +104,14 @@ def test_a_rank_whose_batch_counts_for_nothing_takes_part(two):
         for result in found.values():
             assert result["train_loss"] == pytest.approx(loss) and result["metrics"]["loss"] == pytest.approx(loss)
             assert result["metrics"]["accuracy"] == (outputs.argmax(1) == every[1]).sum().item() / 12
+
+
+def test_a_metric_that_a_rank_lacks_is_that_of_the_others(two):
+    outputs, targets = ranks.net()(ranks.samples(16)[0]), torch.arange(4).repeat_interleave(4)
+    losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    truth = {f"class {own}": losses[targets == own].mean().item() for own in range(4)}
+    for found in two["unlike"]:
+        assert found == pytest.approx(truth | {"loss": losses.mean().item()})
 
 
 @pytest.mark.parametrize("decay", ["None", "0.9"])

@@ -44,5 +44,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
         model.train(modes[model])
         for module, training in modes.items():  # layers that are held still stay so
             module.training = training
-    found = world.sum(*map(float, sums.values()), *counts.values())
-    return {name: s / n if n else math.nan for name, s, n in zip(sums, found, found[len(sums) :])}
+    # A process may lack some: what is measured per class, for instance, of classes that it has not seen.
+    names = list(dict.fromkeys(itertools.chain.from_iterable(world.gather(list(sums)))))
+    found = world.sum(*(float(part.get(name, 0.0)) for part in (sums, counts) for name in names))
+    return {name: s / n if n else math.nan for name, s, n in zip(names, found, found[len(names) :])}
