@@ -324,11 +324,16 @@ def case_nested(folder: Path) -> dict:
 
 
 def case_refused(folder: Path) -> dict:
-    """Parameters whose gradients nobody would average: of a loss that learns, and those that begin to learn later."""
+    """Parameters whose gradients nobody would average: of a loss that learns, and those that begin to learn later; and
+    those for whose gradients all would wait, as they learn no longer."""
 
     class Unfreeze(Callback):
         def on_epoch_start(self, trainer, epoch):
             trainer.model.requires_grad_(True)
+
+    class Freeze(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model[1].requires_grad_(epoch == 0)
 
     found = {}
     model, scale = net(), nn.Parameter(torch.ones(()))
@@ -343,6 +348,14 @@ def case_refused(folder: Path) -> dict:
         Trainer(model, nn.CrossEntropyLoss(), optimizer, config(), callbacks=[Unfreeze()]).fit(data(16, 4))
     except InputError as error:
         found["later"] = str(error)
+    for unused in (False, True):
+        model = net()
+        options = config(epochs=2, distributed=Distributed(find_unused_parameters=unused))
+        run = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), options, callbacks=[Freeze()])
+        try:
+            found[f"no longer, {unused}"] = len(run.fit(data(16, 4)).step_losses)
+        except InputError as error:
+            found[f"no longer, {unused}"] = str(error)
     return found
 
 

@@ -392,11 +392,16 @@ class Trainer:
     def _take_in(self) -> None:
         """What a callback may have let learn: parameters and groups of them."""
         learning = self._learning()
-        new = sorted(learning - self._wrapped_for)
+        new, gone = sorted(learning - self._wrapped_for), sorted(self._wrapped_for - learning)
         if new and isinstance(self._wrapped, DistributedDataParallel):
             raise InputError(
                 f"{new[0]} began to learn after the Trainer was made: several processes"
                 " average the gradients of those parameters alone that learn from the start"
+            )
+        if gone and isinstance(self._wrapped, DistributedDataParallel) and not self._wrapped.find_unused_parameters:
+            raise InputError(
+                f"{gone[0]} learns no longer, but several processes wait for its gradient;"
+                " Distributed(find_unused_parameters=True) lets them go on without"
             )
         self.learning = hash((frozenset(learning), *(m.training for m in self.model.modules())))
         schedule.join(self.schedule, self.optimizer)
