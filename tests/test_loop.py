@@ -1325,6 +1325,19 @@ def test_another_number_of_micro_batches_does_not_go_on_amid_an_update(tmp_path)
         resumable(tmp_path, accumulation=2).fit(data())
 
 
+def test_gradients_from_before_the_run_are_not_of_its_first_update():
+    losses = []
+    for before in (False, True):
+        model = net()
+        run = make(model, accumulation=2)
+        if before:  # of a look at the model, or of a run that failed amid an update
+            nn.functional.cross_entropy(model(samples(8)[0]), samples(8)[1]).backward()
+            run.group.nominal = 8.0
+            run.group.add(8.0)
+        losses.append(run.fit(data(), data()).epochs[0].valid_loss)
+    assert losses[0] == losses[1]
+
+
 def test_the_seconds_before_an_interruption_count(tmp_path):
     class Slow(Trainer):
         def training_step(self, batch):

@@ -338,6 +338,8 @@ class Trainer:
             raise InputError(f"monitor {monitor!r} needs validation data")
         budget.fit(self, train)
         self.update.take()
+        self.update.discard()  # what is left of other runs, or of a backward before this one
+        self.group.clear()
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = config.cudnn_benchmark
         seed_all(config.seed + self.world.rank)
