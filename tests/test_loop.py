@@ -1338,6 +1338,20 @@ def test_gradients_from_before_the_run_are_not_of_its_first_update():
     assert losses[0] == losses[1]
 
 
+def test_a_run_that_goes_on_with_another_metric_looks_for_its_best_anew(tmp_path):
+    def go_on(epochs: int, stopping: EarlyStopping):
+        best = tmp_path / f"{stopping.monitor}.pt"
+        run = make(net(), epochs=epochs, early_stopping=stopping, checkpoint=tmp_path / "c", best_weights=best)
+        run.fit(data(), data())
+        return run.best.state_dict(), best.exists()
+
+    (loss, written) = go_on(2, EarlyStopping())
+    assert loss["value"] > 1.0 and written  # more than any accuracy
+    assert go_on(2, EarlyStopping())[0] == loss
+    accuracy, written = go_on(4, EarlyStopping("accuracy", "max"))
+    assert accuracy["value"] <= 1.0 and accuracy["epoch"] >= 3 and written
+
+
 def test_the_seconds_before_an_interruption_count(tmp_path):
     class Slow(Trainer):
         def training_step(self, batch):

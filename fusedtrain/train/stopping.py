@@ -53,7 +53,12 @@ class Best:
         return self.config.stop_patience is not None and self.waited >= self.config.stop_patience
 
     def state_dict(self) -> dict:
-        return {"value": self.value, "epoch": self.epoch, "waited": self.waited}
+        return {"value": self.value, "epoch": self.epoch, "waited": self.waited, "of": self._of()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.value, self.epoch, self.waited = state["value"], state["epoch"], state["waited"]
+        """Goes on from ``state``, unless that is of another metric: then the wait for a better epoch begins anew."""
+        if state.get("of", self._of()) == self._of():
+            self.value, self.epoch, self.waited = state["value"], state["epoch"], state["waited"]
+
+    def _of(self) -> str:
+        return f"{self.config.mode} {self.config.monitor}"
