@@ -440,6 +440,13 @@ def test_weights_of_other_training_scripts_are_read(tmp_path, key, prefix):
     assert_same(weights.read_weights(tmp_path / "w.pth"), dict(own))
 
 
+def test_averages_of_torch_are_read(tmp_path):
+    """As torchvision's training script saves them."""
+    averaged = torch.optim.swa_utils.AveragedModel(net(), use_buffers=True)
+    torch.save({"model": {}, "model_ema": averaged.state_dict()}, tmp_path / "w.pth")
+    assert_same(weights.read_weights(tmp_path / "w.pth"), dict(averaged.module.state_dict()))
+
+
 def test_weights_of_a_checkpoint_and_of_safetensors_are_read(tmp_path):
     own = net().state_dict()
     path = CheckpointStore(tmp_path).save(1, {"model": own, "epoch": 1})

@@ -1394,11 +1394,13 @@ def test_what_a_killed_run_left_of_its_weights_goes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
-def test_averages_are_read_from_a_checkpoint(kind, tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_averages_are_read_from_a_checkpoint(kind, strategy, tmp_path):
     model = net()
     options = {"ema_decay": 0.9, "checkpoint": Checkpoint(tmp_path / "c"), "weights": tmp_path / "w.pt"}
+    options["distributed"] = Distributed(strategy)
     make(model, kind(model.parameters(), lr=0.5), **options).fit(data())
-    (checkpoint,) = (tmp_path / "c").glob("*.safetensors")
+    (checkpoint,) = (tmp_path / "c").glob("*-step-3.safetensors")
     found, expected = read_weights(checkpoint), read_weights(tmp_path / "w.pt")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert not torch.equal(found["1.weight"], model[1].weight)

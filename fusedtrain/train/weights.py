@@ -87,6 +87,9 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
+    if isinstance(state, dict) and "n_averaged" in state:  # of torch's AveragedModel, beside names with "module."
+        others = {name: t for name, t in state.items() if name != "n_averaged"}
+        state = others if all(name.startswith("module.") for name in others) else state
     if not isinstance(state, dict) or not state or not all(isinstance(t, Tensor) for t in state.values()):
         raise CheckpointError(f"{path}: holds no weights: expected tensors by name, or such under {', '.join(_NESTED)}")
     return canonical_keys(state)
@@ -97,6 +100,9 @@ def _averaged(state: dict) -> dict:
     model, averages = state.get("model"), state.get("averages")
     if not isinstance(model, dict) or not isinstance(averages, dict):
         return state
+    if not averages:  # of a sharded run whose optimizer keeps them
+        states = state["optimizer"]["state"]
+        averages = {name: own["ema"] for name, own in states.items() if isinstance(own, dict) and "ema" in own}
     averages = {name: t.to(model[name].dtype) for name, t in canonical_keys(averages).items() if name in model}
     return {"model": model | averages}
 
