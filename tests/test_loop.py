@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+import typing
 import warnings
 
 import harness
@@ -1350,6 +1351,16 @@ def test_a_run_that_goes_on_with_another_metric_looks_for_its_best_anew(tmp_path
     assert go_on(2, EarlyStopping())[0] == loss
     accuracy, written = go_on(4, EarlyStopping("accuracy", "max"))
     assert accuracy["value"] <= 1.0 and accuracy["epoch"] >= 3 and written
+
+
+def test_outputs_with_names_keep_them():
+    class Outputs(typing.NamedTuple):
+        logits: torch.Tensor
+        auxiliary: torch.Tensor
+
+    halves = Outputs(torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16))
+    outputs = train_precision.full(halves)
+    assert isinstance(outputs, Outputs) and outputs.logits.dtype == outputs.auxiliary.dtype == torch.float32
 
 
 def test_the_seconds_before_an_interruption_count(tmp_path):

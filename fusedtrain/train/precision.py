@@ -81,7 +81,8 @@ def full(output):
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, (tuple, list)):
-        return type(output)(map(full, output))
+        parts = map(full, output)
+        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)  # the first: a namedtuple
     if isinstance(output, dict):
         return type(output)((name, full(value)) for name, value in output.items())
     return output
