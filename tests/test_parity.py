@@ -123,6 +123,7 @@ def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(ca
     monkeypatch.chdir(tmp_path)
     words = ["check", "--updates", "3", "--model", "smallnet", "--size", "8", "--batch-size", "512", "--no-fuse"]
     words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]  # an epoch: 2 updates
+    words += ["--monitor", "accuracy", "--mode", "max"]
     assert main(words) == 1, capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -30,6 +30,7 @@ from fusedtrain.train.records import History
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.saving import Checkpoint
+from fusedtrain.train.stopping import EarlyStopping
 from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
 
@@ -149,6 +150,7 @@ def compare(options: Options, ranks: int, updates: int) -> parity.Report:
         compile=None,
         cuda_graphs=False,
         ema_decay=None,
+        early_stopping=EarlyStopping(),
         weights=None,
         best_weights=None,
         distributed=dataclasses.replace(options.train.distributed, bf16_compress=False),
