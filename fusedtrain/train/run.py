@@ -218,6 +218,8 @@ def check(options: Options) -> None:
     require(min(options.mixup, options.cutmix) >= 0, "mixup and cutmix must be at least 0")
     mixed = options.mixup or options.cutmix
     require(not (options.train.cuda_graphs and mixed), "cuda_graphs does not go with mixup and cutmix")
+    has_none = options.pretrained and options.model == "smallnet"
+    require(not has_none, "pretrained needs a model of timm; smallnet can start from a file, see init_weights")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
