@@ -183,6 +183,22 @@ def test_a_run_starts_from_weights_that_lack_the_counts_of_batches(tmp_path, mon
     assert main(["train", *DIGITS, "--init-weights", "old.pt", "--epochs", "1"]) == 0
 
 
+def test_weights_that_the_model_has_no_layer_for_are_named(tmp_path, recwarn):
+    state = SmallNet(7).state_dict()
+    deeper = {name.replace("blocks.4", "blocks.5"): t for name, t in state.items() if name.startswith("blocks.4")}
+    torch.save(state | deeper, tmp_path / "deeper.pt")
+    own = run.Options(init_weights=tmp_path / "deeper.pt")
+    left_out = (
+        r"smallnet lacks, which is left out: blocks.5.bn1.bias, blocks.5.bn1.num_batches_tracked, .* and \d+ more"
+    )
+    with pytest.warns(UserWarning, match=left_out):
+        model = run._model(own, 10, 1)
+    assert torch.equal(model.conv_stem.weight, state["conv_stem.weight"])
+    torch.save(state, tmp_path / "deeper.pt")
+    run._model(own, 10, 1)
+    assert not recwarn  # a last layer of other classes is meant to be left out
+
+
 def test_the_folder_of_a_run_is_verified(tmp_path, capsys):
     assert main(["train", *DIGITS[:-1], str(tmp_path / "out"), "--epochs", "1"]) == 0
     capsys.readouterr()

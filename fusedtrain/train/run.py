@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,6 +321,10 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
         why = "has other shapes of" if missing and missing[0] in state else "lacks"
         require(not missing, f"init_weights: {options.init_weights} {why} {', '.join(missing[:3])} of {options.model}")
         model.load_state_dict(fitting, strict=False)
+        if more := sorted(state.keys() - own.keys() - last):
+            listed = ", ".join(more[:3]) + (f" and {len(more) - 3} more" if len(more) > 3 else "")
+            what = f"{options.init_weights} holds what {options.model} lacks"
+            warnings.warn(f"init_weights: {what}, which is left out: {listed}", stacklevel=2)
     return model
 
 
