@@ -993,6 +993,8 @@ def test_compiling_keeps_the_names(tmp_path):
         ({"max_grad_norm": -1.0}, "max_grad_norm must be positive, got -1.0"),
         ({"weights": "."}, "weights must name a file, . is a folder"),
         ({"best_weights": "/"}, "best_weights must name a file, / is a folder"),
+        ({"distributed": "fsdp"}, r"distributed must be Distributed\(...\), got 'fsdp'"),
+        ({"logging": "logs"}, r"logging must be Logging\(...\), got 'logs'"),
         ({"seed": 2**64}, "seed must lie between .*, got 18446744073709551616"),
     ],
 )

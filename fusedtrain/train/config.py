@@ -1,7 +1,7 @@
 """What a training run is told."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -88,6 +88,10 @@ class TrainConfig:
         for name, part in short.items():
             if not isinstance(getattr(self, name), part):
                 object.__setattr__(self, name, part(getattr(self, name)))
+        for own in fields(self):
+            part, value = own.default_factory, getattr(self, own.name)
+            if part is not MISSING and not isinstance(value, part):
+                raise InputError(f"{own.name} must be {part.__name__}(...), got {value!r}")
         require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
         require(-(2**63) <= self.seed < 2**63, f"seed must lie between -2**63 and 2**63 - 1, got {self.seed}")
         warmup = self.schedule.warmup_epochs
