@@ -1,9 +1,11 @@
 """The loop on one process and on two: accumulation, precision, schedules, averages, resume."""
 
 import copy
+import io
 import json
 import math
 import os
+import sys
 import time
 import typing
 import warnings
@@ -923,6 +925,16 @@ def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
     progress = Progress("run", epochs=2, steps=4, done=2)
     progress.step_done(progress._next, lambda: "loss 1")  # 30 s for one step; the two before were another process's
     assert capsys.readouterr().out == "run  step 3/8  loss 1  0:02:30 left\n"
+
+
+def test_a_terminal_shows_brackets_as_they_are(monkeypatch):
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Progress("net[/b]", epochs=1, steps=2) as progress:
+        progress.line("from runs/[exp]/a")
+    assert "net[/b]" in terminal.getvalue() and "from runs/[exp]/a" in terminal.getvalue()
 
 
 def test_a_trace_and_a_table_show_the_spans(tmp_path):

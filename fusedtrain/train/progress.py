@@ -29,7 +29,7 @@ class Progress:
             from rich import progress
 
             self._bar = progress.Progress(
-                "{task.description}",
+                progress.TextColumn("{task.description}", markup=False),  # names and paths may hold brackets
                 progress.BarColumn(),
                 progress.TaskProgressColumn(),
                 progress.MofNCompleteColumn(),
@@ -87,7 +87,7 @@ class Progress:
         if not self.shown:
             return
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, markup=False)
         else:
             print(text, flush=True)
 
