@@ -418,6 +418,31 @@ def test_compiles_without_graph_break_and_once(label, device, backend):
     properties.assert_returned_by_one_name(counter.graphs)
 
 
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("SqueezeExcite", {"in_chs": C}),
+        ("SEBlock", {"channels": C}),
+        ("EcaModule", {"channels": C}),
+        ("DepthwiseConv2d", {"in_channels": C}),
+        ("DepthwiseBnActSe", {"channels": C, "rd_channels": 3}),
+        ("PointwiseConv2d", {"in_channels": C, "out_channels": 3}),
+        ("GroupedConv2d", {"in_channels": C, "out_channels": C, "kernel_size": 3, "groups": 2}),
+        ("BatchNormAct2d", {"num_features": C}),
+    ],
+)
+def test_compiles_once_for_images_of_any_shape(name, arguments, device):
+    """The number of channels is a symbol, too."""
+    layer = getattr(fusedtrain.nn, name)(**arguments).to(device).eval()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for shape in ((2, C, 5, 7), (3, C, 9, 6)):
+        x = harness.images(shape, device=device)
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
 @one_each
 def test_export_and_graph_tracing_give_the_same_layer(label, device, backend):
     layer = make(label, device=device).eval()

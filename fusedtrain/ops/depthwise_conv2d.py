@@ -280,7 +280,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int | None = None) -> None:
     c, shape = x.shape[1], weight.shape
-    if groups not in (None, c):
+    if groups is not None and groups != c:  # compiled code does not find a symbolic c by `in`
         raise ValueError(f"depthwise_conv2d: x must have {groups} channels, got shape {list(x.shape)}")
     if len(shape) != 4 or shape[1] != 1 or c == 0 or shape[0] % c or 0 in shape:
         raise ValueError(

@@ -74,10 +74,10 @@ class _SqueezeExcite(torch.autograd.Function):
 def _check_weights(x: Tensor, c: int, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
     """Checks shapes for images of c channels, and devices for that of ``x``."""
     shape1, shape2 = w1.shape, w2.shape
-    if shape1[1:] not in ((c, 1, 1), (c,)):
+    if shape1[1:] != (c, 1, 1) and shape1[1:] != (c,):  # compiled code does not find a symbolic c by `in`
         raise ValueError(f"squeeze_excite: w1 must have shape [R, {c}] or [R, {c}, 1, 1], got {list(shape1)}")
     r = shape1[0]
-    if shape2 not in ((c, r, 1, 1), (c, r)):
+    if shape2 != (c, r, 1, 1) and shape2 != (c, r):
         raise ValueError(f"squeeze_excite: w2 must have shape [{c}, {r}] or [{c}, {r}, 1, 1], got {list(shape2)}")
     for name, bias, size in (("b1", b1, r), ("b2", b2, c)):
         if bias is not None and bias.shape != (size,):
