@@ -33,7 +33,10 @@ def origin(device: str) -> dict:
         own = version("fusedtrain")
     except PackageNotFoundError:
         own = None
-    name = torch.cuda.get_device_name() if device == "cuda" else _extension.BUILD_INFO.get("isa_active")
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    else:  # what is faster differs between processors of one instruction set, too
+        name = " ".join(str(_extension.BUILD_INFO.get(of)) for of in ("cpu_vendor", "cpu_family", "isa_active"))
     return {"device": device, "name": name, "torch": torch.__version__, "fusedtrain": own}
 
 

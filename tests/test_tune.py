@@ -522,6 +522,14 @@ def test_a_backend_that_was_measured_faster_is_taken_by_auto(models, slow_kernel
     assert main(arguments) == 0
 
 
+@pytest.mark.parametrize(("name", "other"), [("cpu_vendor", "another"), ("cpu_family", 99), ("isa_active", "scalar")])
+def test_a_table_is_of_the_processor_that_it_was_measured_on(monkeypatch, name, other):
+    here = _tuned.origin("cpu")
+    assert _tuned.origin("cpu") == here
+    monkeypatch.setitem(_tuned._extension.BUILD_INFO, name, other)
+    assert _tuned.origin("cpu") != here
+
+
 @pytest.mark.parametrize("keys", [[[]], [5]])
 def test_a_broken_table_counts_as_none(cache, monkeypatch, keys):
     cache.mkdir()
