@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
+from fusedtrain.nn.depthwise_bn_act_se import middle
 
 C = 24
 GROUP_NORM = functools.partial(nn.GroupNorm, 2)
@@ -441,6 +442,45 @@ def test_compiles_once_for_images_of_any_shape(name, arguments, device):
         x = harness.images(shape, device=device)
         assert torch.equal(compiled(x), layer(x))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["norm", "pointwise", "depthwise", "gated norm", "gated depthwise"])
+def test_training_compiles_once_for_any_number_of_pixels(kind, device, kernels):
+    """Statistics divide by a number that changes with the images."""
+    convolutions = {
+        "pointwise": fusedtrain.nn.PointwiseConv2d(C, C),
+        "depthwise": fusedtrain.nn.DepthwiseConv2d(C, padding=1),
+    }
+    conv, se = convolutions.get(kind.split()[-1]), fusedtrain.nn.SqueezeExcite(C) if "gated" in kind else None
+    layers = [nn.ModuleList([conv, fusedtrain.nn.BatchNormAct2d(C, act_layer="silu"), se]).to(device)]
+    layers.append(copy.deepcopy(layers[0]))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(middle, fullgraph=True, dynamic=True, backend=counter)
+    for shape in ((2, C, 5, 7), (3, C, 9, 6)):
+        results = []
+        for function, (conv, norm, se) in zip((compiled, middle), layers):
+            x = harness.images(shape, device=device).requires_grad_()
+            y = function(x, conv, norm, (), se)
+            y.backward(harness.images(shape, device=device, seed=1))
+            results.append((y.detach(), x.grad))
+        torch.testing.assert_close(*results)
+    for mine, eager in zip(*(layer.state_dict().values() for layer in layers)):
+        torch.testing.assert_close(mine, eager)
+    for mine, eager in zip(*(layer.parameters() for layer in layers)):
+        torch.testing.assert_close(mine.grad, eager.grad, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_exports_in_training_for_any_number_of_images(device, kernels):
+    layer = fusedtrain.nn.BatchNormAct2d(C).to(device)
+    sizes = ({0: torch.export.Dim("n")},)
+    exported = torch.export.export(layer, (harness.images((2, C, 3, 5), device=device),), dynamic_shapes=sizes).module()
+    x = harness.images((5, C, 3, 5), device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(x), layer(x))
+    for mine, eager in zip(exported.buffers(), layer.buffers()):
+        torch.testing.assert_close(mine, eager)
 
 
 @one_each

@@ -231,8 +231,8 @@ class _BatchNormAct(torch.autograd.Function):
             if ctx.group is not None and trained and need_dx:
                 sums = _all_reduced(*sums, ctx.group)
             if need_dx or writes_dr:
-                sums = sums if trained else (None, None)
-                dx, dr = ctx.impl.backward(*inputs, *sums, ctx.count or 1.0, *ctx.codes, need_dx, writes_dr)
+                sums = _and_count(sums if trained else (None, None), ctx.count)
+                dx, dr = ctx.impl.backward(*inputs, *sums, *ctx.codes, need_dx, writes_dr)
         return (
             dx if need_dx else None,
             _common.cast(dw, weight.dtype) if need_dw else None,
@@ -240,6 +240,22 @@ class _BatchNormAct(torch.autograd.Function):
             (dy if passes_dy else dr) if need_dr else None,
             *(None,) * 3,
         )
+
+
+def _is_open(count: float | None) -> bool:
+    """Whether a compiled graph leaves the count open: an operator's number would tie it to the images of that size."""
+    if count is None or not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # pulls in much
+
+    return not has_static_value(count)
+
+
+def _and_count(sums: Sequence[Tensor | None], count: float | None) -> tuple:
+    """The two sums and the count by which the operators divide them."""
+    if _is_open(count):
+        return *(None if s is None else s / count for s in sums), 1.0
+    return *sums, count or 1.0
 
 
 def _all_reduced(sum_dz: Tensor, sum_dz_xhat: Tensor, group) -> tuple[Tensor, Tensor]:
@@ -418,7 +434,7 @@ def _count_up(batches: Tensor | None) -> None:
 
 def _count(x: Tensor) -> float:
     n, _, h, w = x.shape
-    return float(n * h * w)
+    return torch.sym_float(n * h * w)  # float() would tie an exported graph to it
 
 
 def _residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -445,4 +461,5 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         mean, m2, count = _gathered(mean, m2, count, group)
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    return mean, impl.update(mean, m2, running_mean, running_var, count, momentum, eps), count
+    update = _reference_update if _is_open(count) else impl.update
+    return mean, update(mean, m2, running_mean, running_var, count, momentum, eps), count

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common
 from fusedtrain.ops.batch_norm_act import (
+    _and_count,
     _check,
     _check_moments,
     _check_residual,
@@ -41,8 +42,9 @@ class _BatchNormActSe(torch.autograd.Function):
         y, *saved = ctx.saved_tensors
         dy = _common.dense_like(dy, saved[0])
         dresidual = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
-        inputs, others = _reduced(ctx, dresidual, saved, need_dz, need_others)
-        dz = ctx.impl.backward(*inputs, ctx.count or 1.0, ctx.codes[0]) if need_dz else None
+        (*inputs, sum_dz, sum_dz_xhat), others = _reduced(ctx, dresidual, saved, need_dz, need_others)
+        sums = _and_count((sum_dz, sum_dz_xhat), ctx.count)
+        dz = ctx.impl.backward(*inputs, *sums, ctx.codes[0]) if need_dz else None
         return dz, *others, dresidual if need_dresidual else None, *(None,) * 3
 
 

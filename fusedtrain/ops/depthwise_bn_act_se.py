@@ -22,6 +22,7 @@ from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
     _all_reduced,
+    _and_count,
     _check_statistics,
     _count,
     _count_up,
@@ -170,10 +171,11 @@ def _reduced(ctx, dy, saved, need_dz: bool, needed) -> tuple[tuple, tuple]:
 
 def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     """dx, dw and db of the convolution, from dz as the operators take its ``inputs``."""
-    tail = (*ctx.geometry, *needed)
+    *inputs, sum_du, sum_du_xhat = inputs
+    inputs, tail = (*inputs, *_and_count((sum_du, sum_du_xhat), ctx.count)), (*ctx.geometry, *needed)
     if ctx.conv_backward is None:
-        return ctx.impl.conv_backward(*inputs, ctx.count or 1.0, act, x, weight, *tail)
-    return ctx.conv_backward(ctx.impl.backward(*inputs, ctx.count or 1.0, act), x, weight, *tail)
+        return ctx.impl.conv_backward(*inputs, act, x, weight, *tail)
+    return ctx.conv_backward(ctx.impl.backward(*inputs, act), x, weight, *tail)
 
 
 def _of_the_weights(ctx, grads, needed) -> list[Tensor | None]:

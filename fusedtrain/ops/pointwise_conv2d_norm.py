@@ -12,6 +12,7 @@ from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
     _all_reduced,
+    _and_count,
     _check,
     _check_statistics,
     _count_up,
@@ -53,7 +54,7 @@ class _PointwiseNorm(torch.autograd.Function):
             sums = (None, None)
         elif ctx.group is not None:
             sums = _all_reduced(*sums, ctx.group)
-        dx, dw = _BACKWARD(*inputs, *sums, ctx.count or 1.0, ctx.act, x, weight, need_dx)
+        dx, dw = _BACKWARD(*inputs, *_and_count(sums, ctx.count), ctx.act, x, weight, need_dx)
         return (
             dx if need_dx else None,
             _common.strided_like(dw, weight) if need_dw else None,
