@@ -444,7 +444,8 @@ def test_what_cannot_be_done_changes_nothing(name, fault):
         ),
         ({"rounding": "up"}, ValueError, "rounding must be one of nearest, stochastic, kahan, got 'up'"),
         ({"rounding": "kahan", "master_weights": True}, ValueError, "leaves nothing to rounding='kahan'"),
-        ({"seed": -1}, ValueError, r"seed must lie in \[0, 2\*\*31\), got -1"),
+        ({"seed": -1}, ValueError, r"seed must be an integer in \[0, 2\*\*31\), got -1"),
+        ({"seed": 1.5}, ValueError, r"seed must be an integer in .*, got 1\.5"),
         ({"unknown": 1}, TypeError, r"^\w+\.__init__\(\) got an unexpected keyword argument 'unknown'"),
     ],
 )
@@ -452,6 +453,19 @@ def test_what_cannot_be_done_changes_nothing(name, fault):
 def test_bad_arguments_are_named(name, arguments, error, message):
     with pytest.raises(error, match=message):
         getattr(optim, name)(parameters(), **arguments)
+
+
+@every_optimizer
+def test_what_all_groups_share_is_refused_in_one(name):
+    cls, (p, *others) = getattr(optim, name), parameters()
+    for own in ({"ema_decay": 0.9}, {"zero_grads": True}, {"master_weights": True}):
+        with pytest.raises(ValueError, match=f"{name}: {next(iter(own))} is of all groups together"):
+            cls([{"params": [p]}, {"params": others, **own}], lr=0.1)
+    optimizer = cls([p], lr=0.1, ema_decay=0.9)
+    with pytest.raises(ValueError, match=f"{name}: ema_decay is of all groups together"):
+        optimizer.add_param_group({"params": others, "ema_decay": 0.99})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": others, "weight_decay": 0.1, "label": "a key of the user"})
 
 
 @pytest.mark.parametrize("name", ["SGD", "Lion", "Lamb"])

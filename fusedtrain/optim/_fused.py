@@ -65,8 +65,9 @@ class FusedStep(torch.optim.Optimizer):
             raise ValueError(f"master_weights=True leaves nothing to rounding={rounding!r}: use one of them")
         if capturable and nonfinite == "error":
             raise ValueError("capturable=True goes with nonfinite='propagate' or 'skip': 'error' waits for the device")
-        if not 0 <= seed < 2**31:
-            raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
+        number = _common.whole(seed)
+        if number is None or not 0 <= number < 2**31:
+            raise ValueError(f"seed must be an integer in [0, 2**31), got {seed!r}")
         self._options = {
             "max_grad_norm": max_grad_norm,
             "nonfinite": nonfinite,
@@ -75,10 +76,16 @@ class FusedStep(torch.optim.Optimizer):
             "state_dtype": state_dtype,
             "rounding": rounding,
             "master_weights": master_weights,
-            "seed": seed,
+            "seed": number,
         }
         self._given = dict(self._options)
         self._norm = self._norm_scale = None
+
+    def add_param_group(self, param_group: dict) -> None:
+        for name in self._options:
+            if name not in self.defaults and isinstance(param_group, dict) and name in param_group:
+                raise ValueError(f"{type(self).__name__}: {name} is of all groups together, and no option of one")
+        super().add_param_group(param_group)
 
     def _set_for_a_run(self, **options) -> None:
         """Changes options after construction; None stands for what the constructor was given."""
