@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from fusedtrain import _extension, backend, nn, ops
 from fusedtrain._info import info
 from fusedtrain.backend import explain, use_backend
-from fusedtrain.nn.fuse import fuse, unfuse
 
 try:
     __version__ = version("fusedtrain")
@@ -22,9 +21,12 @@ if "timm.optim" in sys.modules:
 
 
 def __getattr__(name: str):
-    if name in ("diagnose", "optim"):  # imported at their first use; diagnose is a package that can be called
+    # Imported at their first use; diagnose is a package that can be called.
+    if name in ("diagnose", "optim", "fuse", "unfuse"):
         import importlib
 
+        if name in ("fuse", "unfuse"):
+            return getattr(importlib.import_module("fusedtrain.nn.fuse"), name)
         return importlib.import_module(f"fusedtrain.{name}")
     raise AttributeError(f"module 'fusedtrain' has no attribute {name!r}")
 
