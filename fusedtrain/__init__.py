@@ -2,16 +2,10 @@
 
 import sys
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 
 from fusedtrain import _extension, backend, nn, ops
 from fusedtrain._info import info
 from fusedtrain.backend import explain, use_backend
-
-try:
-    __version__ = version("fusedtrain")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
 
 if not _extension.LOADED:
     warnings.warn(f"fusedtrain runs CPU ops in plain PyTorch: {_extension.WHY_NOT}", stacklevel=2)
@@ -21,6 +15,13 @@ if "timm.optim" in sys.modules:
 
 
 def __getattr__(name: str):
+    if name == "__version__":  # looks through all that is installed: a tenth of the time of this import
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("fusedtrain")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            return "0+unknown"
     # Imported at their first use; diagnose is a package that can be called.
     if name in ("diagnose", "optim", "fuse", "unfuse"):
         import importlib
