@@ -589,8 +589,25 @@ class Listed(nn.Module):
         return self.norm(self.conv(x))
 
 
-def test_blocks_that_join_a_list_or_leave_it_count():
-    block, stock, _ = fused(Listed)
+class Walked(nn.Module):
+    """It walks through a sequence of layers and blocks, as encoders do that hand out what is between them."""
+
+    def __init__(self, c):
+        super().__init__()
+        inner = nn.Sequential(nn.Conv2d(c, c, 3, padding=1, groups=c), nn.BatchNorm2d(c))
+        self.blocks = nn.Sequential(nn.Sequential(inner, ConvNormAct(c, c, 3, 1, c)), nn.Sequential(nn.Identity()))
+        self.norm = nn.BatchNorm2d(c)
+
+    def forward(self, x):
+        for sequence in self.blocks:
+            for block in sequence:
+                x = block(x)
+        return F.relu(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Listed, Walked])
+def test_blocks_that_join_a_list_or_leave_it_count(kind):
+    block, stock, _ = fused(kind)
     assert isinstance(block, Recorded)
     x = harness.images((2, 16, 9, 9))
 
@@ -598,6 +615,7 @@ def test_blocks_that_join_a_list_or_leave_it_count():
         truth = copy.deepcopy(stock).double()(x.double())
         harness.assert_as_good_as_torch(block(x), stock(x), truth, what)
 
+    assert_same("as it was")
     another = ConvNormAct(16, 16, 3)
     for model in (block, stock):
         model.blocks[1].append(copy.deepcopy(another))

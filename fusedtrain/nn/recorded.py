@@ -696,6 +696,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         inlined.update(tracer.inlined, pattern.inlined)
         graphs.append(graph)
         of_images.add(tracer.of_images)
+    inlined.update(holder for path in list(inlined) for holder in _holders(path))
     of_images.discard(None)
     if len(of_images) > 1:
         return "its forward asks for the type of its argument"
@@ -703,6 +704,11 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: _Seen.of(path, block.get_submodule(path)) for path in sorted(inlined)}
     return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
+
+
+def _holders(path: str) -> Iterator[str]:
+    """The paths of the modules in which the one at ``path`` stands, outermost first."""
+    return itertools.accumulate(path.split(".")[:-1], "{}.{}".format)
 
 
 def _containers(module: nn.Module) -> Iterator[str]:
@@ -946,9 +952,11 @@ def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
                     return changes[0]
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
-    for path, module in block.named_modules(remove_duplicate=False):
-        if module in read:
-            traced[0][0].inlined += itertools.accumulate(path.split("."), "{}.{}".format)
+    inlined = traced[0][0].inlined
+    inlined += [path for path, module in block.named_modules(remove_duplicate=False) if module in read]
+    # A forward may walk through the layers of a sequence, too.
+    called = (node.target for _, graph in traced for node in graph.nodes if node.op == "call_module")
+    inlined += [holder for path in called for holder in _holders(path)]
     return traced
 
 
