@@ -139,6 +139,56 @@ class SumBehind(nn.Module):
         return torch.add(x, F.silu(self.norm(self.conv(x))))
 
 
+class HardSigmoid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.ReLU6(inplace=True)
+
+    def forward(self, x):
+        return self.relu(x + 3) / 6
+
+
+class HardSwish(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sigmoid = HardSigmoid()
+
+    def forward(self, x):
+        return x * self.sigmoid(x)
+
+
+class HardSwishAtOnce(nn.Module):
+    def forward(self, x):
+        return x * F.relu6(x + 3.0, inplace=True) / 6.0
+
+
+class HardSwishOfAClamp(nn.Module):
+    def forward(self, x):
+        return (3 + x).clamp(0, max=6).mul(1 / 6).mul(x)
+
+
+class SwishInPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(x.sigmoid())
+
+
+class ByFormula(nn.Module):
+    """The activations, also that of the gate, are written out, as where torch had none."""
+
+    def __init__(self, c, act=HardSwish):
+        super().__init__()
+        gate = LinearGate(32)
+        gate.fc[3] = HardSigmoid()
+        self.conv = nn.Sequential(
+            *(nn.Conv2d(c, 32, 1, bias=False), nn.BatchNorm2d(32), act()),
+            *(nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False), nn.BatchNorm2d(32), act(), gate),
+            *(nn.Conv2d(32, c, 1, bias=False), nn.BatchNorm2d(c)),
+        )
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
 # class -> which modules are found in it, the fused calls of one forward: blocks, gates, normalisations with more than
 # themselves, and those of them with a residual
 BLOCKS = {
@@ -150,7 +200,15 @@ BLOCKS = {
     Bottleneck: ([""], 0, 0, 3, 1),
     Strided: ([""], 0, 0, 3, 1),
     SumBehind: ([""], 0, 0, 1, 1),
+    ByFormula: ([""], 1, 0, 2, 1),
+    functools.partial(ByFormula, act=HardSwishAtOnce): ([""], 1, 0, 2, 1),
+    functools.partial(ByFormula, act=HardSwishOfAClamp): ([""], 1, 0, 2, 1),
+    functools.partial(ByFormula, act=SwishInPlace): ([""], 1, 0, 2, 1),
 }
+
+
+def name_of(kind):
+    return kind.keywords["act"].__name__ if isinstance(kind, functools.partial) else kind.__name__
 
 
 def fused(kind, c=16):
@@ -189,16 +247,16 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", BLOCKS, ids=name_of)
 def test_blocks_compute_as_well_as_before_with_fewer_calls(kind, calls):
     block, stock, report = fused(kind)
     names, blocks, gates, norms, sums = BLOCKS[kind]
-    assert by_hand(report) == names and isinstance(block, kind) and not report.kept
+    assert by_hand(report) == names and isinstance(block, type(stock)) and not report.kept
     assert list(block.state_dict()) == list(stock.state_dict())
     entry = nn.Conv2d(3, 16, 1)
     for training in (True, False):
         pair = (nn.Sequential(entry, m).train(training) for m in (block, stock))
-        assert_model_as_good_as_torch(*pair, f"{kind.__name__}, training {training}", size=9)
+        assert_model_as_good_as_torch(*pair, f"{name_of(kind)}, training {training}", size=9)
         calls.clear()
         copy.deepcopy(block)(harness.images((2, 16, 9, 9)))
         assert [calls.count(name) for name in ("depthwise_bn_act_se", "squeeze_excite")] == [blocks, gates]
@@ -1069,6 +1127,47 @@ class Scaled(ConvNormAct):
 )
 def test_what_only_looks_like_a_pattern_stays(block):
     assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, Recorded)
+
+
+class NoActivation(ConvNormAct):
+    """The three products that ``act`` writes out are not those of an activation."""
+
+    def __init__(self, act):
+        super().__init__(16, 16, 3, 1, 16)
+        self.product = act
+
+    def forward(self, x):
+        return self.product(self.norm(self.conv(x)), x)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda y, x: y * x.sigmoid(), id="of_another"),
+        pytest.param(lambda y, x: F.relu6(y + 3) / 5, id="a_fifth"),
+        pytest.param(lambda y, x: F.relu6(y + 2) / 6, id="shifted_by_two"),
+        pytest.param(lambda y, x: y * (F.relu(y + 3) / 6), id="not_cut"),
+        pytest.param(lambda y, x: y * (y + 3).clamp(0, 5) / 6, id="cut_at_five"),
+        pytest.param(lambda y, x: 6 / F.relu6(y + 3), id="divides_by_it"),
+        pytest.param(lambda y, x: torch.stack([y * y.sigmoid(), y], 1), id="used_twice"),
+        pytest.param(lambda y, x: (lambda s: s * y + s)(y.sigmoid()), id="the_factor_is_used_twice"),
+        pytest.param(lambda y, x: torch.stack([y, y.mul_(y.sigmoid())], 1), id="in_place_and_used_before"),
+    ],
+)
+def test_what_only_looks_like_an_activation_is_computed_as_it_is_written(act, calls):
+    block = NoActivation(act)
+    stock, x = copy.deepcopy(block), harness.images((2, 16, 9, 9))
+    fusedtrain.fuse(block)
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), "no activation")
+    assert "norm" not in calls
+
+
+def test_layers_of_an_activation_that_is_written_out_count(calls):
+    block, stock, _ = fused(ByFormula)
+    x = harness.images((2, 16, 9, 9))
+    for model in (block, stock):
+        model.conv[5].sigmoid.relu = nn.ReLU()
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), "another layer")
 
 
 class Configured(ConvNormAct):

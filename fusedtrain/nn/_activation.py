@@ -74,14 +74,23 @@ _OP_NAMES: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
 }
 
-# timm's own layers that compute what a torch layer does; known by name, so that timm need not be there.
-_TIMM_OP_NAMES = {
-    "GELU": "gelu",
-    "HardSigmoid": "hard_sigmoid",
-    "HardSwish": "hard_swish",
-    "Sigmoid": "sigmoid",
-    "Swish": "silu",
-    "Tanh": "tanh",
+# Layers of other packages that compute what a torch layer does; known by name, so that these need not be there. Those
+# of geffnet and efficientnet_pytorch call a torch.autograd.Function.
+_OF_PACKAGES = {
+    "timm.layers.activations": {
+        "GELU": "gelu",
+        "HardSigmoid": "hard_sigmoid",
+        "HardSwish": "hard_swish",
+        "Sigmoid": "sigmoid",
+        "Swish": "silu",
+        "Tanh": "tanh",
+    },
+    "efficientnet_pytorch.utils": {"MemoryEfficientSwish": "silu"},
+    "geffnet.activations.activations_me": {
+        "HardSigmoidMe": "hard_sigmoid",
+        "HardSwishMe": "hard_swish",
+        "SwishMe": "silu",
+    },
 }
 
 
@@ -113,8 +122,8 @@ def op_name(layer: nn.Module) -> str | None:
         return None
     kind = type(layer)
     name = _OP_NAMES.get(kind)
-    if name is None and kind.__module__ == "timm.layers.activations":
-        name = _TIMM_OP_NAMES.get(kind.__name__)
+    if name is None:
+        name = _OF_PACKAGES.get(kind.__module__, {}).get(kind.__name__)
     return None if name == "gelu" and getattr(layer, "approximate", "none") != "none" else name
 
 

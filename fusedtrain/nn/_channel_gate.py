@@ -5,10 +5,13 @@ lack, an inner layer replaced by a wrapper or with a hook on it), both passes ov
 small layers between them are called as they are.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from fusedtrain.nn._activation import observed, op_name
+from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.pointwise_conv2d import is_pointwise as is_pointwise_conv
@@ -53,11 +56,12 @@ def is_mean(layer: nn.Module) -> bool:
     return type(layer) is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1)) and not observed(layer)
 
 
-def is_pointwise(layer: nn.Module) -> bool:
-    """True for a plain Linear or 1x1 convolution: its weight and bias are all that it does."""
-    if type(layer) in (nn.Conv2d, PointwiseConv2d):
+def is_pointwise(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
+    """True for a plain Linear or 1x1 convolution: its weight and bias are all that it does. ``kind`` returns the class
+    that a layer has, or will have."""
+    if kind(layer) in (nn.Conv2d, PointwiseConv2d):
         return is_pointwise_conv(layer) and not observed(layer)
-    return type(layer) in (nn.Linear, Linear) and not observed(layer)
+    return kind(layer) in (nn.Linear, Linear) and not observed(layer)
 
 
 def fused(

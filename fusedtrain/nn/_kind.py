@@ -5,6 +5,7 @@ freezes, synchronises or reparameterises layers; a layer that :func:`fusedtrain.
 """
 
 import functools
+import inspect
 
 from torch import nn
 
@@ -28,12 +29,18 @@ def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     def __reduce_ex__(self, protocol):
         return _new, (fused, stock), super(made, self).__reduce_ex__(protocol)[2]
 
-    # A convolution decides by itself, whatever class it has.
-    forward = fused.forward if issubclass(fused, nn.Conv2d) else or_stock(fused.forward, stock.forward)
+    # A convolution, and what takes more than images, decides by itself, whatever class it has.
+    alone = issubclass(fused, nn.Conv2d) or len(inspect.signature(fused.forward).parameters) > 2
+    forward = fused.forward if alone else or_stock(fused.forward, stock.forward)
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__}  # forward: fused may have it from a base
     made = type(fused.__name__, (fused, stock), names | members)
     _KINDS[made] = fused
     return made
+
+
+def stock_of(module: nn.Module) -> type | None:
+    """Returns the stock class that a layer of a derived class is an instance of."""
+    return type(module).__bases__[1] if type(module) in _KINDS else None
 
 
 def _new(fused: type[nn.Module], stock: type[nn.Module]) -> nn.Module:

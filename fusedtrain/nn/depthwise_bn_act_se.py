@@ -16,7 +16,14 @@ from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn._small import stays_stock
-from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, centred_padding, is_depthwise
+from fusedtrain.nn.depthwise_conv2d import (
+    DepthwiseConv2d,
+    DepthwiseConv2dSame,
+    DepthwiseConv2dStaticSame,
+    centred_padding,
+    has_plain_padding,
+    is_depthwise,
+)
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d, is_pointwise
 from fusedtrain.nn.squeeze_excite import SEModule, SqueezeExcitation, SqueezeExcite
 from fusedtrain.ops import depthwise_bn_act_se
@@ -30,7 +37,7 @@ torch.fx.wrap("batch_norm_act_se")
 torch.fx.wrap("pointwise_conv2d_norm")
 torch.fx.wrap("with_moments")
 
-CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame)
+CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseConv2dStaticSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
 NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
 GATES = {  # their layers, each with the activation behind it
@@ -161,7 +168,7 @@ def add(
 
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
-    known = type(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
+    known = kind_of(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
     if known and _is_norm(norm) and norms.takes_batch(norm):
         return with_moments(x, conv.weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
@@ -180,8 +187,8 @@ def _through(layers: Sequence[nn.Module | None], x: Tensor) -> Tensor:
     return x
 
 
-def is_projection(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d) and gates.is_pointwise(layer) and layer.stride == (1, 1)
+def is_projection(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
+    return isinstance(layer, nn.Conv2d) and gates.is_pointwise(layer, kind) and layer.stride == (1, 1)
 
 
 def _is_norm(layer: nn.Module) -> bool:
@@ -189,10 +196,10 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def _is_before_norm(layer: nn.Module) -> bool:
-    if type(layer) is PointwiseConv2d:
+    if kind_of(layer) is PointwiseConv2d:
         return is_pointwise(layer) and not observed(layer)
     known = kind_of(layer) in CONVOLUTIONS and is_depthwise(layer)
-    return known and layer.padding_mode == "zeros" and not observed(layer)
+    return known and has_plain_padding(layer) and not observed(layer)
 
 
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
@@ -329,6 +336,39 @@ class InvertedResidual(nn.Module):
         return add(x, None, self.bn3, (self.drop_path,), shortcut) if self.has_skip else self.bn3(x)
 
 
+class MBConvBlock(nn.Module):
+    """``MBConvBlock`` of efficientnet_pytorch and segmentation_models_pytorch, with its depthwise convolution and what
+    follows, up to the projection, as one op."""
+
+    def forward(self, inputs: Tensor, drop_connect_rate: float | None = None) -> Tensor:
+        if stays_stock(self, inputs):
+            return super().forward(inputs, drop_connect_rate)
+        has_expansion, has_gate, has_skip = _parts_of_mbconv(self)
+        x = middle(inputs, self._expand_conv, self._bn0, (self._swish,)) if has_expansion else inputs
+        gate = Gate(self._se_reduce, self._swish, self._se_expand, _SIGMOID) if has_gate else None
+        x = middle(x, self._depthwise_conv, self._bn1, (self._swish,), gate, self._project_conv)
+        if has_skip and not (drop_connect_rate and self.training):
+            return add(x, None, self._bn2, (), inputs)
+        x = self._bn2(x)
+        if not has_skip:
+            return x
+        kept = 1 - drop_connect_rate
+        mask = torch.floor(kept + torch.rand([len(x), 1, 1, 1], dtype=x.dtype, device=x.device))
+        return x / kept * mask + inputs
+
+
+_SIGMOID = nn.Sigmoid()
+
+
+def _parts_of_mbconv(block: nn.Module) -> tuple[bool, bool, bool]:
+    """Whether a block expands, has a gate, and adds its input, as its two versions say it."""
+    if hasattr(block, "_has_expansion"):
+        return block._has_expansion, block._has_se, block._has_drop_connect
+    args = block._block_args
+    has_skip = block.id_skip and args.stride == 1 and args.input_filters == args.output_filters
+    return args.expand_ratio != 1, block.has_se, has_skip
+
+
 class ConvNormAct(nn.Module):
     """timm's ``ConvNormAct`` with a depthwise convolution as one op (``dw_mid`` of MobileNetV4), or with a 1x1 one."""
 
@@ -337,7 +377,7 @@ class ConvNormAct(nn.Module):
         return middle(x, self.conv, self.bn, () if aa is None else (aa,))
 
 
-BLOCKS = (DepthwiseSeparableConv, InvertedResidual)
+BLOCKS = (DepthwiseSeparableConv, InvertedResidual, MBConvBlock)
 
 
 def is_pair(layer: nn.Module | None) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtrain.nn._activation import observed
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.ops import depthwise_conv2d
 
@@ -111,6 +112,33 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
             return F.conv2d(input, weight, bias, self.stride, 0, self.dilation, self.groups)
         sides = self.sides(input)
         return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
+
+
+class DepthwiseConv2dStaticSame(DepthwiseConv2d):
+    """A depthwise convolution in the place of ``Conv2dStaticSamePadding`` of efficientnet_pytorch.
+
+    It has TensorFlow's "same" padding for the one size of image that the network was built for, as a layer
+    ``static_padding`` of its own. Made by :func:`fusedtrain.fuse` only.
+    """
+
+    def sides(self, input: Tensor) -> int | tuple[int, ...] | str:
+        return self.static_padding.padding if type(self.static_padding) is nn.ZeroPad2d else self.padding
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_depthwise(self) or not has_plain_padding(self):
+            input = self.static_padding(input)
+            return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        sides = self.sides(input)
+        return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
+
+
+def has_plain_padding(conv: nn.Conv2d) -> bool:
+    """True where all padding of a convolution is zeros around its images, and no hook is on what pads."""
+    layer = conv._modules.get("static_padding")
+    if layer is None:
+        return conv.padding_mode == "zeros"
+    known = type(layer) is nn.Identity or (type(layer) is nn.ZeroPad2d and conv.padding == (0, 0))
+    return known and not observed(layer)
 
 
 def centred_padding(kernel_size: int | tuple[int, int], dilation: int | tuple[int, int]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ modules that several parents share, references held outside the model. That is p
 very attributes of its stock layer. It stays an instance of that class (:mod:`fusedtrain.nn._kind`).
 """
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from fusedtrain.nn import (
     recorded,
     squeeze_excite,
 )
-from fusedtrain.nn._kind import derived, kind_of
+from fusedtrain.nn._kind import derived, kind_of, stock_of
 from fusedtrain.ops._common import DTYPES
 
 
@@ -69,6 +70,27 @@ def _holds_middle(sequential: nn.Sequential, convolutions: tuple[type, ...]) -> 
     return any(parts is not None and (parts[0] is None or _becomes(parts[0]) in convolutions) for parts in found)
 
 
+def _is_one_pixel(conv: nn.Module) -> bool:
+    return pointwise_conv2d.is_pointwise(conv) and type(getattr(conv, "static_padding", None)) in _NO_PADDING
+
+
+_NO_PADDING = (type(None), nn.Identity)
+
+
+# Convolutions with TensorFlow's "same" padding, which several packages have: by the size of each image, and by the one
+# that the network was built for.
+_SAME = (
+    "timm.layers.conv2d_same.Conv2dSame",
+    "geffnet.conv2d_layers.Conv2dSame",
+    "efficientnet_pytorch.utils.Conv2dDynamicSamePadding",
+    "segmentation_models_pytorch.encoders._efficientnet.Conv2dDynamicSamePadding",
+)
+_STATIC_SAME = (
+    "efficientnet_pytorch.utils.Conv2dStaticSamePadding",
+    "segmentation_models_pytorch.encoders._efficientnet.Conv2dStaticSamePadding",
+)
+_MBCONV = ("efficientnet_pytorch.model.MBConvBlock", "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock")
+
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
 RULES = (
     Rule(
@@ -101,13 +123,13 @@ RULES = (
         "torch.nn.modules.conv.Conv2d",
         pointwise_conv2d.PointwiseConv2d,
         ("weight",),
-        applies=lambda module: type(module) is nn.Conv2d and pointwise_conv2d.is_pointwise(module),
+        applies=lambda module: _computes_as(type(module), nn.Conv2d) and pointwise_conv2d.is_pointwise(module),
     ),
     Rule(
         "torch.nn.modules.conv.Conv2d",
         grouped_conv2d.GroupedConv2d,
         ("weight",),
-        applies=lambda module: type(module) is nn.Conv2d and 1 < module.groups < module.in_channels,
+        applies=lambda module: _computes_as(type(module), nn.Conv2d) and 1 < module.groups < module.in_channels,
     ),
     Rule(
         "torch.nn.modules.linear.Linear",
@@ -115,11 +137,27 @@ RULES = (
         ("weight",),
         applies=lambda module: type(module) is nn.Linear,
     ),
-    Rule(
-        "timm.layers.conv2d_same.Conv2dSame",
-        depthwise_conv2d.DepthwiseConv2dSame,
-        ("weight",),
-        applies=lambda module: module.groups == module.in_channels > 1,
+    *(
+        Rule(
+            stock,
+            depthwise_conv2d.DepthwiseConv2dSame,
+            ("weight",),
+            applies=lambda module: module.groups == module.in_channels > 1,
+        )
+        for stock in _SAME
+    ),
+    *(
+        Rule(
+            stock,
+            depthwise_conv2d.DepthwiseConv2dStaticSame,
+            ("weight", "static_padding"),
+            applies=lambda module: module.groups == module.in_channels > 1,
+        )
+        for stock in _STATIC_SAME
+    ),
+    *(
+        Rule(stock, pointwise_conv2d.PointwiseConv2d, ("weight",), applies=_is_one_pixel)
+        for stock in (*_SAME, *_STATIC_SAME)
     ),
     Rule(
         "timm.models._efficientnet_blocks.DepthwiseSeparableConv",
@@ -132,6 +170,15 @@ RULES = (
         depthwise_bn_act_se.InvertedResidual,
         ("conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3", "drop_path", "has_skip"),
         applies=_has_middle("conv_dw", "bn2"),
+    ),
+    *(
+        Rule(
+            stock,
+            depthwise_bn_act_se.MBConvBlock,
+            ("_depthwise_conv", "_bn1", "_project_conv", "_bn2", "_swish"),
+            applies=_has_middle("_depthwise_conv", "_bn1"),
+        )
+        for stock in _MBCONV
     ),
     Rule(
         "timm.layers.conv_bn_act.ConvNormAct",
@@ -163,6 +210,7 @@ RULES = (
 _BY_STOCK: dict[str, list[Rule]] = {}
 for _rule in RULES:
     _BY_STOCK.setdefault(_rule.stock, []).append(_rule)
+_FUSED_OF = {stock: [rule.fused for rule in rules if rule.fused] for stock, rules in _BY_STOCK.items()}
 _STOCK_OF = {rule.fused: rule.stock for rule in reversed(RULES) if rule.fused is not None}
 
 _GATES = {
@@ -282,7 +330,7 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
         return "there is no fused layer for it yet"
     if wrapper is not None:
         return f"it is, or stands in, a {wrapper}; fuse before wrapping"
-    if _path(type(module)) != rule.stock:
+    if _path(type(module)) != rule.stock and not _only_constructs(type(module), rule):
         if parametrize.is_parametrized(module):
             return f"it is parametrized ({', '.join(module.parametrizations)})"
         return f"its class is not {rule.stock} but derived from it, and may compute something else"
@@ -298,6 +346,29 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
         return f"it holds a {special} instead of a plain parameter"
     dtype = next((p.dtype for p in module.parameters() if p.dtype not in DTYPES), None)
     return f"it holds parameters of {dtype}, which the ops lack" if dtype else None
+
+
+# What a class may define and still compute what the class does that it is derived from.
+_HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__constants__", "__repr__"}
+_HARMLESS |= {"__static_attributes__", "__firstlineno__", "extra_repr", "reset_parameters"}
+
+
+@functools.cache
+def _computes_as(kind: type, stock: type) -> bool:
+    """Whether ``kind`` is ``stock``, or derived from it with nothing but another constructor, and methods and constants
+    of its own names."""
+    if not issubclass(kind, stock):
+        return False
+    own = {k: v for cls in kind.__mro__[: kind.__mro__.index(stock)] for k, v in vars(cls).items()}
+    own = {k: v for k, v in own.items() if k not in _HARMLESS}
+    taken = {name for fused in (stock, *_FUSED_OF[_path(stock)]) for name in dir(fused)}
+    return taken.isdisjoint(own) and not any(hasattr(type(value), "__set__") for value in own.values())
+
+
+def _only_constructs(kind: type, rule: Rule) -> bool:
+    """Whether ``kind`` is derived from the stock class of ``rule``, one of torch, and computes what that does."""
+    stock = next(cls for cls in kind.__mro__ if _path(cls) == rule.stock)
+    return rule.stock.startswith("torch.nn.") and _computes_as(kind, stock)
 
 
 def _rule_of(module: nn.Module) -> Rule | None:
@@ -402,7 +473,9 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
                 special = "it is parametrized" if parametrize.is_parametrized(module) else "its class is a derived one"
                 report.append(Candidate(name, _path(base), None, special))
             continue
-        stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[kind_of(module)]))
+        stock, reason = stock_of(module), None
+        if stock is None:
+            stock, reason = _import(getattr(module, "_stock_class", _STOCK_OF[kind_of(module)]))
         if wrapper is not None:
             reason = f"it is, or stands in, a {wrapper}"
         report.append(Candidate(name, _path(type(module)), None if reason else _path(stock), reason))

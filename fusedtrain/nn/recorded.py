@@ -77,6 +77,8 @@ _WRITES = {operator.setitem, *(getattr(operator, name) for name in _IN_PLACE)}
 _MAKES = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.matmul}
 _MAKES |= {torch.add, torch.sub, torch.mul, torch.div, torch.cat, torch.stack, torch.matmul, F.conv2d, F.linear}
 _MAKES |= {"add", "sub", "mul", "div", "matmul", "clone", "new_zeros", "new_ones", "new_empty", "new_full"}
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_QUOTIENTS = (operator.truediv, torch.div, "div")
 _SUMS_IN_PLACE = {operator.iadd, "add_"}
 _SUMS = {operator.add, torch.add, "add"} | _SUMS_IN_PLACE
 
@@ -428,7 +430,7 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
             continue
         inner = saved[module] = sum(saved.get(child, 0) for child in module._modules.values())
         layers = [m for m in module.modules() if m is not module]
-        if not _is_inlined(module) or not any(map(is_unknown, (module, *layers))):
+        if not _is_inlined(module, kind) or not any(map(is_unknown, (module, *layers))):
             continue
         if not _may_hold_a_pattern(layers, kind):
             continue
@@ -441,14 +443,18 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
             if not leave(path):
                 for inner in result.seen:
                     inlined = module.get_submodule(inner)
-                    if _is_inlined(inlined) and not observed(inlined):
+                    if _is_inlined(inlined, kind) and not observed(inlined):
                         found.pop(f"{path}.{inner}".strip("."), None)
                 found[path] = result
     return found
 
 
 def _may_hold_a_pattern(layers: list[nn.Module], kind: Kind) -> bool:
-    return any(kind(m) in (*CONVOLUTIONS, *NORMS) for m in layers) or sum(map(gates.is_pointwise, layers)) > 1
+    return any(kind(m) in (*CONVOLUTIONS, *NORMS) for m in layers) or _pointwise(layers, kind) > 1
+
+
+def _pointwise(layers: list[nn.Module], kind: Kind) -> int:
+    return sum(gates.is_pointwise(layer, kind) for layer in layers)
 
 
 def _may_be_a_block(module: nn.Module, kind: Kind) -> bool:
@@ -463,8 +469,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _holds_one(module: nn.Module, kind: Kind) -> bool:
     kinds = {kind(child) for child in module.children()}
-    inside = [m for m in module.modules() if m is not module and not _is_inlined(m)]
-    is_gate = any(map(gates.is_mean, inside)) and sum(map(gates.is_pointwise, inside)) == 2
+    inside = [m for m in module.modules() if m is not module and not _is_inlined(m, kind)]
+    is_gate = any(map(gates.is_mean, inside)) and _pointwise(inside, kind) == 2
     return bool(kinds.intersection(CONVOLUTIONS) and kinds.intersection(NORMS)) or is_gate
 
 
@@ -480,8 +486,10 @@ _SEQUENCES = (nn.Sequential, Sequential, Conv2dNormActivation)
 _SEQUENCE = "torchvision.ops.misc.Conv2dNormActivation"
 
 
-def _is_inlined(module: nn.Module) -> bool:
-    return _is_sequence(module) or is_unknown(module)
+def _is_inlined(module: nn.Module, kind: Kind) -> bool:
+    """Whether a recording goes on into ``module``: a sequence, or of a class that nobody knows."""
+    known = not is_unknown(module) or kind(module) is not type(module) or op_name(module) is not None
+    return _is_sequence(module) or not known
 
 
 class _Unwritten:
@@ -571,8 +579,9 @@ def _switched(autocast: bool) -> Iterator[None]:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # their values may change
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, kind: Kind):
         super().__init__()
+        self.kind = kind
         self.inlined: list[str] = [""]
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
@@ -629,7 +638,7 @@ class _Tracer(fx.Tracer):
             raise TypeError(f"it decides by the {kept} of what it takes or makes")
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if not _is_inlined(m) or observed(m) or (self.block_by_block and is_unknown(m)):
+        if not _is_inlined(m, self.kind) or observed(m) or (self.block_by_block and is_unknown(m)):
             return True
         self.inlined.append(module_qualified_name)
         return False
@@ -686,7 +695,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
         return f"it holds more than {_MANY} items in one container, or a numpy array, too many to compare in every call"
     if any(isinstance(held, Iterator) for held in _reached(list(block.modules()))):
         return "it holds an iterator, which a recording would use up"
-    traced = _trace(block)
+    traced = _trace(block, kind)
     if isinstance(traced, str):
         return traced
     graphs, inlined, saved, of_images = [], {""}, [], set()
@@ -934,7 +943,7 @@ def _typeless(block: nn.Module) -> Iterator[None]:
 _ONE_AT_A_TIME = threading.RLock()  # what is put in the place of methods of torch is seen by all threads
 
 
-def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
+def _trace(block: nn.Module, kind: Kind) -> list[tuple[_Tracer, fx.Graph]] | str:
     """Records the forward in evaluation and in training; or says why that cannot be."""
     modules, traced = list(block.modules()), []
     try:
@@ -943,7 +952,7 @@ def _trace(block: nn.Module) -> list[tuple[_Tracer, fx.Graph]] | str:
                 with _untouched(modules) as changes, _switched(autocast=training):
                     for module in modules:
                         module.training = training
-                    tracer = _Tracer(block)
+                    tracer = _Tracer(block, kind)
                     traced.append((tracer, tracer.trace(block)))
                     tracer.refuse_decisions()
                     if reasons:
@@ -978,6 +987,14 @@ class _Residual(NamedTuple):
     in_place: bool
 
 
+class _WrittenOut(NamedTuple):
+    """An activation of ``x`` that ``function`` computes, in the nodes ``inside`` and one more."""
+
+    x: fx.Node
+    function: Callable
+    inside: list[fx.Node]
+
+
 class _Pattern:
     def __init__(self, graph: fx.Graph, block: nn.Module, kind: Kind):
         self.graph, self.block, self.kind = graph, block, kind
@@ -991,6 +1008,8 @@ class _Pattern:
             # Such as the two of ``n, c, _, _ = x.shape``; a layer may have a hook one day.
             if not node.users and node.op != "call_module" and self.only_shapes(node):
                 self.graph.erase_node(node)
+        for node in list(self.graph.nodes):
+            self.name_activation(node)
         saved = 0
         for pattern in (self.chain, self.normalisation, self.gate):
             saved += sum(pattern(node) for node in list(self.graph.nodes) if node not in self.gone)
@@ -1017,6 +1036,70 @@ class _Pattern:
             return None if layer is None else op_name(layer)
         plain = len(node.args) == 1 and node.kwargs.keys() <= {"inplace"}
         return _FUNCTIONS.get(node.target) if plain and node.op in ("call_function", "call_method") else None
+
+    def name_activation(self, node: fx.Node) -> None:
+        """Puts a function of torch in the place of an activation that is written out and ends with ``node``."""
+        found = self._sigmoid_weighted(node) or self._hard(node)
+        if found is None or not self._only_for(node, found.inside):
+            return
+        nodes = [*found.inside, node]
+        if self.is_changed_within(nodes) or not self._is_owned(node, found.x, nodes):
+            return
+        self.inlined.update(inner.target for inner in nodes if inner.op == "call_module")
+        self.replace(nodes, lambda: self.graph.call_function(found.function, (found.x,)))
+
+    def _sigmoid_weighted(self, node: fx.Node) -> "_WrittenOut | None":
+        """``x * sigmoid(x)``, also of the hard sigmoid."""
+        for x in node.all_input_nodes:
+            factor = self._factors(node, x)
+            name = self.activation(factor) if isinstance(factor, fx.Node) else None
+            function = {"sigmoid": F.silu, "hard_sigmoid": F.hardswish}.get(name)
+            if function is not None and factor.all_input_nodes == [x]:
+                return _WrittenOut(x, function, [factor])
+        return None
+
+    def _hard(self, node: fx.Node) -> "_WrittenOut | None":
+        """``relu6(x + 3) / 6``, and ``x`` times that, divided first or last."""
+        value = self._sixth(node)
+        x = self._shifted_by_three(value)
+        if x is not None:
+            return _WrittenOut(x, F.hardsigmoid, [*value.all_input_nodes, value])
+        for x in value.all_input_nodes if value is not None else ():
+            factor = self._factors(value, x)
+            if self._shifted_by_three(factor) is x and not self._written(value):
+                return _WrittenOut(x, F.hardswish, [*factor.all_input_nodes, factor, value])
+        return None
+
+    def _sixth(self, node: fx.Node) -> fx.Node | None:
+        """What ``node`` takes a sixth of."""
+        if node.op not in ("call_function", "call_method") or len(node.args) != 2 or node.kwargs:
+            return None
+        value, number = node.args
+        if node.target in _PRODUCTS and isinstance(value, (int, float)):
+            value, number = number, value
+        divided = node.target in _QUOTIENTS and number == 6
+        divided = divided or (node.target in _PRODUCTS and number == 1 / 6)
+        return value if divided and isinstance(value, fx.Node) else None
+
+    def _shifted_by_three(self, node) -> fx.Node | None:
+        """The x of ``relu6(x + 3)``."""
+        inputs = node.all_input_nodes if isinstance(node, fx.Node) else []
+        shift = inputs[0] if len(inputs) == 1 else None
+        cut = shift is not None and (self.activation(node) == "relu6" or self._is_cut_at_six(node))
+        if not cut or shift.target not in (operator.add, torch.add, "add") or shift.kwargs or len(shift.args) != 2:
+            return None
+        x, number = shift.args if isinstance(shift.args[0], fx.Node) else reversed(shift.args)
+        return x if isinstance(x, fx.Node) and not isinstance(number, fx.Node) and number == 3 else None
+
+    def _is_cut_at_six(self, node: fx.Node) -> bool:
+        if node.target not in (torch.clamp, "clamp"):
+            return False
+        limits = {**dict(zip(("input", "min", "max"), node.args)), **node.kwargs}
+        return (limits.get("min"), limits.get("max")) == (0, 6)
+
+    def _only_for(self, node: fx.Node, inside: list[fx.Node]) -> bool:
+        """Whether ``inside`` serves nobody but ``node``."""
+        return all(set(inner.users) <= {*inside, node} for inner in inside)
 
     def layer(self, node: fx.Node) -> fx.Node:
         """A node of the layer that ``node`` calls, or that is in the place of the function."""
@@ -1174,7 +1257,8 @@ class _Pattern:
         gate, inside = self.gate_behind(nodes[-1])
         nodes += inside
         project = self.next(nodes[-1])
-        if project is not None and self.module(project) is not None and is_projection(self.module(project)):
+        layer = None if project is None else self.module(project)
+        if layer is not None and is_projection(layer, self.kind):
             nodes.append(project)
         else:
             project = None
@@ -1226,7 +1310,7 @@ class _Pattern:
 
     def _factors(self, node: fx.Node, x: fx.Node) -> fx.Node | None:
         """The other factor where ``node`` multiplies ``x`` by something."""
-        if node.target not in (operator.mul, operator.imul, torch.mul, "mul", "mul_") or len(node.args) != 2:
+        if node.target not in (*_PRODUCTS, operator.imul, "mul_") or len(node.args) != 2 or node.kwargs:
             return None
         a, b = node.args
         return b if a is x else a if b is x else None
@@ -1254,7 +1338,7 @@ class _Pattern:
             return None
         _, fc1, act, fc2, gate = work
         layers = self.module(fc1), self.module(fc2)
-        if None in layers or not all(map(gates.is_pointwise, layers)):
+        if None in layers or _pointwise(layers, self.kind) < 2:
             return None
         if self.activation(act) is None or self.activation(gate) is None or not self._shapes_fit(ordered, x, *layers):
             return None
