@@ -87,9 +87,10 @@ def data_parallel(make) -> None:
 
 def zero_redundancy() -> None:
     model, plain = net(), net()
-    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, lr=0.01)
+    options = {"lr": 0.01, "ema_decay": 0.9}
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, **options)
     train(model, ours, 0, 3)
-    train(plain, optim.AdamW(plain.parameters(), lr=0.01), 0, 3)
+    train(plain, optim.AdamW(plain.parameters(), **options), 0, 3)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
 
 

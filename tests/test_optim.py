@@ -466,6 +466,7 @@ def test_what_all_groups_share_is_refused_in_one(name):
         optimizer.add_param_group({"params": others, "ema_decay": 0.99})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": others, "weight_decay": 0.1, "label": "a key of the user"})
+    cls([{"params": [p], "ema_decay": 0.9}, {"params": others}], lr=0.1, ema_decay=0.9)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Lion", "Lamb"])

@@ -82,8 +82,8 @@ class FusedStep(torch.optim.Optimizer):
         self._norm = self._norm_scale = None
 
     def add_param_group(self, param_group: dict) -> None:
-        for name in self._options:
-            if name not in self.defaults and isinstance(param_group, dict) and name in param_group:
+        for name, value in self._options.items():  # ZeroRedundancyOptimizer tells every group all arguments
+            if name not in self.defaults and isinstance(param_group, dict) and param_group.get(name, value) != value:
                 raise ValueError(f"{type(self).__name__}: {name} is of all groups together, and no option of one")
         super().add_param_group(param_group)
 
