@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedtrain import optim
@@ -94,7 +96,29 @@ def zero_redundancy() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
 
 
+def parallel_tensors(cls) -> None:
+    """A norm within a sequence that the ranks share: what they have of its gradients is yet to be added up."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 4))
+    model, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    nets, options = (model, plain, exact), EVERYTHING | {"zero_grads": True}
+    optimizers = [cls(net.parameters(), **options) for net in nets]
+    norms = [torch.stack(train(*pair, 0, 3)) for pair in zip(nets, optimizers)]
+    assert model[1].weight.grad.placements == (Partial(),) and not any(whole(p.grad).any() for p in model.parameters())
+    for name, p, q, r in zip(plain.state_dict(), *(net.parameters() for net in nets)):
+        harness.assert_as_good_as_torch(whole(p), q, r, name)
+    harness.assert_as_good_as_torch(*norms, "norms")
+
+
 def main() -> None:
+    for cls in (optim.AdamW, optim.Lamb):
+        parallel_tensors(cls)
     for cls in (optim.AdamW, optim.Lamb, optim.NovoGrad):
         sharded(cls)
     sharded(state_dtype="8bit")

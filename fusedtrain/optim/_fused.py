@@ -172,7 +172,7 @@ class FusedStep(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse or not on its parameter's device, or with ``nonfinite="error"`` the norm
                 is not finite. Nothing was changed then.
             TypeError: a parameter is complex or its gradient has another dtype. Nothing was changed then.
-            NotImplementedError: a gradient is spread in another way than its DTensor. Nothing was changed then.
+            NotImplementedError: a gradient is not on the mesh of its DTensor. Nothing was changed then.
             AssertionError: with ``capturable`` parameters are on a device without graphs, as in torch.
         """
         loss = None
@@ -232,9 +232,9 @@ class FusedStep(torch.optim.Optimizer):
         name, kinds = type(self).__name__, set()
         for p in chain.from_iterable(lists):
             g = p.grad
-            if _is_sharded(p) and (not _is_sharded(g) or g.placements != p.placements):
-                places = g.placements if _is_sharded(g) else "no mesh"
-                raise NotImplementedError(f"{name}: a gradient on {places} belongs to a DTensor on {p.placements}")
+            if _is_sharded(p) and (not _is_sharded(g) or g.device_mesh != p.device_mesh):
+                mesh = g.device_mesh if _is_sharded(g) else "no mesh"
+                raise NotImplementedError(f"{name}: a gradient on {mesh} belongs to a DTensor on {p.device_mesh}")
             kinds.add((p.dtype, g.dtype, g.layout, p.device, g.device))
         for dtype, grad_dtype, layout, _, _ in kinds:
             if layout != torch.strided:
@@ -584,10 +584,13 @@ class _Copies:
         self._grads: list[Tensor] = []
 
     def grad(self, p: Tensor) -> Tensor:
-        p, g = _local(p), _local(p.grad)
-        if g.stride() == _strides(p) and not g.is_neg():
+        g = own = _local(p.grad)
+        if _is_sharded(p) and p.grad.placements != p.placements:  # of parallel tensors they may be yet to be added up
+            g = p.grad.redistribute(placements=p.placements).to_local()
+        p = _local(p)
+        if g is own and g.stride() == _strides(p) and not g.is_neg():
             return g
-        self._grads.append(g)
+        self._grads.append(own)
         return _like(p, g)
 
     def param(self, p: Tensor) -> Tensor:
