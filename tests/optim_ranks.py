@@ -1,5 +1,6 @@
 """Optimizers on 2 gloo ranks beside one process, for test_optim.py: ``python tests/optim_ranks.py``."""
 
+import contextlib
 import copy
 import functools
 
@@ -67,6 +68,24 @@ def sharded(cls=optim.AdamW, **narrow) -> None:
     harness.assert_as_good_as_torch(*map(torch.stack, (norms, plain_norms, exact_norms)), "norms")
 
 
+def averaged() -> None:
+    """Evaluation before, with and behind the averages; FSDP2 keeps the outer layers gathered meanwhile."""
+    model, plain, x = net(), net(), torch.ones(2, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    outputs = []
+    for trained in (model, plain):
+        optimizer = optim.SGD(trained.parameters(), lr=0.5, ema_decay=0.5)
+        train(trained, optimizer, 0, 2)
+        with contextlib.suppress(ValueError), optimizer.swap_ema():
+            assert trained is plain, "needs the model"
+        with torch.no_grad():
+            outputs.append([trained(x)])
+            with optimizer.swap_ema(trained):
+                outputs[-1].append(trained(x))
+            outputs[-1].append(trained(x))
+    assert all(torch.equal(*both) for both in zip(*outputs)) and not torch.equal(*outputs[0][:2])
+
+
 def halves(model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, share: float) -> None:
     """Trains on the halves of the batches that ``parts`` names, each with this share in the gradient."""
     for step in range(4):
@@ -119,6 +138,7 @@ def parallel_tensors(cls) -> None:
 def main() -> None:
     for cls in (optim.AdamW, optim.Lamb):
         parallel_tensors(cls)
+    averaged()
     for cls in (optim.AdamW, optim.Lamb, optim.NovoGrad):
         sharded(cls)
     sharded(state_dtype="8bit")

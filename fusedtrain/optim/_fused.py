@@ -375,24 +375,27 @@ class FusedStep(torch.optim.Optimizer):
         }
 
     @contextlib.contextmanager
-    def swap_ema(self):
+    def swap_ema(self, model: torch.nn.Module | None = None):
         """Within the ``with`` block the parameters hold their averages, e.g. for validation; buffers, such as the
         running means of norms, stay: ``torch.optim.swa_utils.update_bn`` makes those of the averages.
 
+        Args:
+            model: whose the parameters are; needed where they are DTensors, of which FSDP2 may have gathered the whole.
+
         Raises:
             RuntimeError: the optimizer was constructed without ``ema_decay``.
+            ValueError: parameters are DTensors, and no model is given.
         """
         averages = self._averages()
-        with torch.no_grad():
-            own = {p: p.clone() for p in averages}
-            for p, average in averages.items():
-                p.copy_(average)
+        sharded = any(map(_is_sharded, averages))
+        if sharded and model is None:
+            raise ValueError("swap_ema: parameters are DTensors, so give their model: swap_ema(model)")
+        own = {p: p.detach().clone() for p in averages}
         try:
+            _set(averages, model if sharded else None)
             yield
         finally:
-            with torch.no_grad():
-                for p, value in own.items():
-                    p.copy_(value)
+            _set(own, model if sharded else None)
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 
@@ -516,6 +519,25 @@ def _beside(state: dict, p: Tensor, strides: tuple[int, ...], name: str, dtype: 
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
+
+
+@torch.no_grad()
+def _set(values: dict[Tensor, Tensor], model: torch.nn.Module | None) -> None:
+    """Gives parameters these values; ``model`` is what may have gathered them."""
+    for p, value in values.items():
+        p.copy_(value)
+    if model is not None:
+        reshard(model)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Lets FSDP2 go of the whole weights that a forward without a backward has left gathered: the next one would take
+    them, whatever has become of their parts."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_left_out(found_inf: Tensor | None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedtrain.nn import BatchNorm2d, SyncBatchNormAct
+from fusedtrain.optim._fused import reshard
 from fusedtrain.train.errors import InputError, require
 
 STRATEGIES = ("ddp", "fsdp")
@@ -194,14 +195,9 @@ class World:
         return wrapped
 
     def reshard(self, model: nn.Module) -> None:
-        """Lets go of the whole weights that a forward without a backward has left gathered: the next one would take
-        them, whatever has become of their parts."""
+        """Lets go of the whole weights that evaluation has left gathered."""
         if self.sharded:
-            from torch.distributed.fsdp import FSDPModule
-
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(model)
 
     def sync(self, wrapped: nn.Module, last: bool):
         """The context of a micro-batch: gradients travel only after the last one of a group."""

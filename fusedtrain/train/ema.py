@@ -76,7 +76,10 @@ class OptimizersAverages:
     """The same, kept inside the step of a ``fusedtrain.optim`` optimizer, whose state holds them."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module):
-        self._optimizer, self._model, self.swap = optimizer, model, optimizer.swap_ema
+        self._optimizer, self._model = optimizer, model
+
+    def swap(self):
+        return self._optimizer.swap_ema(self._model)
 
     def update(self) -> None:
         pass
