@@ -981,3 +981,16 @@ def test_hooks_have_the_last_word_on_what_is_loaded(cls):
         assert torch.equal(after.state[p]["exp_avg"], before.state[p]["exp_avg"])
     assert after.state[made["a"]]["exp_avg_sq"].tolist() == [7.0] * 3
     after.load_state_dict(before.state_dict())  # nothing is left behind by the first time
+
+
+@pytest.mark.parametrize("extras", [{}, {"state_dtype": "8bit"}, {"ema_decay": 0.9}], ids=str)
+def test_states_of_other_shapes_are_refused(extras):
+    """Also those that would be spread over more rows: of a head with one class, say."""
+    one, ten = (torch.ones(classes, 8, requires_grad=True) for classes in (1, 10))
+    before, after = (optim.SGD([p], lr=0.1, momentum=0.9, **extras) for p in (one, ten))
+    train(before, 1)
+    saved = before.state_dict()
+    if "ema_decay" in extras:
+        del saved["state"][0]["momentum_buffer"]
+    with pytest.raises(ValueError, match=r"SGD: the loaded \w+ of shape \[1, 8\] is not of a .* of shape \[10, 8\]"):
+        after.load_state_dict(saved)

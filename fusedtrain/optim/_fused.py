@@ -419,7 +419,11 @@ class FusedStep(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the state of this optimizer, or of its counterpart in torch.optim or timm."""
+        """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
+
+        Raises:
+            ValueError: the groups, or a state's shape, are not those of the parameters.
+        """
         found: list[dict] = []
         # Between the hooks of the user: what the last of those before has made of the state is what counts.
         last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(saved))
@@ -442,9 +446,15 @@ class FusedStep(torch.optim.Optimizer):
             for name, value in loaded.items():  # torch has rounded them to the parameter's dtype
                 if name == "step" or name in self._numbers:
                     state[name] = _number(p, value)
-                elif name in ("ema", "master") and value is not None:
-                    state[name] = _like(p, value, _common.acc_dtype(p))
-                elif name in _STATES and value is not None:
+                    continue
+                if value is None or (name not in _BESIDE and name not in _STATES):
+                    continue
+                if value.shape != p.shape:
+                    shapes = f"of shape {list(value.shape)} is not of a parameter of shape {list(p.shape)}"
+                    raise ValueError(f"{type(self).__name__}: the loaded {name} {shapes}")
+                if name in _BESIDE:
+                    state[name] = _like(p, value, p.dtype if name == "compensation" else _common.acc_dtype(p))
+                else:
                     self._set_state(p, name, value)
 
     def __setstate__(self, state: dict) -> None:
@@ -477,6 +487,7 @@ _LEGACY = {
     "foreach": None,
 }
 _STATES = {name for rule in RULES.values() for name in rule.states}
+_BESIDE = ("ema", "master", "compensation")
 _NONE = torch.empty(0)
 
 
