@@ -994,3 +994,18 @@ def test_states_of_other_shapes_are_refused(extras):
         del saved["state"][0]["momentum_buffer"]
     with pytest.raises(ValueError, match=r"SGD: the loaded \w+ of shape \[1, 8\] is not of a .* of shape \[10, 8\]"):
         after.load_state_dict(saved)
+
+
+@every_optimizer
+def test_states_that_are_put_in_as_they_were_saved_go_on(name):
+    """As ZeroRedundancyOptimizer does it, without ``load_state_dict``."""
+    first, second = (getattr(optim, name)(parameters(), **OPTIMIZERS[name]) for _ in range(2))
+    train(first, 2)
+    saved = copy.deepcopy(first.state_dict())
+    (group,), (own,) = first.param_groups, second.param_groups
+    for i, (p, q) in enumerate(zip(group["params"], own["params"])):
+        q.data.copy_(p.detach())
+        second.state[q].update(saved["state"][i])
+    own |= saved["param_groups"][0] | {"params": own["params"]}
+    for p, q in zip(train(first, 2, first=2), train(second, 2, first=2)):
+        assert torch.equal(p, q)

@@ -498,9 +498,10 @@ def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
 
 def _kept(state: dict, name: str, p: Tensor) -> Tensor:
     """The number of that name, made where it is missing: on a GPU that waits, and cannot be captured."""
-    if name not in state:
-        state[name] = _number(p)
-    return state[name]
+    value = state.get(name)
+    if not isinstance(value, Tensor):  # ZeroRedundancyOptimizer takes states as they were saved
+        value = state[name] = _number(p, value or 0.0)
+    return value
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
