@@ -1009,3 +1009,24 @@ def test_states_that_are_put_in_as_they_were_saved_go_on(name):
     own |= saved["param_groups"][0] | {"params": own["params"]}
     for p, q in zip(train(first, 2, first=2), train(second, 2, first=2)):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("cls", [optim.NovoGrad, optim.AdamW])
+def test_hooks_see_what_is_saved_and_have_the_last_word(cls):
+    p = torch.ones(70, 70, requires_grad=True)
+    optimizer, seen = cls([p], lr=0.1, state_dtype="8bit"), []
+    train(optimizer, 1)
+    plain = optimizer.state_dict()
+
+    def shrink(optimizer, saved):
+        seen.append(copy.deepcopy(saved))
+        (state,) = saved["state"].values()
+        return {**saved, "state": {0: state | {"exp_avg": state["exp_avg"].bfloat16()}}}
+
+    optimizer.register_state_dict_post_hook(shrink)
+    shrunk = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(shrunk, plain["state"][0]["exp_avg"].bfloat16()) and shrunk.dtype == torch.bfloat16
+    assert seen[0]["param_groups"] == plain["param_groups"] and seen[0]["state"][0].keys() == plain["state"][0].keys()
+    assert type(seen[0]["state"][0]["step"]) is type(plain["state"][0]["step"])
+    optimizer.state_dict()
+    assert len(seen) == 2  # nothing is left behind by the first time

@@ -404,7 +404,14 @@ class FusedStep(torch.optim.Optimizer):
 
         States in 8 bits are returned in float32.
         """
-        saved = super().state_dict()
+        first = self.register_state_dict_post_hook(FusedStep._as_saved, prepend=True)  # those of the user see its work
+        try:
+            return super().state_dict()
+        finally:
+            first.remove()
+
+    def _as_saved(self, saved: dict) -> None:
+        """Makes of what torch has gathered what the counterpart's state dict holds."""
         saved["state"] = {
             key: {name: _plain(state, name) for name in state if not name.endswith("_scale")}
             for key, state in saved["state"].items()
@@ -416,7 +423,6 @@ class FusedStep(torch.optim.Optimizer):
                 key: state | {"step": int(state["step"])} if "step" in state else state
                 for key, state in saved["state"].items()
             }
-        return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
