@@ -1081,6 +1081,20 @@ def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind, na
             harness.assert_as_good_as_torch(p, average[name], average[name].double(), name)
 
 
+@pytest.mark.parametrize("extras", [{}, {"zero_grads": True}], ids=str)
+def test_parameters_that_are_frozen_stay(extras):
+    model, seen = net(), []
+
+    class Freeze(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            model[1].requires_grad_(epoch == 0)
+            seen.append(weights(model[1]))
+
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, **extras)
+    make(model, optimizer, epochs=3, callbacks=[Freeze()]).fit(data())
+    assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
+
+
 def test_gradients_of_what_another_optimizer_steps_are_summed_until_it_does():
     class Other(Callback):
         def on_fit_end(self, trainer, error):

@@ -32,7 +32,8 @@ class Adam(FusedStep, torch.optim.Adam):
             without waiting for the device, or "error".
         ema_decay: keeps running averages :math:`e \leftarrow e + (1 - d)(p - e)` in float32, see :meth:`ema_state_dict`
             and :meth:`swap_ema`; they begin as the parameters before the first step.
-        zero_grads: leaves zeros in the gradients, so that no ``zero_grad(set_to_none=False)`` is needed.
+        zero_grads: leaves zeros in the gradients, so that no ``zero_grad(set_to_none=False)`` is needed. As behind
+            that, a parameter that is frozen goes on, by momentum and decay, until its gradient is set to None.
         state_dtype: what states are stored in: None is the parameter's dtype, else float32, bfloat16 or "8bit": a byte
             each and a float32 number per 256 of them; parameters of fewer than 4096 elements keep float32 then.
         rounding: how parameters in bfloat16 and float16 are stored: "nearest", where steps below half a unit in the

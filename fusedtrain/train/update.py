@@ -69,6 +69,10 @@ class Update:
         before, self.params = len(self.params), self._trained()
         if len(self.params) != before:  # groups come and go, as layers are unfrozen
             self._alike = self._are_alike()
+        if self._zeroes():  # zeros would move on what learns no longer, by momentum and decay
+            for p in self.params:
+                if not p.requires_grad:
+                    p.grad = None
         grads = [p.grad for p in self.params if p.grad is not None]
         if correction != 1.0 and grads:
             torch._foreach_mul_(grads, correction)
@@ -76,8 +80,12 @@ class Update:
         self._clear()
         return applied
 
+    def _zeroes(self) -> bool:
+        """Whether the optimizer leaves zeros in the gradients."""
+        return self.fused and self.optimizer._options["zero_grads"]
+
     def _clear(self) -> None:
-        if self.fused and self.optimizer._options["zero_grads"]:
+        if self._zeroes():
             self.optimizer.zero_grad(set_to_none=False)
         elif self._clears:
             for p in self.params:  # what zero_grad does, without its profiling
