@@ -791,6 +791,20 @@ def test_synchronised_norms_take_images_of_any_dimension(shape, training):
         synchronised(x.flatten())
 
 
+def test_activations_that_torchs_conversion_has_dropped_stay_dropped(zoo):
+    model = timm_model(zoo, "lcnet_050", num_classes=10)
+    stock = nn.SyncBatchNorm.convert_sync_batchnorm(randomised(model))
+    fused, x = copy.deepcopy(stock).eval(), harness.images((2, 3, 64, 64))
+    report = fusedtrain.fuse(fused)
+    reasons = {c.reason for c in report.kept if c.name.endswith(("bn1", "bn2"))}
+    assert reasons == {
+        "nn.SyncBatchNorm does not call its drop and act; timm.layers.convert_sync_batchnorm makes what does"
+    }
+    with torch.no_grad():
+        truth = copy.deepcopy(stock.eval()).double()(x.double())
+        harness.assert_as_good_as_torch(fused(x), stock(x), truth, "lcnet_050")
+
+
 def test_layers_of_dtypes_that_the_ops_lack_stay():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1), nn.Linear(6, 6)).to(torch.complex64)
     report = fusedtrain.fuse(model)

@@ -204,9 +204,9 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
     """Batch normalisation over all processes of a group, in the place of ``nn.SyncBatchNorm`` and timm's class.
 
     Layers made by ``nn.SyncBatchNorm.convert_sync_batchnorm`` or ``timm.layers.convert_sync_batchnorm`` become this by
-    :func:`fusedtrain.fuse`: convert first, fuse then. Works on any device and ``torch.distributed`` backend; the
-    batches of the processes may differ in size, or be empty. Without an initialised process group it is plain batch
-    normalisation.
+    :func:`fusedtrain.fuse`: convert first, fuse then. Of timm's layers torch's conversion drops the activation:
+    they stay. Works on any device and ``torch.distributed`` backend; the batches of the processes may differ in size,
+    or be empty. Without an initialised process group it is plain batch normalisation.
 
     Args:
         As ``nn.SyncBatchNorm``. The layers ``drop`` and ``act``, set by timm's conversion, follow the normalisation.

@@ -341,6 +341,9 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
     missing = [part for part in rule.parts if getattr(module, part, None) is None]
     if missing:
         return f"it has no {', '.join(missing)}: an unknown version of {rule.stock}"
+    if type(module) is nn.SyncBatchNorm and batch_norm_act.activation_of(module) != "identity":
+        names = " and ".join(name for name in ("drop", "act") if name in module._modules)
+        return f"nn.SyncBatchNorm does not call its {names}; timm.layers.convert_sync_batchnorm makes what does"
     special = next((type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter), None)
     if special:
         return f"it holds a {special} instead of a plain parameter"
