@@ -1,13 +1,16 @@
 """Which backend runs: the automatic choice, forcing one, and what explain() says about it."""
 
+from types import SimpleNamespace
+
 import harness
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
-from fusedtrain import backend, ops
+from fusedtrain import _extension, backend, ops
 from fusedtrain.backend import Impl
+from fusedtrain.ops import _common
 
 X = torch.ones(2, 3, 4, 4)
 CALLS = {
@@ -155,6 +158,35 @@ def test_explain_names_what_it_does_not_know():
         fusedtrain.explain(torch.softmax, X)
     with pytest.raises(ValueError, match=r"explain\('channel_pool', ...\) needs the op's arguments, x first"):
         fusedtrain.explain("channel_pool")
+
+
+@pytest.mark.parametrize(
+    ("archs", "runs", "runs_not"),
+    [
+        (["7.5", "8.0", "9.0+PTX"], [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)], [(7, 0)]),
+        (["8.6", "9.0a", "10.0f"], [(8, 6), (8, 9), (9, 0), (10, 3)], [(7, 5), (8, 0), (11, 0), (12, 0)]),
+        (["9.0a+PTX"], [(9, 0)], [(8, 0), (10, 0)]),
+    ],
+)
+def test_kernels_that_were_not_built_for_a_gpu_are_not_taken_there(monkeypatch, archs, runs, runs_not):
+    device = torch.device("cuda:1")
+    x = SimpleNamespace(is_cpu=False, is_cuda=True, device=device, dtype=torch.float32, get_device=lambda: 1)
+    monkeypatch.setattr(_extension, "HAS_CUDA_KERNELS", True)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cuda_archs", archs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu in runs + runs_not:
+        monkeypatch.setattr(_common, "_GPUS", {})
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, gpu=gpu: gpu if index == 1 else None)
+        reason = _common.why_not_cuda(x)
+        if gpu in runs:
+            assert reason is None
+        else:
+            assert f"CUDA kernels for {', '.join(archs)}, and cuda:1 has compute capability {gpu[0]}.{gpu[1]}" in reason
+            impls = backend._OPS["channel_pool"]
+            assert backend.select("channel_pool", impls, x) in (impls["triton"], impls["reference"])
+            message = r"backend 'cuda' is forced by use_backend\(\) but cannot run channel_pool: this build has"
+            with fusedtrain.use_backend("cuda"), pytest.raises(RuntimeError, match=message):
+                backend.select("channel_pool", impls, x)
 
 
 def test_automatic_choice_takes_the_first_that_can_or_stock_where_that_is_faster():

@@ -367,7 +367,37 @@ def why_not_cuda(x: Tensor, *_) -> str | None:
         return _CPU_NOT_CUDA if x.is_cpu else f"x is on {x.device}, not on a CUDA device"
     if not _extension.LOADED:
         return _extension.WHY_NOT
-    return None if _extension.HAS_CUDA_KERNELS else "this build has no CUDA kernels (no nvcc when it was built)"
+    if not _extension.HAS_CUDA_KERNELS:
+        return "this build has no CUDA kernels (no nvcc when it was built)"
+    return why_not_gpu(x.get_device())
+
+
+_GPUS: dict[int, str | None] = {}
+
+
+def why_not_gpu(index: int) -> str | None:
+    """Why the CUDA kernels of this build cannot run on that GPU, or None, also where only fake tensors are on one."""
+    if index not in _GPUS and torch.cuda.is_available():
+        archs, (major, minor) = _extension.BUILD_INFO["cuda_archs"], torch.cuda.get_device_capability(index)
+        _GPUS[index] = None
+        if not any(_runs_on(arch, (major, minor)) for arch in archs):
+            _GPUS[index] = (
+                f"this build has CUDA kernels for {', '.join(archs)}, and cuda:{index} has compute capability"
+                f" {major}.{minor}: build it with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+            )
+    return _GPUS.get(index)
+
+
+why_not_gpu._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, without importing dynamo
+
+
+def _runs_on(arch: str, gpu: tuple[int, int]) -> bool:
+    """Whether kernels for ``arch``, an entry of TORCH_CUDA_ARCH_LIST, run on a GPU of that capability."""
+    number, ptx, _ = arch.partition("+PTX")
+    own = tuple(int(part) for part in number.rstrip("af").split("."))
+    if number.endswith("a"):  # of that architecture alone; "f": of its family
+        return own == gpu
+    return own <= gpu and (own[0] == gpu[0] or (bool(ptx) and not number.endswith("f")))
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -249,7 +249,7 @@ def choose(
     key = None
     if _common.untraced(x) and is_automatic() and (x.is_cpu or x.is_cuda):
         stride, padding, dilation = geometry
-        key = (x.is_cuda, x.shape, x.stride(), x.dtype, weight.shape, *stride, *padding, *dilation)
+        key = (x.get_device(), x.shape, x.stride(), x.dtype, weight.shape, *stride, *padding, *dilation)
         found = _chosen.get(key)
         if found is not None:
             return found
