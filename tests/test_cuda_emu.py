@@ -330,6 +330,18 @@ def test_nan_and_infinity_stay_in_place(op, value):
                 properties.assert_not_finite_stays_in_place(*functions, inputs, value, (1, 2, 3, 4), region)
 
 
+@pytest.mark.parametrize("act", test_channel_scale._codes.INPUT_ACTIVATIONS)
+def test_a_maximum_is_found_again_where_its_gradient_is_not_aligned(act):
+    """By its bits, which for 16-bit elements are others where a kernel knows the activation at run time."""
+    x = test_channel_pool.make("cpu", (2, 16, 5, 7), "channels_last", torch.float16)["x"]
+    dpooled = torch.randn(2, 16)
+    shifted = torch.empty(dpooled.numel() + 1)[1:].view_as(dpooled).copy_(dpooled)
+    codes = test_channel_scale._codes.POOLS.index("avg_max"), test_channel_scale._codes.ACTIVATIONS.index(act)
+    _, peak, ties = emulator.channel_pool(x, *codes)
+    results = [{"dx": emulator.channel_pool_backward(dy, x, peak, ties, *codes)} for dy in (dpooled, shifted)]
+    harness.assert_bitwise_equal(*results, f"{act}, a gradient that is not aligned")
+
+
 @pytest.mark.parametrize("rule", test_optimizer_step._codes.RULES)
 def test_optimizer_of_every_rule_and_dtype(rule, monkeypatch):
     shapes = test_optimizer_step.SHAPES

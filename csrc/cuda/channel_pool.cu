@@ -14,7 +14,8 @@ struct PoolTerm : NoFactors {
   using Stat = S<A>;
   template <int N>
   using Raw = Pack<T, N>;
-  using AtRunTime = PoolTerm<T, RunTimeAct, S>;
+  // A maximum keeps its activation: backward looks for it by its bits.
+  using AtRunTime = PoolTerm<T, std::conditional_t<Stat::kParts == 1, RunTimeAct, Activate>, S>;
   static constexpr int N = kPack<T>, kUnroll = kUnrollOf<T>, kBlocks = Activate::kBlocks;
 
   const T* x;  // [n, c, hw] or [n, hw, c]

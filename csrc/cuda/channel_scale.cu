@@ -106,7 +106,8 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
   using Factors = FactorPack<A, Peak ? 4 : 2, N>;
   template <int N>
   using Raw = RawPair<T, N>;
-  using AtRunTime = ScaleBackwardTerm<T, RunTimeAct, Peak>;
+  // As in channel_pool.cu.
+  using AtRunTime = ScaleBackwardTerm<T, std::conditional_t<Peak, Activate, RunTimeAct>, Peak>;
   static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = Activate::kBlocks;
   static constexpr bool kReadsX = !Activate::kIdentity || Peak;
 
