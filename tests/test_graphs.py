@@ -128,6 +128,34 @@ def test_a_graph_is_left_where_parameters_begin_to_learn_or_layers_change_their_
     assert Fake.replays == 8 - 3  # of the first epoch
 
 
+@pytest.mark.parametrize(("accumulate", "empty", "replays"), [(1, [5], 8 - 3 - 1), (2, [1, 3, 5, 7], 4 - 3)])
+def test_a_batch_that_does_not_count_is_not_learnt_from(monkeypatch, accumulate, empty, replays):
+    """Its loss and gradients are NaN, a mean over nothing."""
+
+    def mean(outputs, targets):
+        return (targets[:, None] * outputs.square()).sum() / targets.sum()
+
+    class Masked(Trainer):
+        def weight(self, batch):
+            return float(batch[1].sum())
+
+    inputs, targets = torch.randn(64, 1, 4, 4), torch.ones(64)
+    targets.view(8, 8)[empty] = 0.0
+    results = []
+    for cuda_graphs in (False, True):
+        model = net()
+        optimizer = optim.AdamW(model.parameters(), lr=2.0**-5)
+        monkeypatch.setattr(graphs, "check", lambda trainer: None)
+        monkeypatch.setattr(graphs, "Recorder", lambda device, own=optimizer: Fake(own.param_groups))
+        monkeypatch.setattr(Fake, "replays", 0)
+        options = {"schedule": Schedule("constant", warmup_epochs=0), "accumulation": accumulate}
+        config = TrainConfig(epochs=1, device="cpu", cuda_graphs=cuda_graphs, **options)
+        Masked(model, mean, optimizer, config).fit(Batches(inputs, targets, 8, shuffle=False))
+        results.append(dict(model.named_parameters()))
+    harness.assert_bitwise_equal(*results, "")
+    assert Fake.replays == replays
+
+
 def test_the_side_stream_is_one_of_the_runs_device(monkeypatch):
     """Which need not be the current one: a capture on another device would hold nothing."""
     asked = []

@@ -134,7 +134,8 @@ class Graphs:
             losses = []
             for batch, weight in zip(static, weights):
                 loss = t.training_step(batch)
-                t._scaled(loss, weight).backward()
+                if weight:  # as in Trainer.step
+                    t._scaled(loss, weight).backward()
                 losses.append(loss.detach())
             applied = t.update(correction)
             if t._buffers is not None:
@@ -177,7 +178,7 @@ class Graphs:
             [value for name, value in group.items() if name not in ("params", "lr") and not isinstance(value, Tensor)]
             for group in self.trainer.optimizer.param_groups
         ]
-        weights = [] if self.trainer.group.alone else weights
+        weights = [weight != 0 for weight in weights] if self.trainer.group.alone else weights
         return repr((str(spec), inputs, weights, numbers, self.trainer.learning))
 
     def _count(self, kind: str, batches: list) -> None:
