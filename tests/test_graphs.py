@@ -238,12 +238,17 @@ def test_optimizers_and_processes_that_cannot_be_captured_are_refused():
         (torch.optim.SGD(model.parameters()), "needs an optimizer of fusedtrain.optim, .* got SGD"),
         (optim.AdamW(model.parameters()), "construct AdamW with capturable=True"),
         (optim.SGD(model.parameters(), state_dtype="8bit"), "the host seeds"),
+        (optim.Lion(model.parameters(), corrected_weight_decay=True), "corrected_weight_decay of Lion"),
     ]:
         run.optimizer = optimizer
         with pytest.raises(InputError, match=message):
             graphs.check(run)
-    run.optimizer = optim.RMSprop(model.parameters(), capturable=True)
-    graphs.check(run)
+    for optimizer in (
+        optim.RMSprop(model.parameters(), capturable=True),
+        optim.Lamb(model.parameters(), corrected_weight_decay=True),  # of decoupled decay alone
+    ):
+        run.optimizer = optimizer
+        graphs.check(run)
     run.world.size = 2
     with pytest.raises(InputError, match="is for one process"):
         graphs.check(run)

@@ -27,13 +27,18 @@ def check(trainer) -> None:
         isinstance(optimizer, FusedStep),
         f"cuda_graphs needs an optimizer of fusedtrain.optim, which decides on the GPU what is not finite, got {name}",
     )
+    groups = optimizer.param_groups
     require(
-        all(group.get("capturable", True) for group in optimizer.param_groups),
+        all(group.get("capturable", True) for group in groups),
         f"cuda_graphs: construct {name} with capturable=True, which keeps its counts of steps on the GPU",
+    )
+    require(
+        not any(group.get("corrected_weight_decay") and group.get("decoupled_decay", True) for group in groups),
+        f"cuda_graphs does not go with corrected_weight_decay of {name}: the host computes it from the learning rate",
     )
     options = optimizer._options
     seeded = options["state_dtype"] is not None or options["rounding"] != "nearest" or options["master_weights"]
-    counted = all(group.get("capturable") for group in optimizer.param_groups)
+    counted = all(group.get("capturable") for group in groups)
     require(
         counted or not seeded,
         f"cuda_graphs does not go with state_dtype, rounding or master_weights of {name}: the host seeds",
