@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 
 import harness
 import pytest
@@ -154,6 +155,34 @@ def test_a_batch_that_does_not_count_is_not_learnt_from(monkeypatch, accumulate,
         results.append(dict(model.named_parameters()))
     harness.assert_bitwise_equal(*results, "")
     assert Fake.replays == replays
+
+
+def test_a_graph_keeps_the_gradients_that_it_adds_to_and_no_memory_after_the_run(monkeypatch):
+    class Weighed(Trainer):
+        def weight(self, batch):
+            return 0 if self.step_count == 5 else 1
+
+    class Watch(Fake):
+        def record(self, work):
+            kept, replay = [weakref.ref(p.grad) for p in model.parameters()], super().record(work)
+
+            def watched():
+                assert all(grad() is not None for grad in kept)
+                return replay()
+
+            return watched
+
+    model, made = net(), []
+    optimizer = optim.AdamW(model.parameters(), zero_grads=True)
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Watch(optimizer.param_groups))
+    monkeypatch.setattr(graphs, "Graphs", lambda trainer, make=graphs.Graphs: made.append(make(trainer)) or made[0])
+    monkeypatch.setattr(Fake, "replays", 0)
+    run = Weighed(model, nn.CrossEntropyLoss(), optimizer, TrainConfig(epochs=1, device="cpu", cuda_graphs=True))
+    run.fit(data())
+    assert Fake.replays == 8 - 3 - 1
+    held = weakref.ref(made.pop())
+    assert held() is None
 
 
 def test_the_side_stream_is_one_of_the_runs_device(monkeypatch):

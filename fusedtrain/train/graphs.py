@@ -147,6 +147,8 @@ class Graphs:
                 t._buffers.put_back(unless=applied)
             return losses, applied
 
+        # Where zero_grads keeps gradients the graph adds to these, whatever becomes of the parameters' own.
+        self._grads = [p.grad for p in (*t.update.params, *t.model.parameters())]
         groups = t.optimizer.param_groups
         own = [group["lr"] for group in groups]
         # A graph holds numbers as they were, so it reads the rates of the schedule from the device.

@@ -466,6 +466,7 @@ class Trainer:
                     raise
                 warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)  # its own error tells more
         self.feed.close()
+        self._make_step = self.step  # a graph holds the memory of a whole step
         self.update.give_back()
         schedule.leave(self.optimizer)
         self.callbacks.call("on_fit_end", self, error)
