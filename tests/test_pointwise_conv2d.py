@@ -90,6 +90,15 @@ def test_a_weight_of_any_strides(device, backend):
         harness.assert_op_as_good_as_torch(function(), reference_of(), inputs | {"w": weight}, str(order))
 
 
+@dense_layouts
+def test_a_bias_of_any_strides(device, backend, layout):
+    inputs = make(device, layout=layout)
+    for bias in (inputs["b"].repeat_interleave(2)[::2], inputs["b"][:1].expand(20)):
+        for stride in ((1, 1), (2, 2)):
+            strided = inputs | {"b": bias}
+            harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), strided, str(stride))
+
+
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize(
     ("shape", "out"),

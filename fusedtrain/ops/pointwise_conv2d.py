@@ -72,6 +72,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
     """``F.conv2d``, in float32 by oneDNN also where ATen would take MKL: one thread and few images, at half the speed
     on CPUs that are not Intel's."""
     if torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():
+        bias = None if bias is None else bias.contiguous()  # whose strides the operator does not look at
         return torch.ops.aten.mkldnn_convolution(x, weight, bias, [0, 0], stride, [1, 1], 1)
     return F.conv2d(x, weight, bias, stride)
 
