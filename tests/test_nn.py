@@ -583,6 +583,25 @@ def test_a_norm_under_vmap_is_refused_before_its_statistics_move(device, backend
     assert not layer.running_mean.any()
 
 
+def test_norms_under_vmap_move_the_statistics_of_their_own(device, backend):
+    if backend not in ("cpu", "reference"):
+        pytest.skip("some layers are stock PyTorch there")
+    x = torch.stack([harness.images((2, C, 3, 5), device=device, seed=seed) for seed in range(2)])
+
+    def trained(cls, dtype=torch.float32):
+        layers = [cls(C, device=device, dtype=dtype) for _ in x]
+        weights, buffers = torch.func.stack_module_state(layers)
+        with torch.no_grad():
+            y = torch.vmap(lambda w, b, x: functional_call(layers[0], (w, b), (x,)))(weights, buffers, x.to(dtype))
+        assert buffers["num_batches_tracked"].tolist() == [1, 1]
+        return {"y": y, "running_mean": buffers["running_mean"], "running_var": buffers["running_var"]}
+
+    truth = trained(nn.BatchNorm2d, torch.float64)
+    ours, stock = trained(fusedtrain.nn.BatchNorm2d), trained(nn.BatchNorm2d)
+    for name, value in ours.items():
+        harness.assert_as_good_as_torch(value, stock[name], truth[name], name)
+
+
 @one_each
 def test_gradients_through_checkpoints_may_be_recorded(label, device, backend):
     """Checkpointing hands out what was saved once."""

@@ -461,5 +461,5 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         mean, m2, count = _gathered(mean, m2, count, group)
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    update = _reference_update if _is_open(count) else impl.update
+    update = _reference_update if _is_open(count) or _common.vmapped() else impl.update
     return mean, update(mean, m2, running_mean, running_var, count, momentum, eps), count
