@@ -261,6 +261,16 @@ def test_compiles_as_one_graph_and_once(device, backend, layout):
     properties.assert_compiles(function(), make(device, layout=layout, dtype=torch.bfloat16))
 
 
+def test_options_that_change_between_compiled_calls_stay_in_one_graph(device):
+    """From the second call on torch.compile holds symbols for them."""
+    torch._dynamo.reset()
+    compiled = torch.compile(depthwise_conv2d, fullgraph=True, backend="aot_eager")
+    inputs = make(device)
+    for stride, padding, dilation in ((1, 1, 1), (2, 0, 2)):
+        arguments = (*inputs.values(), stride, padding, dilation)
+        assert torch.equal(compiled(*arguments), depthwise_conv2d(*arguments))
+
+
 def test_keeps_only_its_inputs_for_backward(device, kernels):
     for layout in harness.DENSE_LAYOUTS:
         leaves = [t.requires_grad_() for t in make(device, layout=layout, dtype=torch.bfloat16).values()]

@@ -210,7 +210,8 @@ def whole(value) -> int | None:
 
 def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
     """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
-    both = value if hasattr(value, "__len__") else (value, value)
+    # An int is not asked for a length: torch.compile cannot ask those that it holds symbols for.
+    both = value if not isinstance(value, int) and hasattr(value, "__len__") else (value, value)
     if len(both) == 2:
         h, w = whole(both[0]), whole(both[1])
         if h is not None and w is not None and h >= least and w >= least:

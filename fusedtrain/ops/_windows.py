@@ -84,7 +84,7 @@ def _sides(op: str, padding, kernel: tuple[int, int], stride: list[int], dilatio
         return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
     if isinstance(padding, str):
         raise ValueError(f"{op}: padding must be 'same', 'valid' or numbers, got {padding!r}")
-    if hasattr(padding, "__len__") and len(padding) == 4:
+    if not isinstance(padding, int) and hasattr(padding, "__len__") and len(padding) == 4:
         sides = [p if isinstance(p, torch.SymInt) else _common.whole(p) for p in padding]
         if not all(p is not None and p >= 0 for p in sides):
             raise ValueError(f"{op}: padding must not be negative, got {padding!r}")
