@@ -79,6 +79,16 @@ def test_what_goes_in_comes_out(tmp_path):
     assert loaded["shared"][0] is loaded["shared"][1]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_another_default_device_changes_nothing(tmp_path, asynchronous):
+    values = {"plain": torch.arange(6.0), "transposed": torch.randn(3, 4).t()}
+    store = CheckpointStore(tmp_path, asynchronous=asynchronous)
+    with torch.device("meta"):  # as by torch.set_default_device
+        store.save(5, values)
+        loaded, _ = store.load()
+    assert_same(loaded, values)
+
+
 def test_gaps_and_expanded_tensors_are_saved_by_value(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     store = CheckpointStore(tmp_path)

@@ -63,6 +63,8 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert len({tuple(one) for one in orders}) == 4 and order(1, 1) == orders[3]
     assert order(0, 5, shuffle=False) == list(range(50))
     assert len(order(0, 0, drop_last=True)) == 48
+    with torch.device("meta"):  # as by torch.set_default_device
+        assert order(1, 1) == orders[3] and order(0, 5, shuffle=False) == list(range(50))
 
 
 @pytest.mark.parametrize("worlds", [(1, 1), (1, 2), (2, 1), (3, 2), (2, 4)])

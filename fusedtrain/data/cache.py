@@ -258,7 +258,7 @@ def _decode(source, offset: int):
         if kind == "tensor":
             dtype, shape = getattr(torch, content), node[2]
             at += -at % ALIGNMENT
-            empty = torch.empty(shape, dtype=dtype)
+            empty = torch.empty(shape, dtype=dtype, device="cpu")
             if empty.numel():
                 # A copy: the file must not change when the sample does.
                 flat = torch.frombuffer(source, dtype=torch.uint8, count=empty.nbytes, offset=offset + at)

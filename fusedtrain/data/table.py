@@ -93,7 +93,7 @@ class TableDataset(IterableDataset):
         self.rows = sum(rows for _, _, rows in self.groups)
         self.epoch = self.position = 0
         # In shared memory, so that workers that stay alive see it: epoch, batches to pass over, their size, drop_last.
-        self._now = torch.tensor([0, 0, 1, 0]).share_memory_()
+        self._now = torch.tensor([0, 0, 1, 0], device="cpu").share_memory_()
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_files": {}}  # open files stay here
@@ -187,7 +187,7 @@ class TableDataset(IterableDataset):
         """The pieces of one worker's stretch of the epoch's order, without its first ``skip`` rows."""
         order = range(len(self.groups))
         if self.shuffle:
-            order = torch.randperm(len(self.groups), generator=_generator(self.seed, epoch)).tolist()
+            order = torch.randperm(len(self.groups), generator=_generator(self.seed, epoch), device="cpu").tolist()
             if self.staging is not None:  # file by file, in the order in which the files come first
                 place = {self.groups[i][0]: at for at, i in reversed(list(enumerate(order)))}
                 order.sort(key=lambda i: place[self.groups[i][0]])
@@ -375,7 +375,7 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
     def mixed(parts: list):
         table = _joined(parts)
         table = table.cast(pa.schema([field.with_type(_wide(field.type)) for field in table.schema]))
-        order = torch.randperm(len(table), generator=_generator(*key, block))
+        order = torch.randperm(len(table), generator=_generator(*key, block), device="cpu")
         return table.take(pa.array(order[passed:].numpy()))
 
     pending, rows = [], 0

@@ -407,7 +407,7 @@ class _Endless:
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed)
         while True:
-            for indices in torch.randperm(self.length, generator=generator).split(self.chunk):
+            for indices in torch.randperm(self.length, generator=generator, device="cpu").split(self.chunk):
                 yield indices.tolist()
 
 

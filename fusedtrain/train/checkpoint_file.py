@@ -20,7 +20,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -124,9 +124,16 @@ def is_finite(t: Tensor) -> bool:
 def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies to the CPU that nobody else changes, with the strides kept."""
     return {
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if _is_dense(t) else t.cpu().contiguous()
+        name: _empty(t.shape, t.dtype, t.stride()).copy_(t) if _is_dense(t) else t.cpu().contiguous()
         for name, t in tensors.items()
     }
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+    """A new CPU tensor, whatever ``torch.set_default_device`` says."""
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def _strides(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -220,13 +227,13 @@ class Reader:
             CheckpointError: its bytes are not those that were written.
         """
         field = self._fields[name]
-        t = torch.empty(field["shape"], dtype=DTYPES[field["dtype"]])
+        t = _empty(field["shape"], DTYPES[field["dtype"]])
         data = _bytes(t)
         self.file.seek(self._start + field["data_offsets"][0])
         if self.file.readinto(data) != len(data) or f"{zlib.crc32(data):08x}" != self._crc[name]:
             raise CheckpointError(f"tensor {name} is damaged: its checksum differs")
         if name in self._strides:
-            t = torch.empty_strided(t.shape, self._strides[name], dtype=t.dtype).copy_(t)
+            t = _empty(t.shape, t.dtype, self._strides[name]).copy_(t)
         return t
 
 
@@ -278,7 +285,7 @@ class ShardReader:
 
     def whole(self, field: dict) -> Tensor:
         """Returns a tensor put together from all its parts."""
-        t = torch.empty(field["shape"], dtype=DTYPES[field["dtype"]])
+        t = _empty(field["shape"], DTYPES[field["dtype"]])
         for chunk in field["chunks"]:
             part = t
             for dim, (start, size) in enumerate(zip(chunk["offsets"], chunk["shape"])):

@@ -117,6 +117,6 @@ class EpochSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.size)
+            return torch.arange(self.size, device="cpu")
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch, -1))
-        return torch.randperm(self.size, generator=generator)
+        return torch.randperm(self.size, generator=generator, device="cpu")
