@@ -718,6 +718,15 @@ def test_what_a_table_cannot_hold_goes_through_lists(device, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("zero_grads", [False, True])
+def test_gradients_that_are_read_with_another_sign(device, zero_grads):
+    p = torch.nn.Parameter(torch.ones(1, device=device))
+    (torch.complex(p.detach(), p).conj() * 1).imag.sum().backward()
+    assert p.grad.is_neg()
+    optim.SGD([p], lr=1.0, zero_grads=zero_grads).step()
+    assert p.item() == 2.0 and p.grad.item() == (0.0 if zero_grads else -1.0)
+
+
 @needs_tables
 def test_autograd_sees_what_a_table_changes():
     p = torch.nn.Parameter(torch.ones(3))

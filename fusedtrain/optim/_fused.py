@@ -643,8 +643,8 @@ class _Copies:
     def write_back(self, zero_grads: bool) -> None:
         for p, copy in self._params:
             p.copy_(copy)
-        if zero_grads and self._grads:
-            torch._foreach_zero_(self._grads)
+        for g in self._grads if zero_grads else ():
+            g.zero_()  # torch._foreach_zero_ takes none that is read with another sign
 
 
 # --- arguments of timm's optimizers -----------------------------------------------------------------------------------
