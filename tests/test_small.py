@@ -121,6 +121,15 @@ def test_small_images_are_stock_to_the_bit(zoo, name, layout):
         _assert_as_good(ours, stock, large)
 
 
+def test_a_small_image_without_batch(zoo):
+    convolutions = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 16, 3, groups=8)
+    stock = nn.Sequential(*convolutions, zoo.torchvision.ops.SqueezeExcitation(16, 4)).eval()
+    ours = copy.deepcopy(stock)
+    assert len(fusedtrain.fuse(ours).swapped) == 4
+    with torch.no_grad():
+        _assert_as_good(ours, stock, harness.normal(*SHAPE)[0])
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_small_images_call_no_operator_but_for_depthwise_convolutions(zoo, name):
     _, ours = _block(zoo, name)

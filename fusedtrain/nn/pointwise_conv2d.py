@@ -67,7 +67,8 @@ class PointwiseConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         small = stays_stock(self, input, times=1 + self.out_channels / self.in_channels)
-        if not is_pointwise(self) or (small and not gains_in_small(input, weight, self.stride)):
+        gains = small and input.dim() == 4 and gains_in_small(input, weight, self.stride)
+        if not is_pointwise(self) or (small and not gains):
             return super()._conv_forward(input, weight, bias)
         return pointwise_conv2d(input, weight, bias, self.stride)
 
