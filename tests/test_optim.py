@@ -615,6 +615,11 @@ def test_timms_factory_knows_them_in_either_order_of_imports(zoo, lines):
     assert done.stdout.count("fusedtrain") == len(OPTIMIZERS), done.stdout + done.stderr
 
 
+def test_registering_with_timm_again_is_silent(zoo, caplog):
+    assert optim.register_with_timm() == optim.register_with_timm()
+    assert not caplog.records
+
+
 def test_registration_at_import_warns_and_never_fails(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", types.ModuleType("timm"))
     monkeypatch.setitem(sys.modules, "timm.optim._optim_factory", types.ModuleType("of another timm"))

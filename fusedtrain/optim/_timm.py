@@ -29,7 +29,10 @@ def register_with_timm() -> list[str]:
     """
     from timm.optim._optim_factory import OptimInfo, default_registry
 
+    known = default_registry.list_optimizers()
     for name, (cls, facts) in _OPTIMIZERS.items():
+        if f"fusedtrain{name}" in known:  # the registry warns of what it is told twice
+            continue
         description = f"{cls} of fusedtrain: the whole step in one pass over memory"
         path = f"fusedtrain.optim.{cls}"
         default_registry.register(OptimInfo(name=f"fusedtrain{name}", opt_class=path, description=description, **facts))
