@@ -201,16 +201,17 @@ def test_the_second_start_of_a_command_imports_what_the_first_did(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_command_takes_its_training_process_along(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted alone"])
+def test_a_command_that_ends_takes_its_training_process_along(tmp_path, number):
     arguments = [sys.executable, "-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu"]
     env = harness.environment(**PATIENT)
     process = subprocess.Popen(arguments, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     assert "epoch    1/1000" in process.stdout.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    process.kill()
+    process.send_signal(number)
     try:
-        process.communicate(timeout=60)  # returns when nobody holds the other end of its output any more
+        process.communicate(timeout=30)  # returns when nobody holds the other end of its output any more
     except subprocess.TimeoutExpired:
         os.kill(int(trainer), signal.SIGKILL)
         raise AssertionError("the training process goes on without the command") from None

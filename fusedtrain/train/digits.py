@@ -71,10 +71,11 @@ def run(options: Options) -> dict[str, report.Result]:
         os.environ.update(_allocator.variables())  # read by the processes below when they start
     if options.layers != "stock" and not _extension.LOADED:
         print(f"fused layers run without compiled kernels: {_extension.WHY_NOT}")
-    results = {}
+    results, context = {}, multiprocessing.get_context("spawn")
     for layers in LAYERS if options.layers == "both" else [options.layers]:
+        theirs, ours = context.Pipe(duplex=False)
         # A process of its own: peak memory is that of one variant, and neither warms up the other's allocator.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as pool:
+        with ProcessPoolExecutor(1, context, _begin, (theirs,)) as pool, ours:
             try:
                 results[layers] = pool.submit(train_variant, options, layers, output / f"{layers}.pt").result()
             except BrokenProcessPool:
@@ -126,13 +127,13 @@ def _check(options: Options) -> None:
         raise InputError(f"seed must lie between 0 and 2**32 - 1, got {options.seed}")
 
 
-def _begin() -> None:
-    """Ends this process when the one that started it is gone, killed for instance, instead of training on unseen."""
+def _begin(wanted: connection.Connection) -> None:
+    """Ends this process when the other end of ``wanted`` is closed, instead of training on unseen: the process that
+    started it is gone, killed for instance, or was interrupted alone."""
     gc.freeze()  # as the command does
-    parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
-        connection.wait([parent])
+        connection.wait([wanted])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
