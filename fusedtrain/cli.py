@@ -97,7 +97,8 @@ def _restart(device: str) -> None:
 
     variables = _allocator.variables() if resolve_device(device).type == "cpu" else {}
     if variables:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # started without one
+            sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 

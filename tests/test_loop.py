@@ -927,6 +927,13 @@ def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
     assert capsys.readouterr().out == "run  step 3/8  loss 1  0:02:30 left\n"
 
 
+def test_a_process_without_standard_output_trains(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with Progress("run", epochs=1, steps=1) as progress:
+        progress.step_done(time.perf_counter(), str)
+        progress.line("done")
+
+
 def test_a_terminal_shows_brackets_as_they_are(monkeypatch):
     pytest.importorskip("rich")
     terminal = io.StringIO()

@@ -25,7 +25,8 @@ class Progress:
         self._next = self._start + LINE_SECONDS
 
     def __enter__(self):
-        if self.shown and sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the process was started without one
+        if self.shown and terminal and importlib.util.find_spec("rich"):
             from rich import progress
 
             self._bar = progress.Progress(
