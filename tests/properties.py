@@ -288,6 +288,19 @@ def assert_images_do_not_mix(function: Callable, inputs: dict, per_image: tuple[
             assert torch.equal(alone[name], batch[name][i : i + 1]), f"{name} of image {i} depends on the batch"
 
 
+def assert_flat_parts_pass_no_infinity_on(function: Callable, reference: Callable, inputs: dict) -> None:
+    """An infinite gradient where the activation is flat, at 0, reaches nothing that it does not reach in torch."""
+    y = harness.evaluate(function, inputs)["y"]
+    dy = torch.where(y == 0, torch.inf, torch.ones_like(y))
+    assert 0 < (y == 0).sum() < y.numel()
+    exact = harness.cast(inputs, torch.float64)
+    runs = (function, inputs, dy), (reference, inputs, dy), (reference, exact, dy.double())
+    ours, stock, truth = (harness.evaluate(f, given, dy=incoming) for f, given, incoming in runs)
+    assert truth["dx"].isfinite().all()
+    for name in (name for name in ours if truth[name].isfinite().all()):
+        harness.assert_as_good_as_torch(ours[name], stock[name], truth[name], f"{name} of infinite gradients")
+
+
 def assert_not_finite_stays_in_place(
     function: Callable, reference: Callable, inputs: dict, value: float, index: tuple, region: tuple
 ) -> None:

@@ -17,6 +17,7 @@ from fusedtrain.ops import _codes, batch_norm_act
 from fusedtrain.ops.batch_norm_act import IMPLS, reference
 
 RESIDUALS = ("none", "before", "after")
+FLAT = ("relu", "relu6", "hard_swish", "hard_sigmoid")  # activations that are 0 over a range
 CASES = cases.pairwise(
     shape=[name for name in cases.SHAPES if name != "no_channels"],  # which torch's own batch_norm refuses
     layout=harness.LAYOUTS,
@@ -336,6 +337,15 @@ def test_any_incoming_gradient(device, kernels, layout):
     harness.skip_all_but_dense_layouts(kernels, device, layout)
     inputs = make(device, layout=layout, residual="before")
     properties.assert_takes_any_incoming_gradient(function(inputs, residual="before"), inputs)
+
+
+@dense_layouts
+@pytest.mark.parametrize("act", FLAT)
+def test_flat_parts_pass_no_infinity_on(device, kernels, layout, act):
+    inputs = make(device, layout=layout)
+    inputs["bias"] = inputs["bias"] - 2.5
+    calls = (of(inputs, act=act) for of in (function, reference_of))
+    properties.assert_flat_parts_pass_no_infinity_on(*calls, inputs)
 
 
 def test_second_derivative_is_refused(device, kernels):

@@ -138,6 +138,14 @@ def test_nan_and_infinity_stay_in_place(device, backend, in_act, value):
         )
 
 
+@pytest.mark.parametrize("in_act", ["relu", "relu6", "hard_swish"])
+def test_flat_parts_pass_no_infinity_on(device, backend, in_act):
+    for layout in harness.DENSE_LAYOUTS:
+        inputs = make(device, layout=layout)
+        inputs["x"] = 3 * inputs["x"]
+        properties.assert_flat_parts_pass_no_infinity_on(function(in_act), reference_of(in_act), inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_the_dtype_of_x(device, backend, dtype):
     for x_dtype in (torch.float32, dtype):

@@ -316,6 +316,16 @@ def test_large_images_are_summed_as_well(layout):
         module.test_large_images_are_summed_as_well("cpu", "cuda", layout)
 
 
+@pytest.mark.parametrize("act", batch_norm.FLAT)
+def test_flat_parts_pass_no_infinity_on(act):
+    for layout in harness.DENSE_LAYOUTS:
+        batch_norm.test_flat_parts_pass_no_infinity_on("cpu", "cuda", layout, act)
+        if act != "hard_sigmoid":
+            block.test_flat_parts_pass_no_infinity_on("cpu", "cuda", layout, act)
+    if act != "hard_sigmoid":
+        test_channel_scale.test_flat_parts_pass_no_infinity_on("cpu", "cuda", act)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("op", OPS)
 def test_nan_and_infinity_stay_in_place(op, value):

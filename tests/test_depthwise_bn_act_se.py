@@ -325,6 +325,16 @@ def test_any_incoming_gradient(device, kernels, layout):
     properties.assert_takes_any_incoming_gradient(function(inputs), inputs)
 
 
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("act", ["relu", "relu6", "hard_swish"])
+def test_flat_parts_pass_no_infinity_on(device, kernels, layout, act):
+    skip_unless_runs(kernels, device)
+    inputs = make(device, layout=layout, form="no gate")
+    inputs["norm_bias"] = inputs["norm_bias"] - 2.5
+    calls = (of(inputs, form="no gate", options=(act, *OPTIONS[1:])) for of in (function, reference_of))
+    properties.assert_flat_parts_pass_no_infinity_on(*calls, inputs)
+
+
 def test_second_derivative_is_refused(device, kernels):
     skip_unless_runs(kernels, device)
     inputs = make(device)

@@ -123,6 +123,23 @@ FUSEDTRAIN_HD V vnormal_cdf(V x, V bell) {
 }
 FUSEDTRAIN_HD double vnormal_cdf(double x, double /*bell*/) { return 0.5 * ::erfc(x * -0.70710678118654752440); }
 
+// Act<A, T> also has through(x, dy) = dy a'(x). Where a is flat nothing passes, not even infinity, as in torch.
+template <class Self>
+struct Through {
+  template <class V>
+  FUSEDTRAIN_HD static V through(V x, V dy) {
+    return dy * Self::slope(x);
+  }
+};
+// Of those with flat parts, that is what they have.
+template <class Self>
+struct Slope {
+  template <class V>
+  FUSEDTRAIN_HD static V slope(V x) {
+    return Self::through(x, V(1));
+  }
+};
+
 template <Activation A, class T = void>
 struct Act;
 
@@ -136,22 +153,26 @@ struct Act<Activation::kIdentity, T> {
   FUSEDTRAIN_HD static V slope(V) {
     return V(1);
   }
+  template <class V>
+  FUSEDTRAIN_HD static V through(V, V dy) {
+    return dy;
+  }
 };
 
 template <class T>
-struct Act<Activation::kRelu, T> {
+struct Act<Activation::kRelu, T> : Slope<Act<Activation::kRelu, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return at_least(x, V(0));
   }
   template <class V>
-  FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x <= V(0), V(0), V(1));
+  FUSEDTRAIN_HD static V through(V x, V dy) {
+    return vselect(x <= V(0), V(0), dy);
   }
 };
 
 template <class T>
-struct Act<Activation::kSigmoid, T> {
+struct Act<Activation::kSigmoid, T> : Through<Act<Activation::kSigmoid, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return times_logistic<T>(V(1), x);
@@ -165,7 +186,7 @@ struct Act<Activation::kSigmoid, T> {
 };
 
 template <class T>
-struct Act<Activation::kSilu, T> {
+struct Act<Activation::kSilu, T> : Through<Act<Activation::kSilu, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return times_logistic<T>(x, x);
@@ -182,7 +203,7 @@ struct Act<Activation::kSilu, T> {
 };
 
 template <class T>
-struct Act<Activation::kGelu, T> {
+struct Act<Activation::kGelu, T> : Through<Act<Activation::kGelu, T>> {
   static constexpr double kInvSqrtTwoPi = 0.39894228040143267794;  // 1 / sqrt(2 pi)
   template <class V>
   FUSEDTRAIN_HD static V bell(V x) {
@@ -200,43 +221,43 @@ struct Act<Activation::kGelu, T> {
 };
 
 template <class T>
-struct Act<Activation::kHardSigmoid, T> {
+struct Act<Activation::kHardSigmoid, T> : Slope<Act<Activation::kHardSigmoid, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return at_most(at_least(x + V(3), V(0)), V(6)) * V(1.0 / 6.0);
   }
   template <class V>
-  FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x > V(-3), vselect(x < V(3), V(1.0 / 6.0), V(0)), V(0));
+  FUSEDTRAIN_HD static V through(V x, V dy) {
+    return vselect(x > V(-3), vselect(x < V(3), dy * V(1.0 / 6.0), V(0)), V(0));
   }
 };
 
 template <class T>
-struct Act<Activation::kHardSwish, T> {
+struct Act<Activation::kHardSwish, T> : Slope<Act<Activation::kHardSwish, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return x * Act<Activation::kHardSigmoid, T>::value(x);
   }
   template <class V>
-  FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x <= V(-3), V(0), vselect(x >= V(3), V(1), x * V(1.0 / 3.0) + V(0.5)));
+  FUSEDTRAIN_HD static V through(V x, V dy) {
+    return vselect(x <= V(-3), V(0), dy * vselect(x >= V(3), V(1), x * V(1.0 / 3.0) + V(0.5)));
   }
 };
 
 template <class T>
-struct Act<Activation::kRelu6, T> {
+struct Act<Activation::kRelu6, T> : Slope<Act<Activation::kRelu6, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return at_most(at_least(x, V(0)), V(6));
   }
   template <class V>
-  FUSEDTRAIN_HD static V slope(V x) {
-    return vselect(x <= V(0), V(0), vselect(x >= V(6), V(0), V(1)));
+  FUSEDTRAIN_HD static V through(V x, V dy) {
+    return vselect(x <= V(0), V(0), vselect(x >= V(6), V(0), dy));
   }
 };
 
 template <class T>
-struct Act<Activation::kTanh, T> {
+struct Act<Activation::kTanh, T> : Through<Act<Activation::kTanh, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return vtanh(x);
@@ -248,7 +269,7 @@ struct Act<Activation::kTanh, T> {
 };
 
 template <class T>
-struct Act<Activation::kHalfTanh, T> {
+struct Act<Activation::kHalfTanh, T> : Through<Act<Activation::kHalfTanh, T>> {
   template <class V>
   FUSEDTRAIN_HD static V value(V x) {
     return Act<Activation::kSigmoid, T>::value(x + x);

@@ -62,7 +62,7 @@ __device__ __forceinline__ T* shared_memory() {
   return reinterpret_cast<T*>(memory);
 }
 
-// Act<a>::value(x) and Act<a>::slope(x) for an `a` known at run time.
+// Act<a>::value(x), Act<a>::slope(x) and Act<a>::through(x, dy) for an `a` known at run time.
 template <Activation... As>
 struct AnyAct {
   template <class V>
@@ -73,9 +73,13 @@ struct AnyAct {
   }
   template <class V>
   static __device__ V slope(Activation a, V x) {
-    V y = x;
-    ((a == As ? (y = Act<As>::slope(x), 0) : 0), ...);
-    return y;
+    return through(a, x, V(1));
+  }
+  template <class V>
+  static __device__ V through(Activation a, V x, V dy) {
+    V dx = dy;
+    ((a == As ? (dx = Act<As>::through(x, dy), 0) : 0), ...);
+    return dx;
   }
 };
 

@@ -478,6 +478,10 @@ struct StaticAct {
   __device__ V slope(V x) const {
     return Act<kA, T>::slope(x);
   }
+  template <class V>
+  __device__ V through(V x, V dy) const {
+    return Act<kA, T>::through(x, dy);
+  }
 };
 struct RunTimeAct {
   using Any = AnyAct<Activation::kIdentity, Activation::kRelu, Activation::kSilu, Activation::kGelu,
@@ -493,6 +497,10 @@ struct RunTimeAct {
   template <class V>
   __device__ V slope(V x) const {
     return a == Activation::kIdentity ? V(1) : Any::slope(a, x);
+  }
+  template <class V>
+  __device__ V through(V x, V dy) const {
+    return a == Activation::kIdentity ? dy : Any::through(a, x, dy);
   }
 };
 

@@ -36,20 +36,22 @@ struct Gradient {
       return Pair<std::remove_const_t<decltype(da)>>{da, z.centred(i, p, lanes)};
     } else {
       const auto u = [&] __attribute__((always_inline)) { return z(i, z.centred(i, p, lanes), p, lanes); };
-      const auto dz = rounded(slope(u, lanes) * load<V>(dy + i, lanes));
+      const auto da = [&] __attribute__((always_inline)) { return load<V>(dy + i, lanes); };
+      const auto dz = rounded(through(u, da, lanes));
       return Pair<std::remove_const_t<decltype(dz)>>{dz, z.centred(i, p, lanes)};
     }
   }
 
  private:
-  // a'(u_of()); see logistic().
-  [[gnu::always_inline]] auto slope(const auto& u_of, auto lanes) const {
+  // a'(u_of()) da_of(); see logistic().
+  [[gnu::always_inline]] auto through(const auto& u_of, const auto& da_of, auto lanes) const {
+    using W = decltype(u_of());
     if constexpr (A::kInTurn && kFillsRegisters<decltype(lanes)>) {
-      using W = decltype(u_of());
       const W s = logistic<T>(lanes, u_of);
-      return act.slope(u_of(), s);
+      return act.slope(u_of(), s) * da_of();
     } else {
-      return act.slope(u_of());
+      const W u = u_of(), da = da_of();
+      return act.through(u, da);
     }
   }
 };

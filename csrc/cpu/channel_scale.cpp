@@ -60,7 +60,7 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
                                                                       V count) {
         const V value = load<V>(x + i, lanes), at_top = vselect(act.value(value) == top, V(1), V(0));
         const V dpool = dp * per_pixel + at_top * (V(0.5) * dp / count);
-        return act.slope(value) * (dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
+        return act.through(value, dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
       };
       return map_items<V>(m, m.n, dx, all, begin, end, vector(a.gate), vector(a.dpooled), vector(a.peak),
                           vector(a.ties));
@@ -72,7 +72,7 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
         if constexpr (decltype(act)::kIdentity) {
           return da;
         } else {
-          return act.slope(load<V>(x + i, lanes)) * da;
+          return act.through(load<V>(x + i, lanes), da);
         }
       };
       if (dy != nullptr) {

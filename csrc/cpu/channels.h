@@ -66,6 +66,12 @@ class RunTimeAct {
       return kSlopes[act_](x);
     }(std::make_integer_sequence<int, kCount>());
   }
+  V through(V x, V dy) const {
+    return [&]<int... As>(std::integer_sequence<int, As...>) {
+      static constexpr V (*kThrough[])(V, V) = {Act<Activation(As), T>::through...};
+      return kThrough[act_](x, dy);
+    }(std::make_integer_sequence<int, kCount>());
+  }
 
  private:
   int act_;

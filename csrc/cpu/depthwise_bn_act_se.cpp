@@ -287,8 +287,16 @@ struct Backward : Normalised<T> {
     return p;
   }
   [[gnu::always_inline]] auto operator()(int64_t i, auto lanes, const At& p) const {
-    const auto slope = activated<T>(act, lanes, Base::u(i, lanes, p)).slope;
-    const auto du = slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
+    const auto through = [&] __attribute__((always_inline)) {
+      if constexpr (std::is_same_v<A, StaticAct<T, Activation::kSilu>>) {
+        const auto slope = activated<T>(act, lanes, Base::u(i, lanes, p)).slope;
+        return slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);
+      } else {
+        const auto u = Base::u(i, lanes, p)(), da = p.gate * load<V>(dy + i, lanes) + p.dpooled;
+        return act.through(u, da);
+      }
+    };
+    const auto du = through();
     return p.scale * du - p.mean_du - Base::centred(i, lanes, p) * p.slant;
   }
 };

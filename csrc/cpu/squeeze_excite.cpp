@@ -38,7 +38,7 @@ void activate_backward(Activation act, const Lane* dy, const Lane* x, Lane* dx, 
   using V = Vec<Lane>;
   visit_act(act, [&]<Activation A>() {
     for_each_vector<V>(count, [&](int64_t i, auto lanes) {
-      store(dx + i, load<V>(dy + i, lanes) * Act<A>::slope(load<V>(x + i, lanes)), lanes);
+      store(dx + i, Act<A>::through(load<V>(x + i, lanes), load<V>(dy + i, lanes)), lanes);
     });
   });
 }

@@ -52,8 +52,7 @@ struct Gradient {
     const Pack<A, N> x = to_acc(raw.x), dy = to_acc(raw.dy);
     const auto element = [&](int j, A added) {
       const A centred = x.v[j] - f.f[0].v[j];
-      const A slope = Activate::kIdentity ? A(1) : act.slope(centred * f.f[1].v[j] + f.f[2].v[j] + added);
-      use(j, centred, slope * dy.v[j]);
+      use(j, centred, act.through(centred * f.f[1].v[j] + f.f[2].v[j] + added, dy.v[j]));
     };
     if (Activate::kIdentity || before == nullptr) {
 #pragma unroll

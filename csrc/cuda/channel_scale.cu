@@ -88,7 +88,7 @@ struct DotTerm : std::conditional_t<kDx, FactorSource<Acc<T>, 1>, NoFactors> {
       Pack<T, N> out;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        from_acc(slopes.v[j] * gate.f[0].v[j] * act.slope(values.v[j]), out.v[j]);
+        from_acc(act.through(values.v[j], slopes.v[j] * gate.f[0].v[j]), out.v[j]);
       }
       store(dx + offset, out);
     }
@@ -138,7 +138,7 @@ struct ScaleBackwardTerm : FactorSource<Acc<T>, Peak ? 4 : 2> {
         const A at_peak = act.value(values.v[j]) == factors.f[2].v[j] ? A(1) : A(0);
         slope += at_peak * vdivide(A(0.5) * dpooled, factors.f[3].v[j]);  // a NaN has no ties: 0 / 0, as in torch
       }
-      if constexpr (!Activate::kIdentity) slope *= act.slope(values.v[j]);
+      if constexpr (!Activate::kIdentity) slope = act.through(values.v[j], slope);
       from_acc(slope, out.v[j]);
     }
     store(dx + offset, out);

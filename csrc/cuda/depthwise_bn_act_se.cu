@@ -379,8 +379,8 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 7> {
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A centred = in.centred(z.v[j], j, f), slope = act.slope(in.u(centred, j, f));
-      const A du = slope * (f.f[3].v[j] * dy.v[j] + f.f[4].v[j]);
+      const A centred = in.centred(z.v[j], j, f);
+      const A du = act.through(in.u(centred, j, f), f.f[3].v[j] * dy.v[j] + f.f[4].v[j]);
       from_acc(f.f[1].v[j] * (du - f.f[5].v[j] - centred * f.f[6].v[j]), out.v[j]);
     }
     store(dz + offset, out);

@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_dy(const LinearBackward<A, W>& a, int64_t s
       if (inside && a.dy != nullptr) value = a.dy[i];
       if (inside && a.dy == nullptr) {
         const A logit = a.logits[i];
-        value = a.dgate[i] * Any::slope(a.gate_act, logit);
+        value = Any::through(a.gate_act, logit, A(a.dgate[i]));
         if (write) {
           a.dlogits[i] = value;
           a.gate[i] = Any::value(a.gate_act, logit);
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kSplit<A>, 1) linear_backward_kernel(LinearBac
   for (int w = 0; w < warps; ++w) dx += sums[(w * kDySamples + warp) * kWarp + lane];
   const int64_t i = n * a.s.out + out;
   if (a.hidden != nullptr) {
-    dx *= Any::slope(a.act, a.hidden[i]);
+    dx = Any::through(a.act, A(a.hidden[i]), dx);
     a.activated[i] = Any::value(a.act, a.hidden[i]);
   }
   a.dx[i] = dx;
