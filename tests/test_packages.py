@@ -173,6 +173,36 @@ def test_hooks_on_the_padding_of_a_convolution_are_called():
     assert seen == ["padding"]
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["same", "centred"])
+@pytest.mark.parametrize("size", [8, 9])
+def test_layers_of_transformers_mobilenets_compute_as_well_as_before(size, same, zoo):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mobilenet_v1 import modeling_mobilenet_v1 as first
+    from transformers.models.mobilenet_v2 import modeling_mobilenet_v2 as second
+
+    one, two = (of(tf_padding=same) for of in (transformers.MobileNetV1Config, transformers.MobileNetV2Config))
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        nn.Conv2d(3, 16, 1),
+        first.MobileNetV1ConvLayer(one, 16, 16, 3, 2, 16),
+        first.MobileNetV1ConvLayer(one, 16, 24, 1),
+        second.MobileNetV2ConvLayer(two, 24, 24, 5, 1, 24, dilation=2),
+        second.MobileNetV2ConvLayer(two, 24, 16, 1, use_activation=False),
+    )
+    fused = copy.deepcopy(stock)
+    assert sum("TransformersConvLayer" in c.after for c in fusedtrain.fuse(fused).swapped) == 4
+    for training in (True, False):
+        pair = (model.train(training) for model in (fused, stock))
+        assert_model_as_good_as_torch(*pair, f"training {training}", size=size)
+    seen = []
+    for layer in (fused[1], fused[3]):
+        layer.convolution.register_forward_hook(lambda *_: seen.append("convolution"))
+    assert_model_as_good_as_torch(fused, stock, "with hooks", size=size)
+    assert seen and list(map(type, stock.modules())) != list(map(type, fused.modules()))
+    fusedtrain.unfuse(fused)
+    assert list(map(type, stock.modules())) == list(map(type, fused.modules()))
+
+
 def test_activations_that_are_functions_of_autograd_are_known(zoo):
     pytest.importorskip("geffnet")
     from geffnet.activations import activations_me

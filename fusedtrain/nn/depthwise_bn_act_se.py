@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtrain.nn import _channel_gate as gates
@@ -116,9 +117,10 @@ def middle(
     others: Sequence[nn.Module] = (),
     se: nn.Module | Gate | None = None,
     project: nn.Module | None = None,
+    sides: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same; ``conv`` may be
-    None."""
+    None. ``sides``: the zeros around x for a depthwise ``conv`` that :func:`takes_sides`, in the place of its own."""
     left = (*others, se, project)
     known = _is_norm(norm)
     if conv is not None and not (known and _is_before_norm(conv)):
@@ -129,7 +131,8 @@ def middle(
     gate = _gate(left[0]) if left else None
     left = left if gate is None else left[1:]
     if kind_of(conv) in CONVOLUTIONS:
-        x = _as_one(x, conv, norm, act, gate, left.pop(0) if left and is_projection(left[0]) else None)
+        project = left.pop(0) if left and is_projection(left[0]) else None
+        x = _as_one(x, conv, norm, act, gate, project, conv.sides(x) if sides is None else sides)
     elif gate is not None:
         x = _gated(*_convolved(x, conv, norm), norm, act, gate)
     elif conv is None:
@@ -202,6 +205,11 @@ def _is_before_norm(layer: nn.Module) -> bool:
     return known and has_plain_padding(layer) and not observed(layer)
 
 
+def takes_sides(conv: nn.Module, norm: nn.Module) -> bool:
+    """Whether :func:`middle` may be told the zeros around its images: it runs these layers as one op, without any."""
+    return kind_of(conv) is DepthwiseConv2d and conv.padding == (0, 0) and _is_before_norm(conv) and _is_norm(norm)
+
+
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
     group = norms.group_of(norm)
     layers = (conv.weight, conv.bias, *norms.arguments(norm))
@@ -228,14 +236,20 @@ def _gated(
 
 
 def _as_one(
-    x: Tensor, conv: nn.Module, norm: nn.Module, act: str, gate: tuple | None, project: nn.Module | None
+    x: Tensor,
+    conv: nn.Module,
+    norm: nn.Module,
+    act: str,
+    gate: tuple | None,
+    project: nn.Module | None,
+    sides: int | tuple[int, ...] | str,
 ) -> Tensor:
     running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
     se, (se_act, gate_act) = (None, ("relu", "sigmoid")) if gate is None else gate
     return depthwise_bn_act_se(
         *(x, conv.weight, conv.bias, running_mean, running_var, *affine, se, training, momentum, eps),
         stride=conv.stride,
-        padding=conv.sides(x),
+        padding=sides,
         dilation=conv.dilation,
         act=act,
         se_act=se_act,
@@ -367,6 +381,22 @@ def _parts_of_mbconv(block: nn.Module) -> tuple[bool, bool, bool]:
     args = block._block_args
     has_skip = block.id_skip and args.stride == 1 and args.input_filters == args.output_filters
     return args.expand_ratio != 1, block.has_se, has_skip
+
+
+class TransformersConvLayer(nn.Module):
+    """``MobileNetV1ConvLayer`` and ``MobileNetV2ConvLayer`` of Transformers with a depthwise or 1x1 convolution as one
+    op, also with TensorFlow's "same" padding, which costs no copy of the images then."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        conv, norm, sides = self.convolution, self.normalization, None
+        if self.config.tf_padding:
+            shapes = zip(features.shape[:-3:-1], conv.kernel_size[::-1], conv.stride[::-1], conv.dilation[::-1])
+            along = [(max(k - (size % stride or stride), 0), spread) for size, k, stride, spread in shapes]
+            sides = [zeros * spread for n, spread in along for zeros in (n // 2, n - n // 2)]
+            sides = tuple(sides) if any(sides) else None
+        if sides is not None and not takes_sides(conv, norm):
+            features, sides = F.pad(features, sides), None
+        return middle(features, conv, norm, (self.activation,), sides=sides)
 
 
 class ConvNormAct(nn.Module):

@@ -89,6 +89,10 @@ _STATIC_SAME = (
     "efficientnet_pytorch.utils.Conv2dStaticSamePadding",
     "segmentation_models_pytorch.encoders._efficientnet.Conv2dStaticSamePadding",
 )
+_TRANSFORMERS = (
+    "transformers.models.mobilenet_v1.modeling_mobilenet_v1.MobileNetV1ConvLayer",
+    "transformers.models.mobilenet_v2.modeling_mobilenet_v2.MobileNetV2ConvLayer",
+)
 _MBCONV = ("efficientnet_pytorch.model.MBConvBlock", "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock")
 
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
@@ -179,6 +183,15 @@ RULES = (
             applies=_has_middle("_depthwise_conv", "_bn1"),
         )
         for stock in _MBCONV
+    ),
+    *(
+        Rule(
+            stock,
+            depthwise_bn_act_se.TransformersConvLayer,
+            ("config", "convolution", "normalization"),
+            applies=_has_middle("convolution", "normalization"),
+        )
+        for stock in _TRANSFORMERS
     ),
     Rule(
         "timm.layers.conv_bn_act.ConvNormAct",
