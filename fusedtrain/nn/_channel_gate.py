@@ -59,9 +59,13 @@ def is_mean(layer: nn.Module) -> bool:
 def is_pointwise(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
     """True for a plain Linear or 1x1 convolution: its weight and bias are all that it does. ``kind`` returns the class
     that a layer has, or will have."""
-    if kind(layer) in (nn.Conv2d, PointwiseConv2d):
+    of = type(layer) if type(layer) in _PLAIN else kind(layer)
+    if of in (nn.Conv2d, PointwiseConv2d):
         return is_pointwise_conv(layer) and not observed(layer)
-    return kind(layer) in (nn.Linear, Linear) and not observed(layer)
+    return of in _PLAIN and not observed(layer)
+
+
+_PLAIN = (nn.Conv2d, PointwiseConv2d, nn.Linear, Linear)
 
 
 def fused(

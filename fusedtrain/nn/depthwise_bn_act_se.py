@@ -199,10 +199,12 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def _is_before_norm(layer: nn.Module) -> bool:
-    if kind_of(layer) is PointwiseConv2d:
+    kind = type(layer) if type(layer) is PointwiseConv2d else kind_of(layer)
+    if kind is PointwiseConv2d:
         return is_pointwise(layer) and not observed(layer)
-    known = kind_of(layer) in CONVOLUTIONS and is_depthwise(layer)
-    return known and has_plain_padding(layer) and not observed(layer)
+    static = kind is DepthwiseConv2dStaticSame
+    plain = has_plain_padding(layer) if static else kind in CONVOLUTIONS and layer.padding_mode == "zeros"
+    return plain and is_depthwise(layer) and not observed(layer)
 
 
 def takes_sides(conv: nn.Module, norm: nn.Module) -> bool:

@@ -133,12 +133,10 @@ class DepthwiseConv2dStaticSame(DepthwiseConv2d):
 
 
 def has_plain_padding(conv: nn.Conv2d) -> bool:
-    """True where all padding of a convolution is zeros around its images, and no hook is on what pads."""
-    layer = conv._modules.get("static_padding")
-    if layer is None:
-        return conv.padding_mode == "zeros"
+    """True where ``static_padding`` stands for zeros around the images, and all of them, and has no hook."""
+    layer = conv.static_padding
     known = type(layer) is nn.Identity or (type(layer) is nn.ZeroPad2d and conv.padding == (0, 0))
-    return known and not observed(layer)
+    return known and conv.padding_mode == "zeros" and not observed(layer)
 
 
 def centred_padding(kernel_size: int | tuple[int, int], dilation: int | tuple[int, int]) -> tuple[int, int]:
