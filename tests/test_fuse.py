@@ -144,9 +144,8 @@ def is_candidate(module):
 
 
 def is_pointwise(module):
-    return (
-        type(module) is nn.Conv2d and module.groups == 1 and module.kernel_size == (1, 1) and module.padding == (0, 0)
-    )
+    known = type(module) is nn.Conv2d or type(module).__name__ == "Conv2dSame"
+    return known and module.groups == 1 and module.kernel_size == (1, 1) and module.padding == (0, 0)
 
 
 def is_grouped(module):
