@@ -1130,7 +1130,7 @@ def test_what_only_looks_like_a_pattern_stays(block):
 
 
 class NoActivation(ConvNormAct):
-    """The three products that ``act`` writes out are not those of an activation."""
+    """What ``act`` makes of the normalised images, and of the block's own, is no activation."""
 
     def __init__(self, act):
         super().__init__(16, 16, 3, 1, 16)

@@ -403,8 +403,9 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     convolve, and the blocks in which these follow each other: timm's inverted residual and separable blocks and its
     ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of
     ResNet, and blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
-    A layer stays, with the reason in the report, when its class is derived from a known one, its forward was replaced,
-    it is parametrized, quantised, sharded, compiled, or inside a wrapped part of the model.
+    A layer stays, with the reason in the report, when its class is derived from a known one (of torch's layers: with
+    more than another constructor), its forward was replaced, it is parametrized, quantised, sharded, compiled, or
+    inside a wrapped part of the model.
 
     Args:
         model: any module; before or after loading weights, before it is wrapped (DistributedDataParallel, FSDP) or
