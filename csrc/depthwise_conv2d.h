@@ -16,15 +16,16 @@
 namespace fusedtrain {
 
 struct DepthwiseSizes {
-  int64_t n, c, h, w;    // x
-  int64_t m;             // channel multiplier: y has c * m channels
-  int64_t ho, wo;        // y
-  int64_t kh, kw;        // kernel
-  int64_t sh, sw;        // stride
-  int64_t top, left;     // padding before; that behind is whatever ho and wo need
-  int64_t dil_h, dil_w;  // dilation
-  DType dtype;           // of all tensors
-  Layout layout;         // of x, y and their gradients
+  int64_t n, c, h, w;         // x
+  int64_t m;                  // channel multiplier: y has c * m channels
+  int64_t ho, wo;             // y
+  int64_t kh, kw;             // kernel
+  int64_t sh, sw;             // stride
+  int64_t top, left;          // padding before; that behind is whatever ho and wo need
+  int64_t dil_h, dil_w;       // dilation
+  DType dtype;                // of all tensors
+  Layout layout;              // of x, y and their gradients
+  bool whole_pixels = false;  // on the CPU: a unit of work has all channels of its pixels, or many
 };
 
 struct DepthwiseConv2d {
@@ -62,7 +63,9 @@ constexpr int64_t kLeastRows = 4, kMostRows = 32;  // of y per band
 constexpr int64_t kTileCols = 128;                 // columns of y per tile, at most
 constexpr int64_t kStreamBytes = 8 << 20;          // of y or dx, from which on they are written past the caches
 constexpr int64_t kLineBytes = 64;                 // of the caches
-constexpr int64_t kMostWholeChannels = 512;
+constexpr int64_t kMostWholeChannels = 512;        // of pixels whose results go through lines
+constexpr int64_t kMostUnitChannels = 2048;        // of a unit of whole pixels
+constexpr int64_t kUnitRowBytes = 96 << 10;        // of x in float32, in such a unit: a few rows are to stay in L2
 
 static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static constexpr int64_t padded_channels(const DepthwiseSizes& s) { return ceil_div(s.c, kMostLanes) * kMostLanes; }
@@ -72,10 +75,11 @@ static constexpr bool is_usual(const DepthwiseSizes& s) {
   return square && s.m == 1 && s.sh == s.sw && s.sh <= 2 && s.dil_h == 1 && s.dil_w == 1 &&
          (s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16);
 }
-// Whether a unit has all channels of its pixels: results that go past the caches go in whole lines, and pixels are
-// none.
+// Whether a unit has all channels of its pixels: by the CPU, or because results that go past the caches go in whole
+// lines, and pixels are none.
 static constexpr bool has_whole_pixels(const DepthwiseSizes& s) {
   const int64_t size = s.dtype == DType::kFloat32 ? 4 : 2;
+  if (s.whole_pixels) return true;
   return is_usual(s) && s.layout == Layout::kChannelsLast && s.c <= kMostWholeChannels &&
          s.c * size % kLineBytes != 0 && s.n * s.c * std::max(s.h * s.w, s.ho * s.wo) * size >= kStreamBytes;
 }
@@ -95,13 +99,26 @@ static constexpr bool has_whole_planes(const DepthwiseSizes& s) {
          (s.dtype == DType::kFloat32 || (s.kw == 3 && s.w % (8 * s.sw) == 0));
 }
 static constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
+  if (s.whole_pixels) {
+    const int64_t most = std::clamp(kUnitRowBytes / (4 * s.w), kChunkChannels, kMostUnitChannels);
+    return ceil_div(s.c, ceil_div(s.c, most));
+  }
   if (has_whole_pixels(s)) return s.c;
   if (has_whole_planes(s))
     return std::clamp<int64_t>(kUnitBytes / (4 * std::max<int64_t>(1, s.h) * s.w), 1, std::min(s.c, kChunkPlanes));
   return std::min(s.c, s.layout == Layout::kContiguous ? kChunkPlanes : kChunkChannels);
 }
 static constexpr int64_t chunks(const DepthwiseSizes& s) { return ceil_div(s.c, chunk_channels(s)); }
+// Units of whole pixels are enough for many threads, and no more: neighbours read some rows twice. Where they would be
+// few, chunks of channels are more.
+static constexpr int64_t whole_bands(const DepthwiseSizes& s) {
+  return std::clamp<int64_t>(ceil_div(32, std::max<int64_t>(1, s.n)), 1, std::max<int64_t>(1, s.ho / kLeastRows));
+}
+static constexpr bool fits_whole_pixels(const DepthwiseSizes& s) {
+  return is_usual(s) && s.layout == Layout::kChannelsLast && s.c > 0 && s.w > 0 && s.n * whole_bands(s) >= 16;
+}
 static constexpr int64_t bands(const DepthwiseSizes& s) {
+  if (s.whole_pixels) return whole_bands(s);
   if (has_whole_planes(s)) return std::max<int64_t>(1, 4 * s.h * s.w / kUnitBytes);
   const int64_t row_bytes = 4 * s.sh * std::max<int64_t>(1, s.w) * chunk_channels(s);
   return ceil_div(s.ho, std::clamp(kUnitBytes / row_bytes, kLeastRows, kMostRows));

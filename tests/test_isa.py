@@ -41,6 +41,23 @@ def test_every_variant_is_as_good_as_torch(isa):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
+def test_avx512_has_no_instructions_for_bfloat16():
+    # They take subnormal numbers for 0, on CPUs that have them; others end here.
+    code = """
+import torch, fusedtrain
+fusedtrain.use_backend("cpu")
+x = torch.full((1, 16, 8, 8), 2.0**-130, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+weight = torch.zeros(16, 8, 3, 3, dtype=torch.bfloat16)
+weight[:, 0, 1, 1] = 1
+y = fusedtrain.ops.grouped_conv2d(x, weight, None, padding=1, groups=2)
+print(fusedtrain._extension.BUILD_INFO["isa_active"], bool((y == 2.0**-130).all()))
+"""
+    done = harness.run_python("-c", code, FUSEDTRAIN_ISA="avx512")
+    if "this CPU does not have it" in done.stderr:
+        pytest.skip("this CPU does not have avx512")
+    assert done.returncode == 0 and done.stdout.split() == ["avx512", "True"], (done.returncode, done.stderr)
+
+
 def test_unknown_variant_is_named():
     done = harness.run_python("-c", CALL, FUSEDTRAIN_ISA="sse9")
     expected = "FUSEDTRAIN_ISA=sse9: expected portable, avx2, avx512, avx512_bf16 or amx_bf16"

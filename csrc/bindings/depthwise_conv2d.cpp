@@ -84,6 +84,12 @@ DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std:
 
 namespace {
 
+// The sizes of an op that reads its images once: the forward pass, or dx alone.
+DepthwiseSizes of_one_pass(DepthwiseSizes s) {
+  s.whole_pixels = takes_whole_pixels && cpu::fits_whole_pixels(s);
+  return s;
+}
+
 DepthwiseConv2d forward_of(const DepthwiseSizes& s, const Tensor& x, const Tensor& weight,
                            const std::optional<Tensor>& bias, const Tensor& y, int64_t act) {
   return {.sizes = s,
@@ -109,7 +115,7 @@ void forward_on_cpu(const DepthwiseConv2d& a, const Tensor& weight) {
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_stats(const Tensor& x, const Tensor& weight,
                                                           const std::optional<Tensor>& bias, const Ints& stride,
                                                           const Ints& padding, const Ints& dilation) {
-  const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
+  const DepthwiseSizes s = of_one_pass(depthwise_sizes(x, weight, bias, stride, padding, dilation));
   bool gathers = false;
   visit_isa([&]<Isa I>() { gathers = cpu::depthwise_conv2d_gathers_moments<I>(s); });
   if (!gathers) {
@@ -131,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_stats(const Tensor& x, const
 
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
                         const Ints& padding, const Ints& dilation, int64_t act) {
-  const DepthwiseSizes s = depthwise_sizes(x, weight, bias, stride, padding, dilation);
+  const DepthwiseSizes s = of_one_pass(depthwise_sizes(x, weight, bias, stride, padding, dilation));
   const Tensor y = empty_images(x, s.layout, s.c * s.m, s.ho, s.wo);
   const DepthwiseConv2d a = forward_of(s, x, weight, bias, y, act);
   if constexpr (kWithCuda) {
@@ -198,7 +204,8 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
                                                              const Ints& stride, const Ints& padding,
                                                              const Ints& dilation, bool need_dx, bool need_dw,
                                                              bool need_db) {
-  const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
+  const DepthwiseSizes sizes = sizes_of(x, weight, stride, padding, dilation);
+  const DepthwiseSizes s = need_dw || need_db ? sizes : of_one_pass(sizes);
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == s.n && dy.size(1) == s.c * s.m && dy.size(2) == s.ho &&
                       dy.size(3) == s.wo && dy.scalar_type() == x.scalar_type() && dy.get_device() == x.get_device(),
                   "fusedtrain: dy must have the shape of y, and the dtype and device of x");
@@ -237,7 +244,8 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward_from(const WriteIma
                                                                   const Tensor& weight, const Ints& stride,
                                                                   const Ints& padding, const Ints& dilation,
                                                                   bool need_dx, bool need_dw, bool need_db) {
-  const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
+  const DepthwiseSizes sizes = sizes_of(x, weight, stride, padding, dilation);
+  const DepthwiseSizes s = need_dw || need_db ? sizes : of_one_pass(sizes);
   const Gradients to = gradients_of(x, weight, need_dx, need_dw, need_db);
   const int64_t image = s.c * s.m * s.ho * s.wo * x.element_size(), units = s.n * cpu::bands(s);
   const int64_t groups = cpu::groups(s), threads = torch::stable::get_num_threads();

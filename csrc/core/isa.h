@@ -23,6 +23,14 @@ extern const bool fetches_ahead_of_many_streams;
 // to be so on AMD's, but for Zen 4.
 extern const bool sums_row_by_row;
 
+// Whether large results are written past the caches. One core of Intel's writes them so at half the speed or less where
+// the last cache still holds them, and at 0.9 of it beyond; two are no different (benchmarks/LOG.md, 2026-11-28).
+extern const bool stores_past_caches;
+
+// Whether depthwise convolutions of channels_last images take whole pixels, rather than a chunk of their channels at a
+// time: Intel's fetch ahead along memory, not from pixel to pixel. AMD's were not measured.
+extern const bool takes_whole_pixels;
+
 const char* isa_name(Isa isa);
 
 // f.template operator()<I>() with I = active_isa(), or the variants this build contains.

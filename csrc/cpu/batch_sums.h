@@ -244,7 +244,7 @@ void map_items(const Images& m, typename F::Element* out, const F& f, int64_t be
   constexpr int64_t kLanes = F::V::kLanes, kSize = sizeof(typename F::Element);
   const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
   const bool aligned = row % kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (kLanes * kSize) == 0;
-  visit_bool(aligned && m.n * m.c * m.hw * kSize >= kStreamBytes,
+  visit_bool(stores_past_caches && aligned && m.n * m.c * m.hw * kSize >= kStreamBytes,
              [&]<bool kStream>() { map_range<kStream>(m, out, f, begin, end); });
 }
 

@@ -292,7 +292,7 @@ void map_items(const Images& m, int64_t samples, T* out, const F& f, int64_t beg
                const Lanes*... vectors) {
   const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
   const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
-  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
+  visit_bool(stores_past_caches && aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
              [&]<bool kStream>() { map_range<kStream, V>(m, samples, out, f, begin, end, vectors...); });
 }
 

@@ -195,7 +195,7 @@ template <class V, class T, class F>
 void write_images(const Images& m, T* out, const F& f, int64_t begin, int64_t end) {
   const int64_t row = m.layout == Layout::kContiguous ? m.hw : m.c;
   const bool aligned = row % V::kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (V::kLanes * sizeof(T)) == 0;
-  visit_bool(aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
+  visit_bool(stores_past_caches && aligned && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes,
              [&]<bool kStream>() { map_images<kStream, V>(m, out, f, begin, end); });
 }
 

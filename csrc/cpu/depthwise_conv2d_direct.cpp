@@ -110,7 +110,7 @@ class Moments {
   }
 
  private:
-  alignas(64) float sums_[kSums * (kMostWholeChannels + kMostLanes)];
+  alignas(64) float sums_[kSums * (kMostUnitChannels + kMostLanes)];
 };
 
 // kWide outputs of a row, from kDeep input rows at a time.
@@ -300,7 +300,8 @@ void run_row(const Row<T>& row, int64_t count, int64_t skip, int64_t column) {
 
 template <class T>
 bool goes_through_lines(const DepthwiseSizes& s, int64_t pixels) {
-  return has_whole_pixels(s) && s.n * s.c * pixels * int64_t(sizeof(T)) >= kStreamBytes;
+  return stores_past_caches && !s.whole_pixels && has_whole_pixels(s) &&
+         s.n * s.c * pixels * int64_t(sizeof(T)) >= kStreamBytes;
 }
 
 // The weights of the groups of a part as Rows::taps. In pairs, two rows of the kernel share one: the first is the lower

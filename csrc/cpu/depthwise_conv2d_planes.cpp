@@ -290,8 +290,8 @@ template <class Kept, class T, class F>
 void each_kept(Kept& kept, const DepthwiseSizes& s, T* out, int64_t h, int64_t w, int64_t first, DepthwisePart part,
                const F& f) {
   const auto plane = [&](int64_t channel) { return out + (part.image * s.c + channel) * h * w; };
-  const bool streams =
-      Kept::kInOrder && sizeof(T) == 4 && w >= kLeastStreamedCols && s.n * s.c * h * w * 4 >= kStreamBytes;
+  const bool streams = stores_past_caches && Kept::kInOrder && sizeof(T) == 4 && w >= kLeastStreamedCols &&
+                       s.n * s.c * h * w * 4 >= kStreamBytes;
   if (streams) kept.lines.begin(plane(part.begin) + first * w);
   for (int64_t channel = part.begin; channel < part.end; ++channel) f(channel, plane(channel));
   if (kept.lines) kept.lines.close();

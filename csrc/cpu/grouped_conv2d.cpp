@@ -58,10 +58,11 @@ struct Tile {
   int64_t lines;  // of it to ask for per run
 };
 
-template <class V, class R>
+// Sums of products of E. Those of pairs are rounded by instruction, which CPUs without pairs do not have.
+template <class E, class V, class R>
 [[gnu::always_inline]] inline void put(R* y, V sums, int lanes) {
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<R, BFloat16>) return store_raw(&y->bits, narrow_sums(sums), lanes);
+  if constexpr (std::is_same_v<E, Pair>) return store_raw(&y->bits, narrow_sums(sums), lanes);
 #endif
   if (lanes == V::kLanes) {
     store(y, sums);
@@ -136,7 +137,7 @@ template <int kVecs, int kRows, int kCols, class E, class R>
     });
   }
   each_sum([&](auto row, auto col, auto v) __attribute__((always_inline)) {
-    put(t.y + row * t.y_row + col * t.y_col + v * V::kLanes, sums[row][col][v], v < kVecs - 1 ? V::kLanes : t.last);
+    put<E>(t.y + row * t.y_row + col * t.y_col + v * V::kLanes, sums[row][col][v], v < kVecs - 1 ? V::kLanes : t.last);
   });
 }
 
@@ -343,7 +344,7 @@ class Convolution {
             T* to = y + row * y_row + (col + i) * y_col;
             for (int v = 0; v < kVecs; ++v) {
               const Vec<E> result = load<Vec<E>>(sums + (i * kVecs + v) * kLanes<E>);
-              put(to + v * kLanes<E>, result, v < kVecs - 1 ? kLanes<E> : tile.last);
+              put<E>(to + v * kLanes<E>, result, v < kVecs - 1 ? kLanes<E> : tile.last);
             }
           }
         }

@@ -86,7 +86,7 @@ template <class T, int kVecs, int kHeight, class V>
 template <class T>
 bool streams(const PointwiseConv2d& a) {
   const int64_t pitch = a.layout == Layout::kContiguous ? a.h * a.w : a.o;
-  return a.large && kLanes * sizeof(T) == 64 && pitch * sizeof(T) % 64 == 0 &&
+  return stores_past_caches && a.large && kLanes * sizeof(T) == 64 && pitch * sizeof(T) % 64 == 0 &&
          reinterpret_cast<uintptr_t>(a.y) % 64 == 0;
 }
 

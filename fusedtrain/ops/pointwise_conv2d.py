@@ -62,6 +62,7 @@ def _fake_dw(dy, x, stride):
     return x.new_empty(dy.shape[1], x.shape[1], 1, 1)
 
 
+_HAS_MKL = torch.backends.mkl.is_available()
 _FEW = 16  # images: of fewer ATen runs MKL's float32 product on one thread
 # Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).
 _MOST_CHANNELS = 384
@@ -125,6 +126,8 @@ def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
 def _kernel_gains(x: Tensor, channels: int) -> bool:
     """Whether the kernel is faster than PyTorch's libraries over channels_last images like x."""
     cpu = _extension.BUILD_INFO
+    if _has_products(x):
+        return x.shape[1] * channels < _SMALL_WEIGHT
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
     return x.dtype == torch.float32 or x.shape[1] >= _MANY or (channels <= x.shape[1] and _common.zen() == 4)
@@ -156,7 +159,6 @@ class _Limits(NamedTuple):
 # (benchmarks/LOG.md, 2026-11-22).
 _LIMITS = {
     ("intel", "avx512", True): _Limits(forward=0, dx=1 << 14, dw=1 << 14),
-    ("intel", "avx512", False): _Limits(forward=0, dx=0, dw=1 << 17),
     ("intel", "avx2", True): _Limits(forward=0, dx=1 << 14, dw=0),
 }
 
@@ -220,6 +222,50 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     return None
 
 
+# On Intel's CPUs with AVX-512 MKL's products of matrices are up to 1.8 times as fast as oneDNN's convolutions, which
+# ATen takes from 16 images on (benchmarks/LOG.md, 2026-11-28).
+_SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
+_LEAST_CHANNELS = 96  # of which y is a product; one of fewer channels than x is slower, as the weight is transposed
+_LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
+
+
+def _has_products(x: Tensor) -> bool:
+    """Whether the rules for those CPUs hold for images like x."""
+    cpu = _extension.BUILD_INFO
+    usual = (cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype) == ("intel", "avx512", torch.float32)
+    return usual and _common.is_channels_last(x) and not _common.is_less(x.shape[0], _FEW) and _HAS_MKL
+
+
+def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is MKL's product."""
+    if stride != [1, 1] or not _has_products(x):
+        return False
+    d, c = weight.shape[:2]
+    if part == "forward":
+        return d >= c >= _LEAST_CHANNELS
+    if part == "dx":
+        return _common.is_less(x.numel() * x.element_size(), _LARGE + 1)
+    return weight.numel() >= _SMALL_WEIGHT
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """Channels_last images as a matrix."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    pixels, matrix = _pixels(x), weight[:, :, 0, 0].t()
+    y = torch.mm(pixels, matrix) if bias is None else torch.addmm(bias, pixels, matrix)
+    return y.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+
+def _dw_product(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the weight, the narrower side first, which MKL is faster with."""
+    dy, x = _pixels(dy), _pixels(x)
+    dw = torch.mm(dy.t(), x) if dy.shape[1] <= x.shape[1] else torch.mm(x.t(), dy).t().contiguous()
+    return dw[:, :, None, None]
+
+
 _KERNEL, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
 _KERNEL_ON_PLANES = torch.ops.fusedtrain.pointwise_conv2d_contiguous.default
 _BY_LIBRARY = torch.ops.fusedtrain.pointwise_conv2d_by_library.default
@@ -236,6 +282,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], 
         return _KERNEL(x, weight, bias, stride)
     if _by_planes(x, stride, whole):
         return _KERNEL_ON_PLANES(x, weight, bias)
+    if not whole and _is_product("forward", x, weight, stride):
+        return _product_of(x, weight, bias)
     float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
     run = _BY_LIBRARY if whole or float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
     return run(x, weight, bias, stride)
@@ -243,8 +291,11 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], 
 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
-    if stride == [1, 1] and _by_kernel(dy, x.shape[1], whole):
+    kernel = _by_kernel(dy, x.shape[1], whole) and (whole or not _has_products(x) or dy.shape[1] > x.shape[1])
+    if stride == [1, 1] and kernel:
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
+    if not whole and _is_product("dx", x, weight, stride):
+        return _product_of(dy, weight.transpose(0, 1))
     if _by_planes(dy, stride, whole):
         return _KERNEL_ON_PLANES(dy, weight.transpose(0, 1), None)
     if _common.cpu_multiplies(x.dtype) and not whole:
@@ -264,7 +315,9 @@ def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor
     dx = dw = db = None
     if need_dx:
         dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
-    if need_dw and (whole or x.dtype != torch.float32 or _faster("dw", x, weight)):
+    if need_dw and not whole and _is_product("dw", x, weight, stride):
+        dw = _common.strided_like(_dw_product(dy, x), weight)
+    elif need_dw and (whole or x.dtype != torch.float32 or _faster("dw", x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
         read, one = _read_pixels(x, stride)
@@ -346,10 +399,11 @@ def pointwise_conv2d(
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
     Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. y and the gradient of x come
-        from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs, or the
-        backend is forced, else from them. On CPUs without instructions for bfloat16 or float16 a few images at a time
-        are converted and multiplied in float32, in 4 MiB more memory per thread, or as much as one image needs. On
-        GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
+        from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs and for small
+        weights on Intel's, or the backend is forced, else from them. On CPUs without instructions for bfloat16 or
+        float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per thread, or as
+        much as one image needs. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock
+        PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads.
     Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
