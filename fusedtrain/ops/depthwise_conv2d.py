@@ -145,8 +145,10 @@ _STOCK_FASTER_ON = {
 
 
 def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
-    """The row of the instruction set, else of Zen 4 or 5, else of all. No cache: torch.compile warns of those."""
-    for cpu in (_extension.BUILD_INFO.get("isa_active"), _common.zen()):
+    """The row of the vendor's CPUs with the instruction set, of all with it, of Zen 4 or 5, else of all. No cache:
+    torch.compile warns of those."""
+    isa = _extension.BUILD_INFO.get("isa_active")
+    for cpu in ((_extension.BUILD_INFO.get("cpu_vendor"), isa), isa, _common.zen()):
         row = _STOCK_FASTER_ON.get(cpu, {}).get(direction, {}).get(key)
         if row is not None:
             return row
