@@ -41,13 +41,15 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
 
 class _Where(NamedTuple):
     """Where stock PyTorch is the faster one: rows of y below so many columns; in rows of at least so many, x up to so
-    many MiB, and with channels that fill no whole vectors, x up to so many, and fewer than so many channels."""
+    many MiB, from so many channels on, and with channels that fill no whole vectors, x up to so many MiB, and fewer
+    than so many channels."""
 
     columns: int = 0
     mib: float = 0
     ragged_mib: float = 0
     ragged_channels: int = 0
     least: int = 0
+    many_channels: int = 0
 
     def reason(self, x: Tensor, stride: int) -> str | None:
         columns, ragged = -(-x.shape[3] // stride), x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
@@ -57,6 +59,8 @@ class _Where(NamedTuple):
             return None
         if self._holds(x, self.mib):
             return f"x up to {self.mib} MiB"
+        if self.many_channels and not _common.is_less(x.shape[1], self.many_channels):
+            return f"{self.many_channels} channels and more, rows of y from {self.least} columns on"
         if ragged and self._holds(x, self.ragged_mib):
             return f"channels that fill no whole vectors, x up to {self.ragged_mib} MiB"
         if ragged and _common.is_less(x.shape[1], self.ragged_channels):
@@ -101,7 +105,8 @@ _STOCK_FASTER = {
 }
 # What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), on Zen 4
 # (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, ragged channels)
-# and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25). Without instructions for
+# and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25), and on Intel's that take
+# whole pixels (benchmarks/results/intel-r-xeon-r-processor-2-50ghz-family-6-avx512). Without instructions for
 # bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
@@ -132,6 +137,15 @@ _STOCK_FASTER_ON = {
     "avx512": {
         "forward": {
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
+        },
+    },
+    ("intel", "avx512"): {
+        "forward": {
+            ("channels_last", torch.float32, 1): {
+                3: _Where(ragged_channels=25, least=8, many_channels=1600),
+                5: _Where(least=8, many_channels=900),
+            },
+            ("channels_last", torch.float32, 2): {3: _NEVER, 5: _Where(least=8, many_channels=900)},
         },
     },
     "avx2": {
