@@ -250,13 +250,14 @@ def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool
 
 def _pixels(x: Tensor) -> Tensor:
     """Channels_last images as a matrix."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    n, c, h, w = x.shape
+    return x.permute(0, 2, 3, 1).reshape(n * h * w, c)
 
 
 def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     pixels, matrix = _pixels(x), weight[:, :, 0, 0].t()
     y = torch.mm(pixels, matrix) if bias is None else torch.addmm(bias, pixels, matrix)
-    return y.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+    return y.view(x.shape[0], *x.shape[2:], weight.shape[0]).permute(0, 3, 1, 2)
 
 
 def _dw_product(dy: Tensor, x: Tensor) -> Tensor:
@@ -405,7 +406,7 @@ def pointwise_conv2d(
         much as one image needs. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock
         PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
-        weight is independent of threads.
+        weight is independent of threads where a kernel of this package computes it.
     Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
     """
     if isinstance(x, Tensor) and x.dim() == 3:
