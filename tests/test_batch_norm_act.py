@@ -284,6 +284,42 @@ def test_threads_change_nothing(device, kernels, layout):
     properties.assert_threads_change_nothing(function(inputs, residual="before", running=True), inputs)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(4, 24, 60, 64), (3, 4, 250, 120)], ids=["some channels", "one channel"])
+@pytest.mark.parametrize("act", ["identity", "relu", "silu"])
+def test_channels_in_groups_are_as_all_in_one_pass(kernels, device, act, shape, threads):
+    """Contiguous images go through all passes of training a few channels at a time."""
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels take channels in groups")
+    ops, n = torch.ops.fusedtrain, shape[0] * shape[2] * shape[3]
+    inputs = make(device, shape, residual="before")
+    x, tensors = inputs.pop("x"), (*inputs.values(), _codes.ACTIVATIONS.index(act), False)
+    dy = harness.normal(*shape, device=device, seed=7)
+
+    def running():
+        return torch.zeros(shape[1]), torch.ones(shape[1]), torch.zeros((), dtype=torch.int64)
+
+    mean, m2 = ops.batch_norm_act_stats(x)
+    expected = running()
+    rstd = ops.batch_norm_act_update_(mean, m2, *expected[:2], n, 0.1, 1e-5)
+    y = ops.batch_norm_act(x, mean, rstd, *tensors)
+    sums = ops.batch_norm_act_reduce(dy, x, mean, rstd, *tensors)
+    dx, dresidual = ops.batch_norm_act_backward(dy, x, mean, rstd, *tensors[:3], *sums, n, *tensors[3:], True, True)
+
+    before, statistics = torch.get_num_threads(), running()
+    torch.set_num_threads(threads)
+    try:
+        trained = ops.batch_norm_act_train_(x, *statistics, *tensors[:3], 0.1, 1e-5, *tensors[3:])
+        gradients = ops.batch_norm_act_train_backward(dy, x, mean, rstd, *tensors, True)
+    finally:
+        torch.set_num_threads(before)
+    for got, wanted in zip((*trained, *statistics[:2]), (y, mean, rstd, *expected[:2]), strict=True):
+        assert torch.equal(got, wanted)
+    for got, wanted in zip(gradients, (dx, dresidual, *reversed(sums)), strict=True):
+        assert torch.equal(got, wanted)
+    assert statistics[2] == 1
+
+
 @dense_layouts
 @modes
 def test_frozen_inputs_change_nothing(device, kernels, layout, training):

@@ -41,9 +41,46 @@ Batch batch_of(const Tensor& x) {
 int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.n * m.c : m.n * reduce_chunks(m); }
 int64_t map_items(const Images& m) { return m.n * (m.layout == Layout::kContiguous ? m.c : m.hw); }
 
+// Channels [begin, end), all of them or some of contiguous images.
+struct Channels {
+  int64_t begin, end;
+};
+
+// A kernel on its `items` items, where they are planes on those of `channels`.
 template <class F>
-void parallel_images(const Images& m, int64_t items, F&& f) {
-  parallel_items(0, items, m.n * m.c * m.hw / std::max<int64_t>(1, items), f);
+void parallel_images(const Batch& b, int64_t items, Channels channels, F&& f) {
+  const Images& m = b.images;
+  if (channels.begin == 0 && channels.end == m.c / b.fold) {
+    return parallel_items(0, items, m.n * m.c * m.hw / std::max<int64_t>(1, items), f);
+  }
+  for (int64_t n = 0; n < m.n; ++n) parallel_items(n * m.c + channels.begin, n * m.c + channels.end, m.hw, f);
+}
+
+// Whether images go through all passes a few channels at a time: their planes lie together in memory, and there are
+// channels for every thread.
+bool by_channel_groups(const Tensor& x, const Batch& b) {
+  return x.is_cpu() && b.images.layout == Layout::kContiguous && b.images.c >= torch::stable::get_num_threads();
+}
+
+// Takes such images through `passes(channels)`, all passes before the next channels, so that the `tensors` tensors like
+// x that a pass reads are still in the cache for the next, in L2 where that leaves runs of memory that are long enough.
+// No result depends on the grouping.
+template <class F>
+void for_channel_groups(const Tensor& x, const Batch& b, int64_t tensors, F&& passes) {
+  constexpr int64_t kCacheBytes = 384 << 10, kRunBytes = 16 << 10;
+  const int64_t threads = torch::stable::get_num_threads(), c = b.images.c;
+  const int64_t channel = std::max<int64_t>(1, b.images.n * b.images.hw);
+  const int64_t fit = kCacheBytes / (channel * tensors * x.element_size());
+  const int64_t run = kRunBytes / std::max<int64_t>(1, b.images.hw * x.element_size());
+  const int64_t most = std::max<int64_t>({fit, run, 1});
+  const auto in_groups = [&](int64_t begin, int64_t end) {
+    for (; begin < end; begin += most) passes(Channels{begin, std::min(begin + most, end)});
+  };
+  if (threads > 1) {
+    torch::stable::parallel_for(0, c, std::max<int64_t>(1, kGrain / channel), in_groups);
+  } else {
+    in_groups(0, c);
+  }
 }
 
 // A [c] vector in the accumulation type; `value` repeated where there is none.
@@ -89,26 +126,44 @@ NormVectors norm_vectors(const Tensor& x, int64_t fold, const Tensor& mean, cons
           repeated(channel_vector("weight", weight, x, 1), fold), repeated(channel_vector("bias", bias, x, 0), fold)};
 }
 
+namespace {
+
+struct Stats {
+  Tensor mean, m2, partial;
+  BatchNormStats args;
+
+  Stats(const Tensor& x, const Batch& b)
+      : mean(empty_acc(x, {x.size(1)})),
+        m2(empty_acc(x, {x.size(1)})),
+        partial(empty_acc(x, {b.images.n * reduce_chunks(b.images), 3, b.images.c})),
+        args{.images = b.images,
+             .fold = b.fold,
+             .x = x.const_data_ptr(),
+             .partial = partial.mutable_data_ptr(),
+             .mean = mean.mutable_data_ptr(),
+             .m2 = m2.mutable_data_ptr()} {}
+
+  void run(const Batch& b, Channels channels) const {
+    const Images& m = b.images;
+    parallel_images(b, reduce_items(m), channels,
+                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_partial<I>(args, b, e); });
+    parallel_items(channels.begin, channels.end, 3 * m.n * reduce_chunks(m) * b.fold,
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_finish<I>(args, b, e); });
+  }
+};
+
+}  // namespace
+
 std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
-  const auto [m, fold] = batch_of(x);
-  const Tensor mean = empty_acc(x, {x.size(1)}), m2 = empty_acc(x, {x.size(1)});
-  const Tensor partial = empty_acc(x, {m.n * reduce_chunks(m), 3, m.c});
-  const BatchNormStats a{.images = m,
-                         .fold = fold,
-                         .x = x.const_data_ptr(),
-                         .partial = partial.mutable_data_ptr(),
-                         .mean = mean.mutable_data_ptr(),
-                         .m2 = m2.mutable_data_ptr()};
+  const Batch b = batch_of(x);
+  const Stats stats(x, b);
   if (!x.is_cuda()) {
-    parallel_images(m, reduce_items(m),
-                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_partial<I>(a, b, e); });
-    parallel_items(0, x.size(1), 3 * m.n * reduce_chunks(m) * fold,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_finish<I>(a, b, e); });
+    stats.run(b, {0, x.size(1)});
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("batch_norm_act_stats", x);
-    launch(cuda::batch_norm_act_stats(a, launch.stream));
+    launch(cuda::batch_norm_act_stats(stats.args, launch.stream));
   }
-  return {mean, m2};
+  return {stats.mean, stats.m2};
 }
 
 double batch_norm_act_count(const Tensor& x) { return double(x.size(0) * x.size(2) * x.size(3)); }
@@ -130,9 +185,22 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats_of(const Tensor& partial, const 
   return {mean, m2};
 }
 
-Tensor batch_norm_act_update(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
-                             const std::optional<Tensor>& running_var, const std::optional<Tensor>& batches,
-                             double count, double momentum, double eps) {
+namespace {
+
+struct Update {
+  Tensor rstd;
+  BatchNormUpdate args;
+
+  void run(Channels channels) const {
+    if (args.batches != nullptr && channels.begin == 0) ++*args.batches;
+    parallel_items(channels.begin, channels.end, 5,
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_update<I>(args, b, e); });
+  }
+};
+
+Update update_of(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
+                 const std::optional<Tensor>& running_var, const std::optional<Tensor>& batches, double count,
+                 double momentum, double eps) {
   const int64_t c = mean.numel();
   const auto dense = [&](const char* name, const Tensor& t) {
     STD_TORCH_CHECK(t.numel() == c && t.is_contiguous() && t.is_cuda() == mean.is_cuda(), "fusedtrain: ", name,
@@ -165,30 +233,58 @@ Tensor batch_norm_act_update(const Tensor& mean, const Tensor& m2, const std::op
                           .running_var = running_var ? running_var->mutable_data_ptr() : nullptr,
                           .batches = batches ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr,
                           .rstd = rstd.mutable_data_ptr()};
+  return {rstd, a};
+}
+
+}  // namespace
+
+Tensor batch_norm_act_update(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
+                             const std::optional<Tensor>& running_var, const std::optional<Tensor>& batches,
+                             double count, double momentum, double eps) {
+  const Update update = update_of(mean, m2, running_mean, running_var, batches, count, momentum, eps);
   if (!mean.is_cuda()) {
-    if (a.batches != nullptr) ++*a.batches;
-    parallel_items(0, c, 5, [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_update<I>(a, b, e); });
+    update.run({0, mean.numel()});
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("batch_norm_act_update_", mean);
-    launch(cuda::batch_norm_act_update(a, launch.stream));
+    launch(cuda::batch_norm_act_update(update.args, launch.stream));
   }
-  return rstd;
+  return update.rstd;
 }
+
+namespace {
+
+// What a map over the images reads, where that is not an argument of the operator: vectors repeated `fold` times.
+struct Forward {
+  NormVectors vectors;
+  BatchNormAct args;
+
+  Forward(const Tensor& x, const Batch& b, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+          const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act, bool residual_after,
+          const Tensor& y)
+      : vectors(norm_vectors(x, b.fold, mean, rstd, weight, bias)),
+        args{.in = inputs_of(x, b.images, residual, vectors, act, residual_after),
+             .after = residual_after ? images_or_null("residual", residual, x) : nullptr,
+             .y = y.mutable_data_ptr()} {}
+
+  void run(const Batch& b, Channels channels) const {
+    parallel_images(b, map_items(b.images), channels,
+                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act<I>(args, b, e); });
+  }
+};
+
+}  // namespace
 
 Tensor batch_norm_act(const Tensor& x, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act,
                       bool residual_after) {
-  const auto [m, fold] = batch_of(x);
-  const NormVectors v = norm_vectors(x, fold, mean, rstd, weight, bias);
+  const Batch b = batch_of(x);
   const Tensor y = torch::stable::empty_like(x);
-  const BatchNormAct a{.in = inputs_of(x, m, residual, v, act, residual_after),
-                       .after = residual_after ? images_or_null("residual", residual, x) : nullptr,
-                       .y = y.mutable_data_ptr()};
+  const Forward forward(x, b, mean, rstd, weight, bias, residual, act, residual_after, y);
   if (!x.is_cuda()) {
-    parallel_images(m, map_items(m), [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act<I>(a, b, e); });
+    forward.run(b, {0, x.size(1)});
   } else if constexpr (kWithCuda) {
     const CudaLaunch launch("batch_norm_act", x);
-    launch(cuda::batch_norm_act(a, launch.stream));
+    launch(cuda::batch_norm_act(forward.args, launch.stream));
   }
   return y;
 }
@@ -203,56 +299,82 @@ struct Gradients {
   bool residual_after;
 };
 
-std::tuple<Tensor, Tensor> sums_of(const Gradients& g, void* dz) {
-  check_same("dy", g.dy, g.x);
-  const Tensor& x = g.x;
-  const auto [m, fold] = batch_of(x);
-  const NormVectors v = norm_vectors(x, fold, g.mean, g.rstd, g.weight, g.bias);
-  const Tensor sum_dz = empty_acc(x, {x.size(1)}), sum_dz_xhat = empty_acc(x, {x.size(1)});
-  const Tensor partial = empty_acc(x, {m.n * reduce_chunks(m), 2, m.c});
-  const BatchNormReduce a{.in = inputs_of(x, m, g.residual, v, g.act, g.residual_after),
-                          .fold = fold,
-                          .dy = g.dy.const_data_ptr(),
-                          .partial = partial.mutable_data_ptr(),
-                          .sum_dz = sum_dz.mutable_data_ptr(),
-                          .sum_dz_xhat = sum_dz_xhat.mutable_data_ptr(),
-                          .dz = dz};
-  if (!x.is_cuda()) {
-    parallel_images(m, reduce_items(m),
-                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_partial<I>(a, b, e); });
-    parallel_items(0, x.size(1), 2 * m.n * reduce_chunks(m) * fold,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_finish<I>(a, b, e); });
-  } else if constexpr (kWithCuda) {
-    const CudaLaunch launch("batch_norm_act_reduce", x);
-    launch(cuda::batch_norm_act_reduce(a, launch.stream));
+struct Sums {
+  NormVectors vectors;
+  Tensor dz, dz_xhat, partial;
+  BatchNormReduce args;
+
+  // Writes dz to `dz_out`, or does not where that is null.
+  Sums(const Gradients& g, const Batch& b, void* dz_out)
+      : vectors(norm_vectors(g.x, b.fold, g.mean, g.rstd, g.weight, g.bias)),
+        dz(empty_acc(g.x, {g.x.size(1)})),
+        dz_xhat(empty_acc(g.x, {g.x.size(1)})),
+        partial(empty_acc(g.x, {b.images.n * reduce_chunks(b.images), 2, b.images.c})),
+        args{.in = inputs_of(g.x, b.images, g.residual, vectors, g.act, g.residual_after),
+             .fold = b.fold,
+             .dy = images_or_null("dy", g.dy, g.x),
+             .partial = partial.mutable_data_ptr(),
+             .sum_dz = dz.mutable_data_ptr(),
+             .sum_dz_xhat = dz_xhat.mutable_data_ptr(),
+             .dz = dz_out} {}
+
+  void run(const Batch& b, Channels channels) const {
+    const Images& m = b.images;
+    parallel_images(b, reduce_items(m), channels,
+                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_partial<I>(args, b, e); });
+    parallel_items(channels.begin, channels.end, 2 * m.n * reduce_chunks(m) * b.fold,
+                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_finish<I>(args, b, e); });
   }
-  return {sum_dz, sum_dz_xhat};
+};
+
+struct Backward {
+  NormVectors vectors;
+  std::optional<Tensor> sum_dz, sum_dz_xhat;  // repeated
+  BatchNormBackward args;
+
+  Backward(const Gradients& g, const Batch& b, const std::optional<Tensor>& dz, const std::optional<Tensor>& dz_xhat,
+           double count, void* dx, void* dbefore)
+      : vectors(norm_vectors(g.x, b.fold, g.mean, g.rstd, g.weight, g.bias)) {
+    STD_TORCH_CHECK(dz.has_value() == dz_xhat.has_value(), "fusedtrain: both sums or none expected");
+    if (dz) {
+      sum_dz = repeated(small_input("sum_dz", *dz, g.x, g.x.size(1)), b.fold);
+      sum_dz_xhat = repeated(small_input("sum_dz_xhat", *dz_xhat, g.x, g.x.size(1)), b.fold);
+    }
+    args = {.in = inputs_of(g.x, b.images, g.residual, vectors, g.act, g.residual_after),
+            .count = count,
+            .dy = images_or_null("dy", g.dy, g.x),
+            .sum_dz = dz ? sum_dz->const_data_ptr() : nullptr,
+            .sum_dz_xhat = dz ? sum_dz_xhat->const_data_ptr() : nullptr,
+            .dx = dx,
+            .dbefore = dbefore};
+  }
+
+  void run(const Batch& b, Channels channels) const {
+    parallel_images(b, map_items(b.images), channels,
+                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_backward<I>(args, b, e); });
+  }
+};
+
+std::tuple<Tensor, Tensor> sums_of(const Gradients& g, const Batch& b, void* dz) {
+  const Sums sums(g, b, dz);
+  if (!g.x.is_cuda()) {
+    sums.run(b, {0, g.x.size(1)});
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("batch_norm_act_reduce", g.x);
+    launch(cuda::batch_norm_act_reduce(sums.args, launch.stream));
+  }
+  return {sums.dz, sums.dz_xhat};
 }
 
-void write_gradients(const Gradients& g, const std::optional<Tensor>& sum_dz, const std::optional<Tensor>& sum_dz_xhat,
-                     double count, void* dx, void* dbefore) {
-  check_same("dy", g.dy, g.x);
-  STD_TORCH_CHECK(sum_dz.has_value() == sum_dz_xhat.has_value(), "fusedtrain: both sums or none expected");
-  const Tensor& x = g.x;
-  const auto [m, fold] = batch_of(x);
-  const NormVectors v = norm_vectors(x, fold, g.mean, g.rstd, g.weight, g.bias);
-  const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
-    return t ? std::optional(repeated(small_input(name, *t, x, x.size(1)), fold)) : std::nullopt;
-  };
-  const std::optional<Tensor> s1 = sum_of("sum_dz", sum_dz), s2 = sum_of("sum_dz_xhat", sum_dz_xhat);
-  const BatchNormBackward a{.in = inputs_of(x, m, g.residual, v, g.act, g.residual_after),
-                            .count = count,
-                            .dy = g.dy.const_data_ptr(),
-                            .sum_dz = s1 ? s1->const_data_ptr() : nullptr,
-                            .sum_dz_xhat = s2 ? s2->const_data_ptr() : nullptr,
-                            .dx = dx,
-                            .dbefore = dbefore};
+void write_gradients(const Gradients& g, const Batch& b, const std::optional<Tensor>& sum_dz,
+                     const std::optional<Tensor>& sum_dz_xhat, double count, void* dx, void* dbefore) {
+  const Backward backward(g, b, sum_dz, sum_dz_xhat, count, dx, dbefore);
   if (dx == nullptr && dbefore == nullptr) return;
-  if (!x.is_cuda()) {
-    parallel_images(m, map_items(m), [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_backward<I>(a, b, e); });
+  if (!g.x.is_cuda()) {
+    backward.run(b, {0, g.x.size(1)});
   } else if constexpr (kWithCuda) {
-    const CudaLaunch launch("batch_norm_act_backward", x);
-    launch(cuda::batch_norm_act_backward(a, launch.stream));
+    const CudaLaunch launch("batch_norm_act_backward", g.x);
+    launch(cuda::batch_norm_act_backward(backward.args, launch.stream));
   }
 }
 
@@ -263,7 +385,7 @@ std::tuple<Tensor, Tensor> batch_norm_act_reduce(const Tensor& dy, const Tensor&
                                                  const std::optional<Tensor>& bias,
                                                  const std::optional<Tensor>& residual, int64_t act,
                                                  bool residual_after) {
-  return sums_of({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, nullptr);
+  return sums_of({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, batch_of(x), nullptr);
 }
 
 std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -275,8 +397,9 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
                                                    bool residual_after, bool need_dx, bool need_dresidual) {
   const Tensor dx = need_dx ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
   const Tensor dresidual = need_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  write_gradients({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, sum_dz, sum_dz_xhat, count,
-                  need_dx ? dx.mutable_data_ptr() : nullptr, need_dresidual ? dresidual.mutable_data_ptr() : nullptr);
+  write_gradients({dy, x, mean, rstd, weight, bias, residual, act, residual_after}, batch_of(x), sum_dz, sum_dz_xhat,
+                  count, need_dx ? dx.mutable_data_ptr() : nullptr,
+                  need_dresidual ? dresidual.mutable_data_ptr() : nullptr);
   return {dx, dresidual};
 }
 
@@ -291,10 +414,23 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(
     const Tensor& x, const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
     const std::optional<Tensor>& batches, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, double momentum, double eps, int64_t act, bool residual_after) {
-  const auto [mean, m2] = batch_norm_act_stats(x);
-  const Tensor rstd =
-      batch_norm_act_update(mean, m2, running_mean, running_var, batches, batch_norm_act_count(x), momentum, eps);
-  return {batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after), mean, rstd};
+  const Batch b = batch_of(x);
+  const double count = batch_norm_act_count(x);
+  if (!by_channel_groups(x, b)) {
+    const auto [mean, m2] = batch_norm_act_stats(x);
+    const Tensor rstd = batch_norm_act_update(mean, m2, running_mean, running_var, batches, count, momentum, eps);
+    return {batch_norm_act(x, mean, rstd, weight, bias, residual, act, residual_after), mean, rstd};
+  }
+  const Tensor y = torch::stable::empty_like(x);
+  const Stats stats(x, b);
+  const Update update = update_of(stats.mean, stats.m2, running_mean, running_var, batches, count, momentum, eps);
+  const Forward forward(x, b, stats.mean, update.rstd, weight, bias, residual, act, residual_after, y);
+  for_channel_groups(x, b, 1, [&](Channels channels) {
+    stats.run(b, channels);
+    update.run(channels);
+    forward.run(b, channels);
+  });
+  return {y, stats.mean, update.rstd};
 }
 
 // Whether dz, which may be a result itself, is written while it is summed and read again: on the CPU, where that costs
@@ -316,18 +452,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_train_backward(
   const Gradients g{dy, x, mean, rstd, weight, bias, residual, act, residual_after};
   const Tensor dx = torch::stable::empty_like(x);
   const Tensor dresidual = need_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  if (!keeps_dz(x, activation_of("act", act), need_dresidual)) {
-    const auto [sum_dz, sum_dz_xhat] = sums_of(g, nullptr);
-    write_gradients(g, sum_dz, sum_dz_xhat, count, dx.mutable_data_ptr(),
-                    need_dresidual ? dresidual.mutable_data_ptr() : nullptr);
+  const Batch b = batch_of(x);
+  const bool keeps = keeps_dz(x, activation_of("act", act), need_dresidual);
+  const Tensor& dz = !keeps ? dy : need_dresidual ? dresidual : dx;
+  const std::optional<Tensor> none;
+  const Gradients of_dz =
+      keeps ? Gradients{dz, x, mean, rstd, weight, bias, none, int64_t(Activation::kIdentity), false} : g;
+  void *kept = keeps ? dz.mutable_data_ptr() : nullptr,
+       *dbefore = need_dresidual && !keeps ? dresidual.mutable_data_ptr() : nullptr;
+  if (!by_channel_groups(x, b)) {
+    const auto [sum_dz, sum_dz_xhat] = sums_of(g, b, kept);
+    write_gradients(of_dz, b, sum_dz, sum_dz_xhat, count, dx.mutable_data_ptr(), dbefore);
     return {dx, dresidual, sum_dz_xhat, sum_dz};
   }
-  const Tensor& dz = need_dresidual ? dresidual : dx;
-  const auto [sum_dz, sum_dz_xhat] = sums_of(g, dz.mutable_data_ptr());
-  const std::optional<Tensor> none;
-  const Gradients of_dz{dz, x, mean, rstd, weight, bias, none, int64_t(Activation::kIdentity), false};
-  write_gradients(of_dz, sum_dz, sum_dz_xhat, count, dx.mutable_data_ptr(), nullptr);
-  return {dx, dresidual, sum_dz_xhat, sum_dz};
+  const Sums sums(g, b, kept);
+  const Backward backward(of_dz, b, sums.dz, sums.dz_xhat, count, dx.mutable_data_ptr(), dbefore);
+  for_channel_groups(x, b, 2, [&](Channels channels) {
+    sums.run(b, channels);
+    backward.run(b, channels);
+  });
+  return {dx, dresidual, sums.dz_xhat, sums.dz};
 }
 
 template <class Library>

@@ -31,6 +31,11 @@ extern const bool stores_past_caches;
 // time: Intel's fetch ahead along memory, not from pixel to pixel. AMD's were not measured.
 extern const bool takes_whole_pixels;
 
+// Whether kernels that walk along memory ask for what they read and write a little ahead (cpu/ahead.h). Intel's take up
+// to twice the bandwidth so; AMD's gained nothing in optimizer steps and were not measured elsewhere
+// (benchmarks/LOG.md, 2026-11-21 and 2026-11-28).
+extern const bool asks_ahead;
+
 const char* isa_name(Isa isa);
 
 // f.template operator()<I>() with I = active_isa(), or the variants this build contains.

@@ -67,6 +67,7 @@ struct Moments {
     const auto value = [this](int64_t i, int64_t, auto lanes) { return cpu::load<V>(x + i, lanes); };
     const int64_t some = std::min<int64_t>(8 * V::kLanes, hw);
     const Lane shift = sum_plane<V>(value, first, 0, some) / Lane(some);
+    const bool ahead = asks_ahead;
     double sum = 0, squares = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
       const int64_t end = std::min(begin + kStretch, hw);
@@ -77,8 +78,11 @@ struct Moments {
       };
       int64_t i = begin;
       for (; i + 2 * V::kLanes <= end; i += 2 * V::kLanes) {
-        add(0, cpu::load<V>(x + first + i) - V(shift));
-        add(1, cpu::load<V>(x + first + i + V::kLanes) - V(shift));
+        for (int k = 0; k < 2; ++k) {
+          const int64_t at = first + i + k * V::kLanes;
+          if (ahead) prefetch(at + kAhead<T>);
+          add(k, cpu::load<V>(x + at) - V(shift));
+        }
       }
       for_each_vector<V>(end - i, [&](int64_t j, auto lanes) {
         add(0, keep(cpu::load<V>(x + first + i + j, lanes) - V(shift), lanes));
@@ -102,7 +106,11 @@ struct Forward {
   A act;
 
   auto params(auto at) const { return z.params(at); }
-  void prefetch(int64_t i) const { fetch(z.x + i); }
+  void prefetch(int64_t i) const {
+    fetch(z.x + i);
+    if (asks_ahead && after != nullptr) fetch(after + i);
+    if (asks_ahead && z.before != nullptr) fetch(z.before + i);
+  }
   V operator()(int64_t i, const auto& p, auto lanes) const {
     V y = act.value(z(i, z.centred(i, p, lanes), p, lanes));
     if (after != nullptr) y += load<V>(after + i, lanes);

@@ -23,8 +23,9 @@ struct Gradient {
   void prefetch(int64_t i) const {
     fetch(z.x + i);
     fetch(dy + i);
-    // Of float32, and where arithmetic bounds, it gained nothing.
-    if constexpr (sizeof(T) == 2 && A::kSelects && !A::kIdentity) fetch((z.before != nullptr ? z.before : dy) + i);
+    // Of float32, and where arithmetic bounds, it gained nothing, but on processors that want to be asked.
+    constexpr bool kGains = sizeof(T) == 2 && A::kSelects;
+    if (!A::kIdentity && (kGains || asks_ahead) && z.before != nullptr) fetch(z.before + i);
   }
   template <class W>
   struct Pair {
@@ -72,7 +73,7 @@ struct Sums : Gradient<T, A> {
 
   void prefetch(int64_t i) const {
     Base::prefetch(i);
-    if (kKeeps) __builtin_prefetch(kept + i, 1);
+    if (kKeeps) fetch_for_store(kept + i);
   }
 
   struct State {
@@ -105,14 +106,18 @@ struct Sums : Gradient<T, A> {
     constexpr int64_t kStretch = 128 * V::kLanes;  // at most 64 terms are added to one lane before doubles take over
     const Params params = this->params([ch](const Lane* p) { return V(p[ch]); });
     const Sums f = *this;  // as in walk_rows
+    const bool ahead = asks_ahead;
     double sum = 0, sum_x = 0;
     for (int64_t begin = 0; begin < hw; begin += kStretch) {
       const int64_t end = std::min(begin + kStretch, hw);
       State s[2] = {{V(0), V(0)}, {V(0), V(0)}};
       int64_t i = begin;
       for (; i + 2 * V::kLanes <= end; i += 2 * V::kLanes) {
-        s[0].add(f, first + i, params, AllLanes{});
-        s[1].add(f, first + i + V::kLanes, params, AllLanes{});
+        for (int k = 0; k < 2; ++k) {
+          const int64_t at = first + i + k * V::kLanes;
+          if (ahead) f.prefetch(at + kAhead<T>);
+          s[k].add(f, at, params, AllLanes{});
+        }
       }
       for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { s[0].add(f, first + i + j, params, lanes); });
       sum += lane_sum(s[0].dz + s[1].dz);

@@ -18,8 +18,6 @@ template <class F>
   requires F::kInTurn
 constexpr bool in_turn<F, AllLanes> = true;
 
-inline void fetch(const void* p) { __builtin_prefetch(p); }
-
 // While vector ch of a group of rows is worked on, asks for some of the next group, whose first element is `next`: line
 // after line in the order of memory, which the processor follows further by itself. f(element) asks for a line.
 template <class T, class F>
@@ -188,6 +186,7 @@ template <bool kStream, class F>
 void map_range(const Images& m, typename F::Element* out, const F& by_reference, int64_t begin, int64_t end) {
   using V = typename F::V;
   const F f = by_reference;  // as in walk_rows
+  const bool ahead = !kStream && asks_ahead;
   const auto write = [out](int64_t i, const auto& value, auto lanes) __attribute__((always_inline)) {
     if constexpr (kStream) {
       stream(out + i, value, lanes);
@@ -200,8 +199,11 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     for (int64_t item = begin; item < end; ++item, ++plane) {
       const auto params = f.params([&](const auto* p) { return V(p[plane.remainder]); });
       const int64_t first = item * m.hw;
-      for_each_vector<V, kStream>(m.hw,
-                                  [&](int64_t i, auto lanes) { write(first + i, f(first + i, params, lanes), lanes); });
+      for_each_vector<V, kStream>(m.hw, [&](int64_t k, auto lanes) {
+        const int64_t i = first + k, later = i + kAhead<typename F::Element>;
+        if (ahead) f.prefetch(later), fetch_for_store(out + later);
+        write(i, f(i, params, lanes), lanes);
+      });
     }
   } else {
     // Rows share the loads of a channel's vectors. Several streams past the caches would be slower than one, and so

@@ -14,7 +14,8 @@ void channel_scale<Isa::FUSEDTRAIN_ISA>(const ChannelScale& a, int64_t begin, in
       using V = Vec<Acc<T>>;
       const T* x = static_cast<const T*>(a.x);
       const auto scaled = [x, act](int64_t i, auto lanes, V gate) { return act.value(load<V>(x + i, lanes)) * gate; };
-      map_items<V>(a.images, a.images.n, static_cast<T*>(a.y), scaled, begin, end, static_cast<const Acc<T>*>(a.gate));
+      map_items<V>(a.images, a.images.n, static_cast<T*>(a.y), Over(scaled, x), begin, end,
+                   static_cast<const Acc<T>*>(a.gate));
     });
   });
 }
@@ -62,7 +63,7 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
         const V dpool = dp * per_pixel + at_top * (V(0.5) * dp / count);
         return act.through(value, dy ? load<V>(dy + i, lanes) * g + dpool : dpool);
       };
-      return map_items<V>(m, m.n, dx, all, begin, end, vector(a.gate), vector(a.dpooled), vector(a.peak),
+      return map_items<V>(m, m.n, dx, Over(all, x), begin, end, vector(a.gate), vector(a.dpooled), vector(a.peak),
                           vector(a.ties));
     }
     visit_act<T>(m.in_act, [&](auto act) {
@@ -75,14 +76,21 @@ void channel_scale_backward<Isa::FUSEDTRAIN_ISA>(const ChannelScaleBackward& a, 
           return act.through(load<V>(x + i, lanes), da);
         }
       };
+      const auto reading = [x](const auto& f, const auto*... images) {
+        if constexpr (decltype(act)::kIdentity) {
+          return Over(f, images...);
+        } else {
+          return Over(f, images..., x);
+        }
+      };
       if (dy != nullptr) {
         const auto both = [=](int64_t i, auto lanes, V g, V dp) {
           return through_act(i, lanes, load<V>(dy + i, lanes) * g + dp * per_pixel);
         };
-        map_items<V>(m, m.n, dx, both, begin, end, vector(a.gate), vector(a.dpooled));
+        map_items<V>(m, m.n, dx, reading(both, dy), begin, end, vector(a.gate), vector(a.dpooled));
       } else {
         const auto pooled_only = [=](int64_t i, auto lanes, V dp) { return through_act(i, lanes, dp * per_pixel); };
-        map_items<V>(m, m.n, dx, pooled_only, begin, end, vector(a.dpooled));
+        map_items<V>(m, m.n, dx, reading(pooled_only), begin, end, vector(a.dpooled));
       }
     });
   });

@@ -8,6 +8,7 @@
 //   V operator()(int64_t i, int64_t ch, auto lanes)     along i for contiguous, where ch is one channel
 #include <algorithm>
 
+#include "cpu/ahead.h"
 #include "cpu/several.h"
 
 namespace fusedtrain::cpu {
@@ -127,12 +128,17 @@ template <class V, class Term, class T, class... Others>
 void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int64_t c, typename V::Lane* out,
               const T* image, const Others*... others) {
   std::fill_n(out, c, typename V::Lane(0));
+  // Of strips, in the rows that follow.
+  const int64_t ahead = asks_ahead ? std::max(kAhead<T> / 2, 4 * c) : 0;
   const auto strip = [&]<int kVectors>(int64_t first, int64_t last, int64_t ch, auto lanes)
       __attribute__((always_inline)) {
     V sums[kVectors];
     std::fill_n(sums, kVectors, V(0));
     for (int64_t i = offset + first * c + ch; i < offset + last * c + ch; i += c) {
-      for (int v = 0; v < kVectors; ++v) sums[v] += term(i + v * V::kLanes, ch + v * V::kLanes, lanes);
+      for (int v = 0; v < kVectors; ++v) {
+        if (ahead > 0) fetch(image + i + v * V::kLanes + ahead), (fetch(others + i + v * V::kLanes + ahead), ...);
+        sums[v] += term(i + v * V::kLanes, ch + v * V::kLanes, lanes);
+      }
     }
     for (int v = 0; v < kVectors; ++v) {
       auto* sum = out + ch + v * V::kLanes;
@@ -163,6 +169,7 @@ void sum_rows(const Term& term, int64_t offset, int64_t begin, int64_t end, int6
           __builtin_prefetch(image + next + ch * kRows + k);
           (__builtin_prefetch(others + next + ch * kRows + k), ...);
         }
+        if (kRows == 1 && ahead > 0) fetch(image + i + ch + kAhead<T>), (fetch(others + i + ch + kAhead<T>), ...);
         V sum = term(i + ch, at + ch, lanes);
         for (int k = 1; k < kRows; ++k) sum += term(i + k * c + ch, at + ch, lanes);
         store(sums + ch, load<V>(sums + ch) + sum);
@@ -202,21 +209,34 @@ V sum_tree(int64_t begin, int64_t end, const Part& part) {
   return sum;
 }
 
-// The sum of term(i, ch) over the hw elements from `first`. Terms of absent lanes must be zero.
-template <class V, class Term>
-typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t hw) {
+// The sum of term(i, ch) over the hw elements from `first`, which read `images`. Terms of absent lanes must be zero.
+template <class V, class Term, class... T>
+typename V::Lane sum_plane(const Term& term, int64_t first, int64_t ch, int64_t hw, const T*... images) {
   constexpr int64_t kBlock = 4 * V::kLanes;
   constexpr int64_t kStretch = 64 * kBlock;  // at most 64 terms are added to one lane before a tree takes over
-  return sum_tree<typename V::Lane>(0, (hw + kStretch - 1) / kStretch, [&](int64_t stretch) {
-    const int64_t begin = stretch * kStretch, end = std::min(begin + kStretch, hw);
+  const bool ahead = asks_ahead;
+  const auto stretch = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
     V sums[4] = {V(0), V(0), V(0), V(0)};
     int64_t i = begin;
     for (; i + kBlock <= end; i += kBlock) {
-      for (int k = 0; k < 4; ++k) sums[k] += term(first + i + k * V::kLanes, ch, AllLanes{});
+      for (int k = 0; k < 4; ++k) {
+        if (ahead) (fetch(images + first + i + k * V::kLanes + kAhead<T>), ...);
+        sums[k] += term(first + i + k * V::kLanes, ch, AllLanes{});
+      }
     }
-    for_each_vector<V>(end - i, [&](int64_t j, auto lanes) { sums[0] += term(first + i + j, ch, lanes); });
+    unroll<4>([&](auto k) __attribute__((always_inline)) {
+      const int64_t left = end - i - k * V::kLanes, at = first + i + k * V::kLanes;
+      if (left >= V::kLanes) {
+        sums[k] += term(at, ch, AllLanes{});
+      } else if (left > 0) {
+        sums[k] += term(at, ch, FirstLanes{int(left)});
+      }
+    });
     return lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  });
+  };
+  if (hw <= kStretch) return stretch(0, hw);
+  return sum_tree<typename V::Lane>(0, (hw + kStretch - 1) / kStretch,
+                                    [&](int64_t k) { return stretch(k * kStretch, std::min((k + 1) * kStretch, hw)); });
 }
 
 // The (sample, channel) sums of term(i, ch) of items [begin, end): chunks of rows for channels_last, planes for
@@ -229,7 +249,7 @@ void sum_items(const Images& m, int64_t chunks, int64_t stride, const Term& term
   for (int64_t item = begin; item < end; ++item, ++at) {
     const int64_t n = at.quotient;
     if (planes) {
-      out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw);
+      out[n * stride + at.remainder] = sum_plane<V>(term, item * m.hw, at.remainder, m.hw, images...);
     } else {
       const int64_t first = at.remainder * kReduceChunk;
       sum_rows<V>(term, n * m.hw * m.c, first, std::min(first + kReduceChunk, m.hw), m.c, out + item * stride,
@@ -252,17 +272,20 @@ void sum_chunks(const typename V::Lane* partial, int64_t chunks, int64_t stride,
 // Results of at least this many bytes leave the caches before anyone can read them.
 constexpr int64_t kStreamBytes = 16 << 20;
 
-// out = f(i, lanes, values...) for items [begin, end): rows of c for channels_last, planes of hw for contiguous.
+// out = f(i, lanes, values...) for items [begin, end): rows of c for channels_last, planes of hw for contiguous. F is
+// an Over<...>.
 // Each of `vectors` is acc [samples, c] or null, where `samples` is n, or 1 for values that all images share. It
 // reaches f as a vector: its c values along a row, or one value repeated.
 template <bool kStream, class V, class T, class F, class... Lanes>
 void map_range(const Images& m, int64_t samples, T* out, const F& f, int64_t begin, int64_t end,
                const Lanes*... vectors) {
-  const auto write = [out](int64_t i, V value, auto lanes) {
+  const bool ahead = !kStream && asks_ahead;
+  const auto write = [&f, out, ahead ](int64_t i, auto lanes, auto... values) __attribute__((always_inline)) {
+    if (ahead) f.prefetch(i + kAhead<T>), fetch_for_store(out + i + kAhead<T>);
     if constexpr (kStream) {
-      stream(out + i, value);
+      stream(out + i, f(i, lanes, values...));
     } else {
-      store(out + i, value, lanes);
+      store(out + i, f(i, lanes, values...), lanes);
     }
   };
   const bool planes = m.layout == Layout::kContiguous;
@@ -272,14 +295,13 @@ void map_range(const Images& m, int64_t samples, T* out, const F& f, int64_t beg
       const int64_t first = item * m.hw, plane = samples == m.n ? item : at.remainder;
       const auto repeated = [&](const auto* vector) { return vector ? V(vector[plane]) : V(0); };
       [&](auto... values) {
-        for_each_vector<V, kStream>(
-            m.hw, [&](int64_t i, auto lanes) { write(first + i, f(first + i, lanes, values...), lanes); });
+        for_each_vector<V, kStream>(m.hw, [&](int64_t i, auto lanes) { write(first + i, lanes, values...); });
       }(repeated(vectors)...);
     } else {
       const int64_t first = item * m.c, n_c = samples == m.n ? at.quotient * m.c : 0;
       for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto of = [&](const auto* vector) { return vector ? load<V>(vector + n_c + ch, lanes) : V(0); };
-        write(first + ch, f(first + ch, lanes, of(vectors)...), lanes);
+        write(first + ch, lanes, of(vectors)...);
       });
     }
   }

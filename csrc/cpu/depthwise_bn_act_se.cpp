@@ -99,12 +99,15 @@ void sum_terms(const Images& m, const F& by_reference, typename V::Lane* partial
     constexpr int64_t kStretch = (sizeof(Lane) == 8 ? 8 : 64) * V::kLanes;
     const int64_t first = item * m.hw;
     const auto at = f.at(item, ch, repeated<V>());
+    const bool ahead = asks_ahead;
     double total[kSums] = {};
     for (int64_t start = 0; start < m.hw; start += kStretch) {
       V sums[kSums];
       std::fill_n(sums, kSums, V(0));
-      for_each_vector<V>(std::min(kStretch, m.hw - start),
-                         [&](int64_t j, auto lanes) { add(sums, first + start + j, lanes, at); });
+      for_each_vector<V>(std::min(kStretch, m.hw - start), [&](int64_t j, auto lanes) {
+        if (ahead) f.prefetch(first + start + j + kAhead<typename F::Element>);
+        add(sums, first + start + j, lanes, at);
+      });
       for (int k = 0; k < kSums; ++k) total[k] += double(lane_sum(sums[k]));
     }
     for (int k = 0; k < kSums; ++k) partial[(n * kSums + k) * m.c + ch] = Lane(total[k]);
@@ -143,6 +146,10 @@ void sum_terms(const Images& m, const F& by_reference, typename V::Lane* partial
 template <bool kStream, class V, class T, class F>
 void map_images(const Images& m, T* out, const F& by_reference, int64_t begin, int64_t end) {
   const F f = by_reference;  // as in walk_rows
+  const bool ahead = !kStream && asks_ahead;
+  const auto ask = [&](int64_t i) {
+    if (ahead) f.prefetch(i + kAhead<T>), fetch_for_store(out + i + kAhead<T>);
+  };
   const auto write = [&](int64_t i, auto lanes, const auto& at) {
     if constexpr (kStream) {
       stream(out + i, f(i, lanes, at));
@@ -159,10 +166,14 @@ void map_images(const Images& m, T* out, const F& by_reference, int64_t begin, i
       if constexpr (in_turn<F, AllLanes>) {
         constexpr Apart<kTogether> some{V::kLanes};
         for (; i + kTogether * V::kLanes <= end_of_plane; i += kTogether * V::kLanes) {
+          for (int k = 0; k < kTogether; ++k) ask(i + k * V::kLanes);
           kStream ? stream(out + i, f(i, some, at), some) : store(out + i, f(i, some, at), some);
         }
       }
-      for_each_vector<V, kStream>(end_of_plane - i, [&](int64_t j, auto lanes) { write(i + j, lanes, at); });
+      for_each_vector<V, kStream>(end_of_plane - i, [&](int64_t j, auto lanes) {
+        ask(i + j);
+        write(i + j, lanes, at);
+      });
     }
   } else {
     for (int64_t first = begin; first < end;) {

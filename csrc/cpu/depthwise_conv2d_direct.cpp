@@ -137,7 +137,7 @@ void run_tile(const Tile<T>& tile) {
   }
   if (tile.out_step != 0) {
 #pragma GCC unroll 32
-    for (int t = 0; t < kWide; ++t) prefetch_for_store(tile.out + tile.out_step + t * tile.out_pitch);
+    for (int t = 0; t < kWide; ++t) fetch_for_store(tile.out + tile.out_step + t * tile.out_pitch);
   }
   for (int64_t i = 0; i < tile.rows.count; ++i) {
     const T* first = tile.rows.in + i * tile.rows.in_step + tile.column * tile.pitch;

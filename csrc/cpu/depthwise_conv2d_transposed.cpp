@@ -82,7 +82,7 @@ class Planes {
     each_square(
         [&](int64_t at) {
           for (const T* plane : planes_) {
-            if (!kStream) prefetch_for_store(plane + at + ahead_);
+            if (!kStream) fetch_for_store(plane + at + ahead_);
           }
           transpose_square<T>(
               [&](int j) __attribute__((always_inline)) { return tile + (at + j) * kChannels; },

@@ -2,19 +2,11 @@
 // Depthwise convolutions straight from channels_last images: the usual square kernels, without unpacking of rows.
 //
 // Channels are taken in groups as wide as a load. Internal linkage, as in core/simd.h.
+#include "cpu/ahead.h"
 #include "cpu/depthwise_rows.h"
 
 namespace fusedtrain::cpu {
 namespace {
-
-// Asks for the cache line of p, which will be written: stores that miss the caches wait for each other.
-[[gnu::always_inline]] inline void prefetch_for_store(const void* p) {
-#if defined(__AVX2__)
-  asm volatile("prefetchw (%0)" ::"r"(p));
-#else
-  __builtin_prefetch(p, 1, 2);
-#endif
-}
 
 // A group of channels in memory as kVecs vectors; which lane of which vector a channel is depends on T.
 template <class T>

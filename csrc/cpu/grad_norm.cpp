@@ -1,6 +1,7 @@
 // grad_norm on the CPU: the sum of squares of each chunk, in four sums of the accumulation type.
 #include "grad_norm.h"
 
+#include "cpu/ahead.h"
 #include "cpu/lists.h"
 
 namespace fusedtrain::cpu {
@@ -10,10 +11,12 @@ template <class T>
 double sum_of_squares(const T* g, int64_t count) {
   using V = Vec<Acc<T>>;
   constexpr int64_t kBlock = 4 * V::kLanes;
+  const bool ahead = asks_ahead;
   V sums[4] = {V(0), V(0), V(0), V(0)};
   int64_t i = 0;
   for (; i + kBlock <= count; i += kBlock) {
     for (int k = 0; k < 4; ++k) {
+      if (ahead) fetch(g + i + k * V::kLanes + kAhead<T>);
       const V x = load<V>(g + i + k * V::kLanes);
       sums[k] += x * x;
     }

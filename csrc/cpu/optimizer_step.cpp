@@ -2,6 +2,7 @@
 // in blocks of 8 bits wait in the cache until a block of them is whole.
 #include "optimizer_step.h"
 
+#include "cpu/ahead.h"
 #include "cpu/lists.h"
 #include "cpu/narrow.h"
 
@@ -52,8 +53,13 @@ void update(const R& rule, const OptimizerStep& a, const StepTensor& t, double f
   for (int k = 0; k < R::kStates; ++k) states[k] = static_cast<T*>(t.states[k]);
   A* ema = static_cast<A*>(t.ema);
   const bool zero_grads = a.zero_grads;
-  for_each_vector<V>(last - first, [=](int64_t offset, auto lanes) {
+  for_each_vector<V>(last - first, [=, ahead = asks_ahead](int64_t offset, auto lanes) {
     const int64_t i = first + offset;
+    if (ahead) {
+      fetch(grad + i + kAhead<T>);
+      fetch_for_store(param + i + kAhead<T>);
+      for (int k = 0; k < R::kStates; ++k) fetch_for_store(states[k] + i + kAhead<T>);
+    }
     V s[kMaxStates];
     for (int k = 0; k < R::kStates; ++k) s[k] = load<V>(states[k] + i, lanes);
     const V g = load<V>(grad + i, lanes) * f;
