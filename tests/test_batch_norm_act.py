@@ -469,11 +469,14 @@ def test_what_was_measured_slower_goes_to_stock(shape, layout, dtype, chosen):
     assert backend.select("batch_norm_act", IMPLS, x, True) is IMPLS["cpu"]  # over processes
 
 
-def test_residuals_that_stock_adds_in_place_go_to_stock():
+@pytest.mark.parametrize(("vendor", "chosen"), [("amd", "reference"), ("intel", "cpu")])
+def test_residuals_that_stock_adds_in_place_go_to_stock(monkeypatch, vendor, chosen):
     if IMPLS["cpu"].why_not(X) is not None:
         pytest.skip(IMPLS["cpu"].why_not(X))
-    x = torch.empty(16, 28, 28, 128).permute(0, 3, 1, 2)
-    assert backend.select("batch_norm_act", IMPLS, x, False, True) is IMPLS["reference"]
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", vendor)
+    x, small = torch.empty(16, 28, 28, 128).permute(0, 3, 1, 2), torch.empty(16, 7, 7, 512).permute(0, 3, 1, 2)
+    assert backend.select("batch_norm_act", IMPLS, x, False, True) is IMPLS[chosen]
+    assert backend.select("batch_norm_act", IMPLS, small, False, True) is IMPLS["reference"]
     assert backend.select("batch_norm_act", IMPLS, x, False, False) is IMPLS["cpu"]
 
 
