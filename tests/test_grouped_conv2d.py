@@ -338,10 +338,10 @@ def test_bad_inputs_are_named(change, error, message):
 def chosen(monkeypatch):
     """What runs of RegNet's layers, given a CPU."""
 
-    def parts(isa, dtype, columns, stride, width=16, vendor="amd", family=25):
+    def parts(isa, dtype, columns, stride, width=16, vendor="amd", family=25, layout="channels_last"):
         for name, value in (("cpu_vendor", vendor), ("cpu_family", family), ("isa_active", isa)):
             monkeypatch.setitem(_extension.BUILD_INFO, name, value)
-        x = harness.images((16, 8 * width, columns * stride, columns * stride), "channels_last", dtype)
+        x = harness.images((16, 8 * width, columns * stride, columns * stride), layout, dtype)
         weight = harness.normal(8 * width, width, 3, 3, dtype=dtype)
         impl = backends.select("grouped_conv2d", IMPLS, x, weight, None, [stride] * 2)
         assert impl is IMPLS["reference"] or impl is IMPLS["cpu"]
@@ -378,6 +378,21 @@ def test_more_of_them_run_in_the_kernel_on_zen5(chosen):
     assert on_zen5(fp32, 28, 1, 8) == on_zen5(bf16, 28, 1, 8) == on_zen5(bf16, 28, 1, 4) == ("dw",)
     assert on_zen5(fp32, 28, 1, 4) == on_zen5(fp32, 28, 1, 72) == on_zen5(fp32, 28, 1, 24, isa="avx512") == ()
     assert on_zen5(fp32, 14, 1, 24, isa="avx2") == all_of_them
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+def test_what_runs_in_the_kernel_on_intel_with_avx512(chosen):
+    def on_intel(dtype, columns, stride, width, isa="avx512", layout="channels_last"):
+        return chosen(isa, dtype, columns, stride, width, "intel", 6, layout)
+
+    fp32, bf16, all_of_them = torch.float32, torch.bfloat16, ("forward", "dx", "dw")
+    assert on_intel(fp32, 28, 1, 16) == on_intel(fp32, 14, 2, 16) == all_of_them
+    assert on_intel(fp32, 14, 1, 24) == on_intel(fp32, 14, 2, 24) == ("dx", "dw")
+    assert on_intel(fp32, 7, 1, 16) == on_intel(fp32, 7, 1, 32) == on_intel(fp32, 28, 1, 16, layout="contiguous") == ()
+    assert on_intel(fp32, 28, 1, 8) == ("dw",)
+    for width in (4, 16, 32, 48):
+        assert on_intel(bf16, 28, 1, width) == on_intel(bf16, 14, 2, width, layout="contiguous") == all_of_them
+    assert on_intel(fp32, 28, 1, 16, isa="avx2") == on_intel(bf16, 28, 1, 16, isa="avx512_bf16") == ()
 
 
 def test_pixels_that_share_sets_are_left_to_stock_where_it_strides(monkeypatch):

@@ -62,8 +62,8 @@ class _Where(NamedTuple):
 
 _PARTS = ("forward", "dx", "dw")
 _FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
-# By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24 and 25); one
-# of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
+# By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24, 25 and 28);
+# one of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
 _FASTER = {
     (4, "avx512_bf16", torch.float32): {
@@ -88,7 +88,15 @@ _FASTER = {
     },
     ("amd", "avx2", torch.float32): dict.fromkeys(_PARTS, _ON_AVX2),
     ("amd", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, _ON_AVX2),
+    ("intel", "avx512", torch.float32): {
+        "forward": (_Where(columns=14, strided=14, most=16),),
+        "dx": (_Where(columns=28, strided=14, most=16), _Where(columns=14, strided=7, most=32, multiple=8, least=24)),
+        "dw": (_Where(columns=14, strided=7, most=48, multiple=4),),
+    },
+    ("intel", "avx512", torch.bfloat16): dict.fromkeys(_PARTS, (_Where(columns=7, strided=7, most=48, multiple=4),)),
 }
+# Where that is so for contiguous images too, copies included (benchmarks/LOG.md, 2026-11-28).
+_CONTIGUOUS_TOO = {("intel", "avx512", torch.bfloat16)}
 # Contiguous images: where the channels of a group fill no whole vectors, oneDNN takes 1.1 to 3.6 times as long over the
 # gradient of bfloat16 weights as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
 _RAGGED = 16
@@ -102,11 +110,12 @@ _SMALL_ON_ZEN5 = {torch.bfloat16: 20_000}  # where calls of oneDNN cost more, to
 def _faster_parts(x: Tensor, weight: Tensor, stride: list[int]) -> tuple[str, ...]:
     """Which of the parts were measured faster here than in stock PyTorch, for 3x3 kernels."""
     cpu, columns = _extension.BUILD_INFO, -(-x.shape[3] // stride[1])
-    table = _FASTER.get((_common.zen() or cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype), {})
+    here = _common.zen() or cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype
+    table = _FASTER.get(here, {})
     width = max(weight.shape[1], weight.shape[0] * weight.shape[1] // x.shape[1])
     strided = max(stride) > 1
     parts = [part for part, wheres in table.items() if any(w.holds_for(columns, strided, width) for w in wheres)]
-    if not _common.is_channels_last(x):
+    if not _common.is_channels_last(x) and here not in _CONTIGUOUS_TOO:
         ragged = x.dtype == torch.bfloat16 and _common.has_bfloat16() and width % _RAGGED
         parts = [part for part in parts if part == "dw" and ragged]
     shared = strided and x.dtype == torch.float32 and x.shape[1] * x.element_size() % _SHARED == 0
