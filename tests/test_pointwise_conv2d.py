@@ -605,7 +605,8 @@ def test_large_weights_are_left_to_stock_on_intels_cpus(isa, images, largest, no
 
 
 @pytest.mark.parametrize(
-    ("isa", "images", "weights"), [("avx512", 2, 64), ("avx512", 16, 512), ("avx512", 16, 64), ("avx2", 2, 64)]
+    ("isa", "images", "weights"),
+    [("avx512", 2, 64), ("avx512", 16, 512), ("avx512", 16, 64), ("avx2", 2, 64), ("avx2", 16, 512), ("avx2", 16, 8)],
 )
 def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weights, no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
@@ -617,20 +618,27 @@ def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weight
 
 
 @pytest.mark.parametrize(
-    ("images", "shape", "parts"),
+    ("isa", "images", "shape", "parts"),
     [
-        (16, (128, 144), {"y", "dx", "dw"}),
-        (16, (144, 128), {"dx", "dw"}),  # y has fewer channels than x
-        (16, (80, 256), {"dx", "dw"}),  # x has few
-        (16, (24, 144), set()),  # a small weight: the kernel
-        (16, (144, 24), {"dx"}),
-        (15, (128, 144), set()),  # ATen takes MKL itself
+        ("avx512", 16, (128, 144), {"y", "dx", "dw"}),
+        ("avx512", 16, (144, 128), {"dx", "dw"}),  # y has fewer channels than x
+        ("avx512", 16, (80, 256), {"dx", "dw"}),  # x has few
+        ("avx512", 16, (24, 144), set()),  # a small weight: the kernel
+        ("avx512", 16, (144, 24), {"dx"}),
+        ("avx512", 15, (128, 144), set()),  # ATen takes MKL itself
+        ("avx2", 16, (128, 144), {"y", "dw"}),
+        ("avx2", 16, (144, 128), {"dx", "dw"}),
+        ("avx2", 16, (24, 192), {"y", "dw"}),  # dx in the kernel
+        ("avx2", 16, (12, 192), set()),
+        ("avx2", 16, (192, 24), {"dx", "dw"}),
+        ("avx2", 15, (128, 144), set()),
+        ("avx512_bf16", 16, (128, 144), set()),  # not measured
     ],
 )
-def test_products_of_matrices_run_on_intels_cpus(images, shape, parts, no_instructions, monkeypatch):
+def test_products_of_matrices_run_on_intels_cpus(isa, images, shape, parts, no_instructions, monkeypatch):
     if not MODULE._HAS_MKL:
         pytest.skip("PyTorch was built without MKL")
-    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
     monkeypatch.setattr(MODULE, "_SMALL", 0)
     seen = set()

@@ -126,8 +126,9 @@ def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
 def _kernel_gains(x: Tensor, channels: int) -> bool:
     """Whether the kernel is faster than PyTorch's libraries over channels_last images like x."""
     cpu = _extension.BUILD_INFO
-    if _has_products(x):
-        return x.shape[1] * channels < _SMALL_WEIGHT
+    rules = _products(x)
+    if rules is not None:
+        return x.shape[1] * channels < _SMALL_WEIGHT and (rules.kernel_widens or channels < x.shape[1])
     if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
         return False
     return x.dtype == torch.float32 or x.shape[1] >= _MANY or (channels <= x.shape[1] and _common.zen() == 4)
@@ -222,30 +223,46 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     return None
 
 
-# On Intel's CPUs with AVX-512 MKL's products of matrices are up to 1.8 times as fast as oneDNN's convolutions, which
-# ATen takes from 16 images on (benchmarks/LOG.md, 2026-11-28).
+class _Products(NamedTuple):
+    """Where MKL's products of matrices are faster than oneDNN's convolutions, which ATen takes from 16 images on."""
+
+    forward: int  # channels of x, from which on y is one; of fewer channels than x it is not: the weight is transposed
+    dx: int  # channels of x, no fewer than those of y, from which on dx is one; 0: of any
+    dw: int  # elements of the weight, from which on its gradient is one; the kernel is faster below
+    kernel_widens: bool  # whether the kernel is faster at small weights even where y has more channels than x
+
+
+# On Intel's CPUs, by their instruction set: up to 1.8 times as fast (benchmarks/LOG.md, 2026-11-28).
+_PRODUCTS = {
+    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True),
+    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False),
+}
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
-_LEAST_CHANNELS = 96  # of which y is a product; one of fewer channels than x is slower, as the weight is transposed
 _LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
 
 
-def _has_products(x: Tensor) -> bool:
-    """Whether the rules for those CPUs hold for images like x."""
+def _products(x: Tensor) -> _Products | None:
+    """The rules for those CPUs, where they hold for images like x."""
     cpu = _extension.BUILD_INFO
-    usual = (cpu.get("cpu_vendor"), cpu.get("isa_active"), x.dtype) == ("intel", "avx512", torch.float32)
-    return usual and _common.is_channels_last(x) and not _common.is_less(x.shape[0], _FEW) and _HAS_MKL
+    if cpu.get("cpu_vendor") != "intel" or x.dtype != torch.float32 or not _HAS_MKL:
+        return None
+    if not _common.is_channels_last(x) or _common.is_less(x.shape[0], _FEW):
+        return None
+    return _PRODUCTS.get(cpu.get("isa_active"))
 
 
 def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
     """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is MKL's product."""
-    if stride != [1, 1] or not _has_products(x):
+    rules = _products(x) if stride == [1, 1] else None
+    if rules is None:
         return False
     d, c = weight.shape[:2]
     if part == "forward":
-        return d >= c >= _LEAST_CHANNELS
+        return d >= c >= rules.forward
     if part == "dx":
-        return _common.is_less(x.numel() * x.element_size(), _LARGE + 1)
-    return weight.numel() >= _SMALL_WEIGHT
+        fits = _common.is_less(x.numel() * x.element_size(), _LARGE + 1)
+        return fits and (rules.dx == 0 or c >= max(d, rules.dx))
+    return weight.numel() >= rules.dw
 
 
 def _pixels(x: Tensor) -> Tensor:
@@ -292,7 +309,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], 
 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
-    kernel = _by_kernel(dy, x.shape[1], whole) and (whole or not _has_products(x) or dy.shape[1] > x.shape[1])
+    kernel = _by_kernel(dy, x.shape[1], whole) and (whole or _products(x) is None or dy.shape[1] > x.shape[1])
     if stride == [1, 1] and kernel:
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
     if not whole and _is_product("dx", x, weight, stride):
