@@ -1,5 +1,6 @@
 """pointwise_conv2d: a 1x1 convolution; and its layer."""
 
+import itertools
 import sys
 
 import cases
@@ -612,8 +613,8 @@ def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weight
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
     monkeypatch.setattr(MODULE, "_SMALL", 0)
-    for out in (weights, weights + 8):  # within and beyond the limits
-        draws = [make("cpu", (images, 256, 5, 7), out=out, seed=seed) for seed in range(2)]
+    for out, layout in itertools.product((weights, weights + 8), harness.DENSE_LAYOUTS):  # within and beyond the limits
+        draws = [make("cpu", (images, 256, 10, 11), layout, out=out, seed=seed) for seed in range(2)]
         harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
 
 
@@ -636,24 +637,44 @@ def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weight
     ],
 )
 def test_products_of_matrices_run_on_intels_cpus(isa, images, shape, parts, no_instructions, monkeypatch):
+    assert products_on_intel(isa, (images, shape[0], 5, 7), shape[1], "channels_last", monkeypatch) == parts
+
+
+@pytest.mark.parametrize(
+    ("isa", "images", "pixels", "shape", "parts"),
+    [
+        ("avx512", 16, (10, 10), (24, 144), {"y", "dx", "dw"}),
+        ("avx2", 16, (10, 10), (144, 24), {"y", "dx", "dw"}),
+        ("avx512", 16, (10, 10), (144, 24), {"y", "dx"}),  # dw in the kernel
+        ("avx512", 16, (9, 11), (24, 144), {"dw"}),
+        ("avx512", 15, (10, 10), (24, 144), set()),
+        ("amd", 16, (10, 10), (24, 144), set()),
+    ],
+)
+def test_products_of_planes_run_on_intels_cpus(isa, images, pixels, shape, parts, no_instructions, monkeypatch):
+    assert products_on_intel(isa, (images, shape[0], *pixels), shape[1], "contiguous", monkeypatch) == parts
+
+
+def products_on_intel(isa, shape, out, layout, monkeypatch):
+    """Which of y, dx and dw are products on a CPU with those instructions."""
     if not MODULE._HAS_MKL:
         pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
-    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd" if isa == "amd" else "intel")
     monkeypatch.setattr(MODULE, "_SMALL", 0)
     seen = set()
 
     def of(name, run):
         def recorded(first, second, *bias):
-            seen.add("dw" if name == "dw" else "dx" if second.shape[:2] == shape else "y")
+            seen.add("dw" if name == "dw" else "dx" if second.shape[0] == shape[1] else "y")
             return run(first, second, *bias)
 
         monkeypatch.setattr(MODULE, name if name != "dw" else "_dw_product", recorded)
 
     of("_product_of", MODULE._product_of)
     of("dw", MODULE._dw_product)
-    harness.evaluate(function(), make("cpu", (images, shape[0], 5, 7), out=shape[1]))
-    assert seen == parts
+    harness.evaluate(function(), make("cpu", shape, layout, out=out))
+    return seen
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES)

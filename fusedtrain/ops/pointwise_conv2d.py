@@ -213,11 +213,12 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     if small or (gains is False and float32):
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
-    if planes and not _by_planes(x, stride or [1, 1]):
+    products = any(_is_product_of_planes(part, x, weight, stride or [1, 1]) for part in ("forward", "dw"))
+    if planes and not products and not _by_planes(x, stride or [1, 1]):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
     if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
         return _TOO_SMALL
-    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 else None
+    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 and not products else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
     return None
@@ -230,32 +231,45 @@ class _Products(NamedTuple):
     dx: int  # channels of x, no fewer than those of y, from which on dx is one; 0: of any
     dw: int  # elements of the weight, from which on its gradient is one; the kernel is faster below
     kernel_widens: bool  # whether the kernel is faster at small weights even where y has more channels than x
+    planes_dw: int  # of contiguous images: channels of y, from which on the gradient of the weight is one
 
 
-# On Intel's CPUs, by their instruction set: up to 1.8 times as fast (benchmarks/LOG.md, 2026-11-28).
+# On Intel's CPUs, by their instruction set: up to 1.8 times as fast, of contiguous images, which oneDNN rearranges,
+# in the mean 1.3 times (benchmarks/LOG.md, 2026-11-28).
 _PRODUCTS = {
-    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True),
-    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False),
+    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, planes_dw=64),
+    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, planes_dw=1),
 }
+_PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
 
 
-def _products(x: Tensor) -> _Products | None:
-    """The rules for those CPUs, where they hold for images like x."""
+def _products(x: Tensor, channels_last: bool = True) -> _Products | None:
+    """The rules for those CPUs, where they hold for images like x, which are of that layout."""
     cpu = _extension.BUILD_INFO
     if cpu.get("cpu_vendor") != "intel" or x.dtype != torch.float32 or not _HAS_MKL:
         return None
-    if not _common.is_channels_last(x) or _common.is_less(x.shape[0], _FEW):
+    if _common.is_channels_last(x) != channels_last or _common.is_less(x.shape[0], _FEW):
         return None
-    return _PRODUCTS.get(cpu.get("isa_active"))
+    return _PRODUCTS.get(cpu.get("isa_active")) if channels_last or x.is_contiguous() else None
+
+
+def _is_product_of_planes(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    """``_is_product`` of contiguous images."""
+    rules = _products(x, channels_last=False) if stride == [1, 1] else None
+    if rules is None:
+        return False
+    if part == "dw":  # image after image: compiled, their number would be part of the program
+        return weight.shape[0] >= rules.planes_dw and not torch.compiler.is_compiling()
+    return not _common.is_less(x.shape[2] * x.shape[3], _PLANE)
 
 
 def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
     """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is MKL's product."""
     rules = _products(x) if stride == [1, 1] else None
     if rules is None:
-        return False
+        return _is_product_of_planes(part, x, weight, stride)
     d, c = weight.shape[:2]
     if part == "forward":
         return d >= c >= rules.forward
@@ -272,6 +286,10 @@ def _pixels(x: Tensor) -> Tensor:
 
 
 def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not _common.is_channels_last(x):
+        matrices = weight[None, :, :, 0, 0].expand(x.shape[0], -1, -1)
+        y = torch.bmm(matrices, x.flatten(2)).reshape(x.shape[0], -1, *x.shape[2:])
+        return y if bias is None else y.add_(bias[:, None, None])
     pixels, matrix = _pixels(x), weight[:, :, 0, 0].t()
     y = torch.mm(pixels, matrix) if bias is None else torch.addmm(bias, pixels, matrix)
     return y.view(x.shape[0], *x.shape[2:], weight.shape[0]).permute(0, 3, 1, 2)
@@ -279,6 +297,12 @@ def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _dw_product(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of the weight, the narrower side first, which MKL is faster with."""
+    if not _common.is_channels_last(x):
+        images = list(zip(dy.flatten(2), x.flatten(2).transpose(1, 2)))
+        dw = torch.mm(*images[0])
+        for image in images[1:]:
+            dw.addmm_(*image)
+        return dw[:, :, None, None]
     dy, x = _pixels(dy), _pixels(x)
     dw = torch.mm(dy.t(), x) if dy.shape[1] <= x.shape[1] else torch.mm(x.t(), dy).t().contiguous()
     return dw[:, :, None, None]
