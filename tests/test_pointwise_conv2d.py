@@ -646,6 +646,7 @@ def test_products_of_matrices_run_on_intels_cpus(isa, images, shape, parts, no_i
         ("avx512", 16, (10, 10), (24, 144), {"y", "dx", "dw"}),
         ("avx2", 16, (10, 10), (144, 24), {"y", "dx", "dw"}),
         ("avx512", 16, (10, 10), (144, 24), {"y", "dx"}),  # dw in the kernel
+        ("avx512", 16, (10, 10), (24, 32), {"y", "dx", "dw"}),
         ("avx512", 16, (9, 11), (24, 144), {"dw"}),
         ("avx512", 15, (10, 10), (24, 144), set()),
         ("amd", 16, (10, 10), (24, 144), set()),

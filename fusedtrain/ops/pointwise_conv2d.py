@@ -231,13 +231,13 @@ class _Products(NamedTuple):
     dx: int  # channels of x, no fewer than those of y, from which on dx is one; 0: of any
     dw: int  # elements of the weight, from which on its gradient is one; the kernel is faster below
     kernel_widens: bool  # whether the kernel is faster at small weights even where y has more channels than x
-    planes_dw: int  # of contiguous images: channels of y, from which on the gradient of the weight is one
+    planes_dw: int  # of contiguous images: channels of y, from which on dw is one, or if there are more than in x
 
 
 # On Intel's CPUs, by their instruction set: up to 1.8 times as fast, of contiguous images, which oneDNN rearranges,
 # in the mean 1.3 times (benchmarks/LOG.md, 2026-11-28).
 _PRODUCTS = {
-    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, planes_dw=64),
+    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, planes_dw=80),
     "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, planes_dw=1),
 }
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
@@ -261,7 +261,7 @@ def _is_product_of_planes(part: str, x: Tensor, weight: Tensor, stride: list[int
     if rules is None:
         return False
     if part == "dw":  # image after image: compiled, their number would be part of the program
-        return weight.shape[0] >= rules.planes_dw and not torch.compiler.is_compiling()
+        return weight.shape[0] >= min(rules.planes_dw, weight.shape[1] + 1) and not torch.compiler.is_compiling()
     return not _common.is_less(x.shape[2] * x.shape[3], _PLANE)
 
 
