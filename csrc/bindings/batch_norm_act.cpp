@@ -143,11 +143,11 @@ struct Stats {
              .mean = mean.mutable_data_ptr(),
              .m2 = m2.mutable_data_ptr()} {}
 
-  void run(const Batch& b, Channels channels) const {
-    const Images& m = b.images;
-    parallel_images(b, reduce_items(m), channels,
+  void run(const Batch& batch, Channels channels) const {
+    const Images& m = batch.images;
+    parallel_images(batch, reduce_items(m), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_partial<I>(args, b, e); });
-    parallel_items(channels.begin, channels.end, 3 * m.n * reduce_chunks(m) * b.fold,
+    parallel_items(channels.begin, channels.end, 3 * m.n * reduce_chunks(m) * batch.fold,
                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_finish<I>(args, b, e); });
   }
 };
@@ -266,8 +266,8 @@ struct Forward {
              .after = residual_after ? images_or_null("residual", residual, x) : nullptr,
              .y = y.mutable_data_ptr()} {}
 
-  void run(const Batch& b, Channels channels) const {
-    parallel_images(b, map_items(b.images), channels,
+  void run(const Batch& batch, Channels channels) const {
+    parallel_images(batch, map_items(batch.images), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act<I>(args, b, e); });
   }
 };
@@ -318,11 +318,11 @@ struct Sums {
              .sum_dz_xhat = dz_xhat.mutable_data_ptr(),
              .dz = dz_out} {}
 
-  void run(const Batch& b, Channels channels) const {
-    const Images& m = b.images;
-    parallel_images(b, reduce_items(m), channels,
+  void run(const Batch& batch, Channels channels) const {
+    const Images& m = batch.images;
+    parallel_images(batch, reduce_items(m), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_partial<I>(args, b, e); });
-    parallel_items(channels.begin, channels.end, 2 * m.n * reduce_chunks(m) * b.fold,
+    parallel_items(channels.begin, channels.end, 2 * m.n * reduce_chunks(m) * batch.fold,
                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_finish<I>(args, b, e); });
   }
 };
@@ -349,8 +349,8 @@ struct Backward {
             .dbefore = dbefore};
   }
 
-  void run(const Batch& b, Channels channels) const {
-    parallel_images(b, map_items(b.images), channels,
+  void run(const Batch& batch, Channels channels) const {
+    parallel_images(batch, map_items(batch.images), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_backward<I>(args, b, e); });
   }
 };
