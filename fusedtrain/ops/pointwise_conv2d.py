@@ -145,6 +145,9 @@ def _by_planes(x: Tensor, stride: list[int], whole: bool = False) -> bool:
     """Whether contiguous x is multiplied in the kernel; ``whole``: wherever that can."""
     cpu = _extension.BUILD_INFO
     fast = (cpu.get("cpu_vendor"), cpu.get("isa_active")) in _KERNEL_IS_FASTER_ON_PLANES.get(x.dtype, ())
+    if not fast and not whole:
+        rules = _products(x, channels_last=False)
+        fast = rules is not None and rules.kernel_on_small_planes and _common.is_less(x.shape[2] * x.shape[3], _PLANE)
     return (_takes(x.dtype) if whole else fast) and stride == [1, 1] and x.is_contiguous()
 
 
@@ -231,14 +234,15 @@ class _Products(NamedTuple):
     dx: int  # channels of x, no fewer than those of y, from which on dx is one; 0: of any
     dw: int  # elements of the weight, from which on its gradient is one; the kernel is faster below
     kernel_widens: bool  # whether the kernel is faster at small weights even where y has more channels than x
+    kernel_on_small_planes: bool  # whether the kernel is faster over contiguous images of fewer pixels than _PLANE
     planes_dw: int  # of contiguous images: channels of y, from which on dw is one, or if there are more than in x
 
 
 # On Intel's CPUs, by their instruction set: up to 1.8 times as fast, of contiguous images, which oneDNN rearranges,
 # in the mean 1.3 times (benchmarks/LOG.md, 2026-11-28).
 _PRODUCTS = {
-    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, planes_dw=80),
-    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, planes_dw=1),
+    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, kernel_on_small_planes=True, planes_dw=80),
+    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, kernel_on_small_planes=False, planes_dw=1),
 }
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
