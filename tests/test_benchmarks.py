@@ -116,8 +116,8 @@ def test_the_best_stock_path_has_speedup_one(results):
     for mode in ("fwd", "bwd", "fwd+bwd"):
         rows = [row for row in rows_of(results, "channel_pool") if row["mode"] == mode and row["backend"] != "copy"]
         stock = [row for row in rows if row["backend"].startswith(("eager", "compile"))]
-        best = min(stock, key=lambda row: float(row["us_p50"]))
-        assert float(best["speedup"]) == 1.0
+        least = min(float(row["us_p50"]) for row in stock)  # rounded: two may share it
+        assert 1.0 in [float(row["speedup"]) for row in stock if float(row["us_p50"]) == least]
         assert all(float(row["speedup"]) > 0 and float(row["pct_floor"]) > 0 for row in rows)
 
 
