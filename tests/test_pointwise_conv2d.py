@@ -656,6 +656,23 @@ def test_products_of_planes_run_on_intels_cpus(isa, images, pixels, shape, parts
     assert products_on_intel(isa, (images, shape[0], *pixels), shape[1], "contiguous", monkeypatch) == parts
 
 
+@pytest.mark.parametrize(
+    ("isa", "images", "pixels", "kernel"),
+    [
+        ("avx512", 16, (9, 11), True),
+        ("avx512", 16, (10, 10), False),
+        ("avx512", 15, (7, 7), False),
+        ("avx2", 16, (7, 7), False),
+    ],
+)
+def test_small_planes_run_in_the_kernel_on_intels_cpus(isa, images, pixels, kernel, no_instructions, monkeypatch):
+    if not MODULE._HAS_MKL:
+        pytest.skip("PyTorch was built without MKL")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    assert MODULE._by_planes(harness.images((images, 24, *pixels)), [1, 1]) == kernel
+
+
 def products_on_intel(isa, shape, out, layout, monkeypatch):
     """Which of y, dx and dw are products on a CPU with those instructions."""
     if not MODULE._HAS_MKL:

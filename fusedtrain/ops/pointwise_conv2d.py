@@ -446,7 +446,7 @@ def pointwise_conv2d(
 
     Cost: the products of ``F.conv2d``; the gradient of the weight reads x and dy once. y and the gradient of x come
         from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs and for small
-        weights on Intel's, or the backend is forced, else from them. On CPUs without instructions for bfloat16 or
+        weights or planes on Intel's, or the backend is forced, else from them. On CPUs without instructions for bfloat16 or
         float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per thread, or as
         much as one image needs. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock
         PyTorch runs.
