@@ -392,6 +392,9 @@ def test_what_runs_in_the_kernel_on_intel_with_avx512(chosen):
     assert on_intel(fp32, 28, 1, 8) == ("dw",)
     for width in (4, 16, 32, 48):
         assert on_intel(bf16, 28, 1, width) == on_intel(bf16, 14, 2, width, layout="contiguous") == all_of_them
+    assert on_intel(fp32, 28, 1, 16)  # sets the CPU
+    small = harness.images((16, 512, 7, 7), "channels_last")  # enough of them to run in the kernel
+    assert MODULE._faster_parts(small, torch.empty(512, 16, 3, 3), [1, 1]) == ()
     assert on_intel(fp32, 28, 1, 16, isa="avx2") == on_intel(bf16, 28, 1, 16, isa="avx512_bf16") == ()
 
 

@@ -648,6 +648,8 @@ def test_products_of_matrices_run_on_intels_cpus(isa, images, shape, parts, no_i
         ("avx512", 16, (10, 10), (144, 24), {"y", "dx"}),  # dw in the kernel
         ("avx512", 16, (10, 10), (24, 32), {"y", "dx", "dw"}),
         ("avx512", 16, (9, 11), (24, 144), {"dw"}),
+        ("avx512", 16, (2, 2), (512, 1024), {"dw"}),
+        ("avx512", 16, (2, 2), (512, 1032), set()),  # a large sum
         ("avx512", 15, (10, 10), (24, 144), set()),
         ("amd", 16, (10, 10), (24, 144), set()),
     ],
@@ -671,6 +673,20 @@ def test_small_planes_run_in_the_kernel_on_intels_cpus(isa, images, pixels, kern
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
     assert MODULE._by_planes(harness.images((images, 24, *pixels)), [1, 1]) == kernel
+
+
+@pytest.mark.parametrize(("channels", "out", "kernel"), [(32, 24, True), (24, 32, False)])
+def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, kernel, no_instructions, monkeypatch):
+    if not MODULE._HAS_MKL:
+        pytest.skip("PyTorch was built without MKL")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    calls = []
+    run = MODULE._KERNEL_ON_PLANES
+    monkeypatch.setattr(MODULE, "_KERNEL_ON_PLANES", lambda *args: calls.append(args) or run(*args))
+    x, dy = harness.images((16, channels, 7, 7)), harness.images((16, out, 7, 7))
+    MODULE._dx(dy, x, harness.normal(out, channels, 1, 1), [1, 1], False)
+    assert bool(calls) == kernel
 
 
 def products_on_intel(isa, shape, out, layout, monkeypatch):

@@ -244,6 +244,7 @@ _PRODUCTS = {
     "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, kernel_on_small_planes=True, planes_dw=80),
     "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, kernel_on_small_planes=False, planes_dw=1),
 }
+_LARGE_WEIGHT = 1 << 19  # elements, up to which a sum over contiguous images stays in the cache
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
@@ -265,7 +266,8 @@ def _is_product_of_planes(part: str, x: Tensor, weight: Tensor, stride: list[int
     if rules is None:
         return False
     if part == "dw":  # image after image: compiled, their number would be part of the program
-        return weight.shape[0] >= min(rules.planes_dw, weight.shape[1] + 1) and not torch.compiler.is_compiling()
+        wide = weight.shape[0] >= min(rules.planes_dw, weight.shape[1] + 1)
+        return wide and weight.numel() <= _LARGE_WEIGHT and not torch.compiler.is_compiling()
     return not _common.is_less(x.shape[2] * x.shape[3], _PLANE)
 
 
@@ -342,7 +344,8 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
     if not whole and _is_product("dx", x, weight, stride):
         return _product_of(dy, weight.transpose(0, 1))
-    if _by_planes(dy, stride, whole):
+    narrows = whole or _products(x, channels_last=False) is None or dy.shape[1] <= x.shape[1]
+    if narrows and _by_planes(dy, stride, whole):
         return _KERNEL_ON_PLANES(dy, weight.transpose(0, 1), None)
     if _common.cpu_multiplies(x.dtype) and not whole:
         if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
