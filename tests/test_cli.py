@@ -113,7 +113,8 @@ def test_options_reach_the_run_and_the_users_allocator_settings_are_left_alone(
     [
         (["--epochs", "0"], "epochs must be at least 1, got 0"),
         (["--batch-size", "0"], "batch size must be at least 1, got 0"),
-        (["--lr", "-1"], "lr must be positive, got -1.0"),
+        (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
+        (["--lr", "inf"], "lr must be positive and finite, got inf"),
         (["--seed", "-1"], "seed must lie between 0 and 2**32 - 1, got -1"),
         (["--device", "tpu9"], "device must be auto, cpu or cuda, got 'tpu9'"),
         (["--output", "file/folder"], "the output folder cannot be made: "),

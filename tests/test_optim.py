@@ -352,6 +352,35 @@ def test_averages_are_read_swapped_and_saved(device, backend):
         optim.AdamW(model.parameters()).ema_state_dict(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "master"])
+def test_averages_go_on_without_a_gradient(device, backend, options):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    dtype = torch.bfloat16 if options else torch.float32
+    params = [torch.nn.Parameter(torch.ones(shape, device=device, dtype=dtype)) for shape in ((3, 5), ())]
+    optimizer = optim.AdamW(params, lr=0.1, ema_decay=0.75, max_grad_norm=1.0, nonfinite="skip", **options)
+
+    def step(*grads, found_inf=None):
+        for p, value in zip(params, grads):
+            p.grad = None if value is None else torch.full_like(p, value)
+        optimizer.found_inf = None if found_inf is None else torch.tensor([found_inf], device=device)
+        before = [optimizer.state[p]["ema"].clone() for p in params if p in optimizer.state]
+        optimizer.step()
+        return before, [optimizer.state[p]["ema"] for p in params]
+
+    step(1.0, 1.0)
+    own = [optimizer.state[p].get("master", p).detach().clone() for p in params]
+    assert not torch.equal(own[1], optimizer.state[params[1]]["ema"])
+    for first in (1.0, None):  # of lists, as the second has none, then of nothing at all
+        before, after = step(first, None)
+        assert torch.equal(after[1], before[1].lerp(own[1], 0.25))
+    assert torch.equal(after[0], before[0].lerp(optimizer.state[params[0]].get("master", params[0]).detach(), 0.25))
+    for left_out in ({"found_inf": 1.0}, {}):
+        before, after = step(1.0 if left_out else float("inf"), None, **left_out)
+        assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
+    before, after = step(1.0, None, found_inf=0.0)
+    assert torch.equal(after[1], before[1].lerp(own[1], 0.25))
+
+
 @every_optimizer
 def test_copies_and_pickles_go_on_alike(device, backend, name):
     harness.skip_unless_runs(backend, device, "optimizer_step")

@@ -32,6 +32,12 @@ constexpr int kVecBytes = 32;
 #else
 constexpr int kVecBytes = 16;
 #endif
+// Few processors take this variant: that it is small is worth more than its speed.
+#if defined(__x86_64__) && !defined(__AVX2__)
+constexpr bool kRareVariant = true;
+#else
+constexpr bool kRareVariant = false;
+#endif
 
 struct BFloat16 {
   uint16_t bits;

@@ -78,13 +78,6 @@ class RunTimeAct {
   int act_;
 };
 
-// Few processors take this variant: that it is small is worth more than its speed.
-#if defined(__x86_64__) && !defined(__AVX2__)
-constexpr bool kRareVariant = true;
-#else
-constexpr bool kRareVariant = false;
-#endif
-
 // f(act). What networks usually have behind a convolution has code of its own, but for float64.
 template <class T, int kCount = kInputActs, class F>
 void visit_act(Activation act, F&& f) {

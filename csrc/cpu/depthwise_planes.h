@@ -410,7 +410,7 @@ void each_plane(PaddedRows<kStride> (&rows)[2], int64_t begin, int64_t end, cons
 template <class F>
 void visit_plane_dtype(DType dtype, F&& f) {
   visit_dtype(dtype, [&]<class T>() {
-    if constexpr (!std::is_same_v<T, double>) f.template operator()<T>();
+    if constexpr (std::is_same_v<T, float> || (sizeof(T) == 2 && !kRareVariant)) f.template operator()<T>();
   });
 }
 template <class F>

@@ -160,7 +160,7 @@ class FusedStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Takes one step; parameters without a gradient are left alone.
+        """Takes one step; parameters without a gradient are left alone, but their averages (``ema_decay``) go on.
 
         Args:
             closure: computes the loss and its gradients again and returns the loss.
@@ -186,6 +186,7 @@ class FusedStep(torch.optim.Optimizer):
     def _take(self) -> None:
         self._norm = self._norm_scale = None
         tables = self._gather()
+        shared, taken = {"found_inf": getattr(self, "found_inf", None)}, 0
         if tables is None:
             groups = []
             for index, group in enumerate(self.param_groups):
@@ -193,12 +194,16 @@ class FusedStep(torch.optim.Optimizer):
                 groups += [(index, part, params) for part, params in parts if params]
             if groups:
                 self._check(params for _, _, params in groups)
-                self._step_lists(groups)
+                shared = self._step_lists(groups)
+            taken = sum(len(params) for _, _, params in groups)
         elif tables:
             device = tables[0][-1].params[0].device
             shared = self._shared(device, lambda: _tables.grad_norm([table for _, _, table in tables]))
             for index, options, table in tables:
                 _tables.optimizer_step_(table, **options, **shared, **self._stored(index))
+                taken += len(table.params)
+        if self._options["ema_decay"] is not None and taken < sum(len(group["params"]) for group in self.param_groups):
+            self._average_others(**shared)
 
     def _gather(self) -> list[tuple[int, dict, _tables.Table]] | None:
         """The index, options and table of each group; None where the lists are to be taken, as at the first step."""
@@ -273,7 +278,8 @@ class FusedStep(torch.optim.Optimizer):
             shared |= {"norm": self._norm, "max_norm": options["max_grad_norm"], "skip_nonfinite": skip}
         return shared
 
-    def _step_lists(self, groups: list[tuple[int, dict, list[Tensor]]]) -> None:
+    def _step_lists(self, groups: list[tuple[int, dict, list[Tensor]]]) -> dict:
+        """Takes the step, and returns the arguments of the op that all groups share."""
         copies = _Copies()
         grads = [[copies.grad(p) for p in params] for _, _, params in groups]
         params = chain.from_iterable(params for _, _, params in groups)
@@ -302,6 +308,23 @@ class FusedStep(torch.optim.Optimizer):
             for p, name in begun:
                 self.state[p].pop(name)
                 self.state[p].pop(f"{name}_scale", None)
+        return shared
+
+    def _average_others(
+        self, found_inf: Tensor | None = None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_
+    ) -> None:
+        """The averages of parameters that have no gradient at this step, unless the step is left out."""
+        weight = 1 - self._options["ema_decay"]
+        if found_inf is not None:
+            weight = weight * (found_inf.view(()) == 0)
+        if skip_nonfinite:
+            weight = weight * norm.isfinite()
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            state = self.state.get(p, {})
+            if p.grad is None and "ema" in state:
+                average, exact = _local(state["ema"]), _local(state.get("master", p))
+                of_average = weight.to(average) if isinstance(weight, Tensor) else weight
+                average.lerp_(exact.to(average.dtype), of_average)
 
     def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
         """The states in the order of the op, made or brought into the parameter's memory format where needed."""

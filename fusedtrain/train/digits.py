@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from math import inf
 from multiprocessing import connection
 from pathlib import Path
 from statistics import median
@@ -121,8 +122,8 @@ def _check(options: Options) -> None:
     TrainConfig(epochs=options.epochs, precision=options.precision)
     if options.batch_size < 1:
         raise InputError(f"batch size must be at least 1, got {options.batch_size}")
-    if not options.lr > 0:
-        raise InputError(f"lr must be positive, got {options.lr}")
+    if not 0 < options.lr < inf:
+        raise InputError(f"lr must be positive and finite, got {options.lr}")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"seed must lie between 0 and 2**32 - 1, got {options.seed}")
 

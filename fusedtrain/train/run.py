@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -212,11 +213,13 @@ def check(options: Options) -> None:
     """Raises InputError for values that cannot be."""
     require(options.batch_size >= 1, f"batch_size must be at least 1, got {options.batch_size}")
     require(options.size >= 1, f"size must be at least 1, got {options.size}")
-    require(options.lr > 0, f"lr must be positive, got {options.lr}")
-    require(options.weight_decay >= 0, f"weight_decay must be at least 0, got {options.weight_decay}")
+    require(0 < options.lr < inf, f"lr must be positive and finite, got {options.lr}")
+    decay = options.weight_decay
+    require(0 <= decay < inf, f"weight_decay must be at least 0 and finite, got {decay}")
     smoothing = options.label_smoothing
     require(0 <= smoothing < 1, f"label_smoothing must lie in [0, 1), got {smoothing}")
-    require(min(options.mixup, options.cutmix) >= 0, "mixup and cutmix must be at least 0")
+    for name, alpha in (("mixup", options.mixup), ("cutmix", options.cutmix)):
+        require(0 <= alpha < inf, f"{name} must be at least 0 and finite, got {alpha}")
     mixed = options.mixup or options.cutmix
     require(not (options.train.cuda_graphs and mixed), "cuda_graphs does not go with mixup and cutmix")
     has_none = options.pretrained and options.model == "smallnet"
