@@ -564,6 +564,34 @@ def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, 
         harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), inputs, "pointwise_conv2d")
 
 
+@pytest.mark.parametrize(
+    ("isa", "dtype", "layout", "c", "out", "columns", "converted"),
+    [
+        ("avx512", torch.bfloat16, "channels_last", 16, 32, 60, False),
+        ("avx512", torch.bfloat16, "channels_last", 16, 33, 60, True),
+        ("avx512", torch.bfloat16, "channels_last", 64, 58, 20, False),  # fewer products
+        ("avx512", torch.bfloat16, "channels_last", 64, 59, 20, True),
+        ("avx512", torch.bfloat16, "contiguous", 16, 16, 40, True),
+        ("avx512", torch.float16, "channels_last", 16, 16, 40, True),
+        ("avx2", torch.bfloat16, "channels_last", 16, 16, 40, True),
+    ],
+)
+def test_bfloat16_of_few_channels_or_products_is_left_to_onednn(
+    no_instructions, isa, dtype, layout, c, out, columns, converted, monkeypatch
+):
+    def in_float32(*arguments):
+        seen.append(True)
+        return convert(*arguments)
+
+    seen, convert = [], MODULE._in_float32
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    monkeypatch.setattr(MODULE, "_in_float32", in_float32)
+    inputs = make("cpu", (1, c, columns, columns), layout, dtype, out=out)
+    assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS["cpu"]
+    harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, "pointwise_conv2d")
+    assert bool(seen) == converted
+
+
 def test_what_runs_in_float32_does_so_under_autocast(no_instructions):
     class Dtypes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

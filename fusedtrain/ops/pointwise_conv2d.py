@@ -90,8 +90,20 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     return y
 
 
+# Elements of a weight, and products, up to which conversion costs more than it gains (benchmarks/LOG.md, 2026-11-28).
+_TINY_WEIGHT, _FEW_CONVERTED = 512, 1_500_000
+
+
+def _is_converted_within(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    """Whether oneDNN, which has code for bfloat16 on every CPU with AVX-512, is faster than :func:`_in_float32`."""
+    if x.dtype != torch.bfloat16 or _extension.BUILD_INFO.get("isa_active") != "avx512":
+        return False
+    few = x.numel() * weight.shape[0] < _FEW_CONVERTED * stride[0] * stride[1]
+    return _common.is_channels_last(x) and (few or weight.numel() <= _TINY_WEIGHT)
+
+
 def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
-    if not _common.cpu_multiplies(x.dtype):
+    if not _common.cpu_multiplies(x.dtype) and not _is_converted_within(x, weight, stride):
         return _in_float32(x, weight, bias, stride)
     float32 = x.dtype == torch.float32 and x.shape[1] <= _MOST_CHANNELS
     y = (_onednn if float32 else F.conv2d)(x, weight, bias, stride)
@@ -451,7 +463,7 @@ def pointwise_conv2d(
         from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs and for small
         weights or planes on Intel's, or the backend is forced, else from them. On CPUs without instructions for
         bfloat16 or float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per
-        thread, or as much as one image needs. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)``
+        thread, or as much as one image needs; oneDNN multiplies bfloat16 of few channels or products there. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)``
         says so, stock PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads where a kernel of this package computes it.
