@@ -525,6 +525,8 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
         ("avx512_bf16 zen5", "forward", torch.bfloat16, 2, 72, True),  # pixels that are no whole lines
         ("avx512 zen5", "forward", torch.bfloat16, 2, 72, False),
         ("avx512", "forward", torch.bfloat16, 2, 64, False),  # oneDNN has no instructions for bfloat16 either
+        ("avx512", "forward", torch.bfloat16, 1, 72, False),
+        ("avx512_bf16", "forward", torch.bfloat16, 1, 72, True),
         ("avx2", "forward", torch.bfloat16, 2, 64, False),
         ("avx512", "forward", torch.float32, 2, 64, False),
         ("avx512", "forward", torch.float32, 2, 899, False),
@@ -546,6 +548,16 @@ def test_what_was_measured_slower_goes_to_stock(isa, direction, dtype, stride, c
     name = "depthwise_conv2d" if direction == "forward" else "depthwise_conv2d_backward"
     chosen = backends.select(name, impls, x, weight, None, [stride, stride], [2, 2, 2, 2], [1, 1])
     assert chosen is impls["reference" if stock else "cpu"]
+
+
+@pytest.mark.parametrize(("isa", "name"), [("avx512_bf16", "reference"), ("avx512", "cpu"), ("avx2", "cpu")])
+def test_bfloat16_of_few_channels_goes_to_stock_where_it_has_instructions(isa, name, monkeypatch):
+    if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
+        pytest.skip("without the compiled kernels stock PyTorch is all there is")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    inputs = make("cpu", (4, 24, 56, 56), "channels_last", torch.bfloat16).values()
+    for op, impls in (("depthwise_conv2d", IMPLS), ("depthwise_conv2d_backward", BACKWARD_IMPLS)):
+        assert backends.select(op, impls, *inputs, [1, 1], [1, 1, 1, 1], [1, 1]) is impls[name]
 
 
 @harness.needs_memory(16)

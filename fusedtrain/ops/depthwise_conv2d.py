@@ -135,9 +135,8 @@ _STOCK_FASTER_ON = {
         },
     },
     "avx512": {
-        "forward": {
-            ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
-        },
+        "forward": {("channels_last", torch.bfloat16, stride): {} for stride in (1, 2)},
+        "backward": {("channels_last", torch.bfloat16, 1): {}},
     },
     ("intel", "avx512"): {
         "forward": {

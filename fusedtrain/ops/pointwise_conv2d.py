@@ -463,8 +463,8 @@ def pointwise_conv2d(
         from a kernel of this package where it was measured faster than PyTorch's libraries, on AMD's CPUs and for small
         weights or planes on Intel's, or the backend is forced, else from them. On CPUs without instructions for
         bfloat16 or float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per
-        thread, or as much as one image needs; oneDNN multiplies bfloat16 of few channels or products there. On GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)``
-        says so, stock PyTorch runs.
+        thread, or as much as one image needs; with AVX-512, bfloat16 of few channels or products is left to oneDNN. On
+        GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads where a kernel of this package computes it.
     Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
