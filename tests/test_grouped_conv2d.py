@@ -395,7 +395,25 @@ def test_what_runs_in_the_kernel_on_intel_with_avx512(chosen):
     assert on_intel(fp32, 28, 1, 16)  # sets the CPU
     small = harness.images((16, 512, 7, 7), "channels_last")  # enough of them to run in the kernel
     assert MODULE._faster_parts(small, torch.empty(512, 16, 3, 3), [1, 1]) == ()
-    assert on_intel(fp32, 28, 1, 16, isa="avx2") == on_intel(bf16, 28, 1, 16, isa="avx512_bf16") == ()
+    assert on_intel(bf16, 28, 1, 16, isa="avx512_bf16") == ()
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+def test_what_runs_in_the_kernel_on_intel_with_avx2(chosen):
+    def on_intel(dtype, columns, stride, width, layout="channels_last"):
+        return chosen("avx2", dtype, columns, stride, width, "intel", 6, layout)
+
+    all_of_them, fp32, bf16 = ("forward", "dx", "dw"), torch.float32, torch.bfloat16
+    for width in (4, 8):
+        assert on_intel(fp32, 28, 1, width) == on_intel(fp32, 14, 2, width) == all_of_them
+    assert on_intel(fp32, 28, 1, 16) == on_intel(fp32, 14, 2, 24) == on_intel(fp32, 7, 1, 64) == ("dw",)
+    assert on_intel(fp32, 14, 2, 12) == on_intel(fp32, 14, 2, 20) == ("dx", "dw")
+    assert on_intel(fp32, 56, 1, 2) == on_intel(fp32, 6, 1, 64) == on_intel(fp32, 28, 1, 8, "contiguous") == ()
+    for width in (4, 64):
+        assert on_intel(bf16, 28, 1, width) == on_intel(bf16, 14, 2, width, "contiguous") == all_of_them
+    small = harness.images((16, 512, 7, 7), "channels_last")  # enough of them to run in the kernel
+    on_intel(fp32, 28, 1, 8)  # sets the CPU
+    assert MODULE._faster_parts(small, torch.empty(512, 8, 3, 3), [1, 1]) == all_of_them
 
 
 def test_pixels_that_share_sets_are_left_to_stock_where_it_strides(monkeypatch):

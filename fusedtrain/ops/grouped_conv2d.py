@@ -65,6 +65,7 @@ _FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
 # By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24, 25 and 28);
 # one of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
+_NARROW = _Where(columns=7, strided=7, most=8, multiple=4, least=4)
 _FASTER = {
     (4, "avx512_bf16", torch.float32): {
         "forward": (_Where(columns=28, strided=14, most=32),),
@@ -94,9 +95,15 @@ _FASTER = {
         "dw": (_Where(columns=14, strided=7, most=48, multiple=4),),
     },
     ("intel", "avx512", torch.bfloat16): dict.fromkeys(_PARTS, (_Where(columns=7, strided=7, most=48, multiple=4),)),
+    ("intel", "avx2", torch.float32): {
+        "forward": (_NARROW,),
+        "dx": (_NARROW, _Where(columns=1 << 30, strided=7, most=20, multiple=4, least=12)),
+        "dw": (_NARROW._replace(most=64),),
+    },
+    ("intel", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, (_NARROW._replace(most=64),)),
 }
 # Where that is so for contiguous images too, copies included (benchmarks/LOG.md, 2026-11-28).
-_CONTIGUOUS_TOO = {("intel", "avx512", torch.bfloat16)}
+_CONTIGUOUS_TOO = {("intel", isa, torch.bfloat16) for isa in ("avx512", "avx2")}
 # Contiguous images: where the channels of a group fill no whole vectors, oneDNN takes 1.1 to 3.6 times as long over the
 # gradient of bfloat16 weights as the kernel, copies included (benchmarks/LOG.md, 2026-11-25).
 _RAGGED = 16
@@ -220,7 +227,8 @@ def grouped_conv2d(
 
     Args:
         x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous images by stock
-            PyTorch but for some gradients of weights; float32, bfloat16, float16 or float64.
+            PyTorch but for some gradients of weights, and bfloat16 where Intel's CPUs have no instructions for it;
+            float32, bfloat16, float16 or float64.
         weight: kernels ``[D, I, kh, kw]`` with I = C / G, in the dtype of ``x``; G divides D, too.
         bias: ``[D]``, or None.
         stride: of the output positions, one int or (height, width).
