@@ -367,18 +367,23 @@ def test_averages_go_on_without_a_gradient(device, backend, options):
         optimizer.step()
         return before, [optimizer.state[p]["ema"] for p in params]
 
+    def exact(p):
+        return optimizer.state[p].get("master", p).detach()
+
     step(1.0, 1.0)
-    own = [optimizer.state[p].get("master", p).detach().clone() for p in params]
-    assert not torch.equal(own[1], optimizer.state[params[1]]["ema"])
+    own = exact(params[1]).clone()
+    assert not torch.equal(own, optimizer.state[params[1]]["ema"])
     for first in (1.0, None):  # of lists, as the second has none, then of nothing at all
         before, after = step(first, None)
-        assert torch.equal(after[1], before[1].lerp(own[1], 0.25))
-    assert torch.equal(after[0], before[0].lerp(optimizer.state[params[0]].get("master", params[0]).detach(), 0.25))
-    for left_out in ({"found_inf": 1.0}, {}):
-        before, after = step(1.0 if left_out else float("inf"), None, **left_out)
+        assert torch.equal(after[1], before[1].lerp(own, 0.25))
+        one, other = before[0], exact(params[0])
+        truth = one.double().lerp(other.double(), 0.25)
+        harness.assert_as_good_as_torch(after[0], one.lerp(other, 0.25), truth, "the average, taken once")
+    for first, found_inf in ((1.0, 1.0), (float("inf"), None), (None, 1.0)):  # steps that are left out
+        before, after = step(first, None, found_inf=found_inf)
         assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
     before, after = step(1.0, None, found_inf=0.0)
-    assert torch.equal(after[1], before[1].lerp(own[1], 0.25))
+    assert torch.equal(after[1], before[1].lerp(own, 0.25))
 
 
 @every_optimizer
