@@ -565,19 +565,20 @@ def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, 
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "layout", "c", "out", "columns", "converted"),
+    ("isa", "dtype", "layout", "c", "out", "columns", "stride", "converted"),
     [
-        ("avx512", torch.bfloat16, "channels_last", 16, 32, 60, False),
-        ("avx512", torch.bfloat16, "channels_last", 16, 33, 60, True),
-        ("avx512", torch.bfloat16, "channels_last", 64, 58, 20, False),  # fewer products
-        ("avx512", torch.bfloat16, "channels_last", 64, 59, 20, True),
-        ("avx512", torch.bfloat16, "contiguous", 16, 16, 40, True),
-        ("avx512", torch.float16, "channels_last", 16, 16, 40, True),
-        ("avx2", torch.bfloat16, "channels_last", 16, 16, 40, True),
+        ("avx512", torch.bfloat16, "channels_last", 16, 32, 60, 1, False),
+        ("avx512", torch.bfloat16, "channels_last", 16, 33, 60, 1, True),
+        ("avx512", torch.bfloat16, "channels_last", 64, 58, 20, 1, False),  # fewer products
+        ("avx512", torch.bfloat16, "channels_last", 64, 59, 20, 1, True),
+        ("avx512", torch.bfloat16, "channels_last", 64, 58, 40, 2, False),
+        ("avx512", torch.bfloat16, "contiguous", 16, 16, 40, 1, True),
+        ("avx512", torch.float16, "channels_last", 16, 16, 40, 1, True),
+        ("avx2", torch.bfloat16, "channels_last", 16, 16, 40, 1, True),
     ],
 )
 def test_bfloat16_of_few_channels_or_products_is_left_to_onednn(
-    no_instructions, isa, dtype, layout, c, out, columns, converted, monkeypatch
+    no_instructions, isa, dtype, layout, c, out, columns, stride, converted, monkeypatch
 ):
     def in_float32(*arguments):
         seen.append(True)
@@ -586,9 +587,9 @@ def test_bfloat16_of_few_channels_or_products_is_left_to_onednn(
     seen, convert = [], MODULE._in_float32
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setattr(MODULE, "_in_float32", in_float32)
-    inputs = make("cpu", (1, c, columns, columns), layout, dtype, out=out)
+    inputs, strides = make("cpu", (1, c, columns, columns), layout, dtype, out=out), (stride, stride)
     assert backends.select("pointwise_conv2d", IMPLS, *inputs.values()) is IMPLS["cpu"]
-    harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, "pointwise_conv2d")
+    harness.assert_op_as_good_as_torch(function(strides), reference_of(strides), inputs, "pointwise_conv2d")
     assert bool(seen) == converted
 
 
