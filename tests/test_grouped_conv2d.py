@@ -408,6 +408,7 @@ def test_what_runs_in_the_kernel_on_intel_with_avx2(chosen):
         assert on_intel(fp32, 28, 1, width) == on_intel(fp32, 14, 2, width) == all_of_them
     assert on_intel(fp32, 28, 1, 16) == on_intel(fp32, 14, 2, 24) == on_intel(fp32, 7, 1, 64) == ("dw",)
     assert on_intel(fp32, 14, 2, 12) == on_intel(fp32, 14, 2, 20) == ("dx", "dw")
+    assert on_intel(fp32, 56, 1, 6) == on_intel(fp32, 28, 1, 72) == on_intel(bf16, 28, 1, 72) == ()
     assert on_intel(fp32, 56, 1, 2) == on_intel(fp32, 6, 1, 64) == on_intel(fp32, 28, 1, 8, "contiguous") == ()
     for width in (4, 64):
         assert on_intel(bf16, 28, 1, width) == on_intel(bf16, 14, 2, width, "contiguous") == all_of_them

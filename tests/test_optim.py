@@ -352,12 +352,12 @@ def test_averages_are_read_swapped_and_saved(device, backend):
         optim.AdamW(model.parameters()).ema_state_dict(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "master"])
-def test_averages_go_on_without_a_gradient(device, backend, options):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_averages_go_on_without_a_gradient(device, backend, dtype):
     harness.skip_unless_runs(backend, device, "optimizer_step")
-    dtype = torch.bfloat16 if options else torch.float32
     params = [torch.nn.Parameter(torch.ones(shape, device=device, dtype=dtype)) for shape in ((3, 5), ())]
-    optimizer = optim.AdamW(params, lr=0.1, ema_decay=0.75, max_grad_norm=1.0, nonfinite="skip", **options)
+    options = {"max_grad_norm": 1.0, "nonfinite": "skip", "master_weights": dtype == torch.bfloat16}
+    optimizer = optim.AdamW(params, lr=0.1, ema_decay=0.7, **options)
 
     def step(*grads, found_inf=None):
         for p, value in zip(params, grads):
@@ -375,15 +375,18 @@ def test_averages_go_on_without_a_gradient(device, backend, options):
     assert not torch.equal(own, optimizer.state[params[1]]["ema"])
     for first in (1.0, None):  # of lists, as the second has none, then of nothing at all
         before, after = step(first, None)
-        assert torch.equal(after[1], before[1].lerp(own, 0.25))
+        assert torch.equal(after[1], before[1].lerp(own, 1 - 0.7))
         one, other = before[0], exact(params[0])
-        truth = one.double().lerp(other.double(), 0.25)
-        harness.assert_as_good_as_torch(after[0], one.lerp(other, 0.25), truth, "the average, taken once")
+        truth = one.double().lerp(other.double(), 1 - 0.7)
+        harness.assert_as_good_as_torch(after[0], one.lerp(other, 1 - 0.7), truth, "the average, taken once")
     for first, found_inf in ((1.0, 1.0), (float("inf"), None), (None, 1.0)):  # steps that are left out
         before, after = step(first, None, found_inf=found_inf)
         assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
     before, after = step(1.0, None, found_inf=0.0)
-    assert torch.equal(after[1], before[1].lerp(own, 0.25))
+    assert torch.equal(after[1], before[1].lerp(own, 1 - 0.7))
+    exact(params[1]).fill_(float("inf"))  # of which nothing is taken at a step that is left out
+    before, after = step(1.0, None, found_inf=1.0)
+    assert torch.equal(after[1], before[1])
 
 
 @every_optimizer

@@ -66,6 +66,7 @@ _FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
 # one of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
 _NARROW = _Where(columns=7, strided=7, most=8, multiple=4, least=4)
+_NEVER = 1 << 30  # columns
 _FASTER = {
     (4, "avx512_bf16", torch.float32): {
         "forward": (_Where(columns=28, strided=14, most=32),),
@@ -97,7 +98,7 @@ _FASTER = {
     ("intel", "avx512", torch.bfloat16): dict.fromkeys(_PARTS, (_Where(columns=7, strided=7, most=48, multiple=4),)),
     ("intel", "avx2", torch.float32): {
         "forward": (_NARROW,),
-        "dx": (_NARROW, _Where(columns=1 << 30, strided=7, most=20, multiple=4, least=12)),
+        "dx": (_NARROW, _Where(columns=_NEVER, strided=7, most=20, multiple=4, least=12)),
         "dw": (_NARROW._replace(most=64),),
     },
     ("intel", "avx2", torch.bfloat16): dict.fromkeys(_PARTS, (_NARROW._replace(most=64),)),

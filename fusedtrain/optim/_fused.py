@@ -314,17 +314,15 @@ class FusedStep(torch.optim.Optimizer):
         self, found_inf: Tensor | None = None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_
     ) -> None:
         """The averages of parameters that have no gradient at this step, unless the step is left out."""
-        weight = 1 - self._options["ema_decay"]
-        if found_inf is not None:
-            weight = weight * (found_inf.view(()) == 0)
+        weight, taken = 1 - self._options["ema_decay"], None if found_inf is None else found_inf.view(()) == 0
         if skip_nonfinite:
-            weight = weight * norm.isfinite()
+            taken = norm.isfinite() if taken is None else taken & norm.isfinite()
         for p in chain.from_iterable(group["params"] for group in self.param_groups):
             state = self.state.get(p, {})
             if p.grad is None and "ema" in state:
                 average, exact = _local(state["ema"]), _local(state.get("master", p))
-                of_average = weight.to(average) if isinstance(weight, Tensor) else weight
-                average.lerp_(exact.to(average.dtype), of_average)
+                moved = average.lerp(exact.to(average.dtype), weight)
+                average.copy_(moved if taken is None else torch.where(taken, moved, average))
 
     def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
         """The states in the order of the op, made or brought into the parameter's memory format where needed."""
