@@ -688,6 +688,44 @@ def test_products_of_planes_run_on_intels_cpus(isa, images, pixels, shape, parts
 
 
 @pytest.mark.parametrize(
+    ("isa", "images", "shape", "layout", "copied"),
+    [
+        ("avx512", 16, (24, 144), "contiguous", True),
+        ("avx2", 16, (144, 24), "contiguous", True),
+        ("avx512", 16, (512, 1032), "contiguous", True),
+        ("avx512", 15, (512, 1032), "contiguous", False),
+        ("avx512", 15, (512, 1024), "contiguous", True),
+        ("avx2", 1, (24, 144), "contiguous", True),
+        ("avx512", 16, (128, 128), "channels_last", True),
+        ("avx2", 16, (128, 136), "channels_last", True),
+        ("avx512", 16, (136, 128), "channels_last", False),
+        ("avx512", 16, (127, 144), "channels_last", False),
+        ("avx512", 15, (128, 144), "channels_last", False),
+        ("avx512_bf16", 16, (24, 144), "contiguous", False),  # not measured
+        ("amd", 16, (24, 144), "contiguous", False),
+    ],
+)
+def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
+    isa, images, shape, layout, copied, no_instructions, monkeypatch
+):
+    if not MODULE._HAS_MKL:
+        pytest.skip("PyTorch was built without MKL")
+    seen, read_by = [], MODULE._read_by
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512" if isa == "amd" else isa)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd" if isa == "amd" else "intel")
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(MODULE, "_read_by", lambda x, stride: seen.append(stride) or read_by(x, stride))
+    for stride in ((2, 2), (1, 3)):
+        draws = [make("cpu", (images, shape[0], 5, 7), layout, out=shape[1], seed=seed) for seed in range(2)]
+        harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), draws, "pointwise_conv2d")
+        assert (list(stride) in seen) == copied
+    if copied:
+        assert backends.select("pointwise_conv2d", IMPLS, *draws[0].values(), [2, 2]) is IMPLS["cpu"]
+    harness.evaluate(function(), draws[0])
+    assert [1, 1] not in seen
+
+
+@pytest.mark.parametrize(
     ("isa", "images", "pixels", "kernel"),
     [
         ("avx512", 16, (9, 11), True),

@@ -83,10 +83,11 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     y = _empty(x, weight, stride, _common.format_of(x))
     convolve = F.conv2d if _limits(few=True) else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
-    images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, x.numel() + y.numel()))
+    read = _read_by(x, stride)
+    images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, read.numel() + y.numel()))
     with torch.autocast("cpu", enabled=False):  # it would cast back
-        for part, out in zip(x.split(images), y.split(images)):
-            out.copy_(convolve(part.float(), weight, bias, stride))
+        for part, out in zip(read.split(images), y.split(images)):
+            out.copy_(convolve(part.float(), weight, bias, [1, 1]))
     return y
 
 
@@ -228,12 +229,14 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     if small or (gains is False and float32):
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
-    products = any(_is_product_of_planes(part, x, weight, stride or [1, 1]) for part in ("forward", "dw"))
-    if planes and not products and not _by_planes(x, stride or [1, 1]):
+    stride = stride or [1, 1]
+    read_first = _is_read_first(x, weight, stride)
+    products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
+    if planes and not products and not read_first and not _by_planes(x, stride):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
     if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
         return _TOO_SMALL
-    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 and not products else None
+    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 and not products and not read_first else None
     if limits is not None and weight.numel() > max(limits):
         return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
     return None
@@ -260,6 +263,26 @@ _LARGE_WEIGHT = 1 << 19  # elements, up to which a sum over contiguous images st
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
+_MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
+
+
+def _read_by(x: Tensor, stride: list[int]) -> Tensor:
+    """The pixels that a convolution reads, a view."""
+    return x[:, :, :: stride[0], :: stride[1]]
+
+
+def _is_read_first(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    """Whether the pixels that a stride reads are copied for a convolution without one: oneDNN, and ATen for few images,
+    first rearrange all of a contiguous image. Measured on Intel's CPUs, 1.2 to 2.5 times (benchmarks/LOG.md,
+    2026-11-28)."""
+    cpu = _extension.BUILD_INFO
+    known = cpu.get("cpu_vendor") == "intel" and cpu.get("isa_active") in _PRODUCTS and _HAS_MKL
+    if stride == [1, 1] or x.dtype != torch.float32 or not known:
+        return False
+    few = _common.is_less(x.shape[0], _FEW)
+    if _common.is_channels_last(x):
+        return weight.shape[0] >= x.shape[1] >= _MANY_STRIDED and not few
+    return x.is_contiguous() and (weight.numel() <= _LARGE_WEIGHT or not few)
 
 
 def _products(x: Tensor, channels_last: bool = True) -> _Products | None:
@@ -338,6 +361,8 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
+    if not whole and _is_read_first(x, weight, stride):
+        x, stride = _read_by(x, stride).contiguous(memory_format=_common.format_of(x)), [1, 1]
     if _by_kernel(x, weight.shape[0], whole):
         return _KERNEL(x, weight, bias, stride)
     if _by_planes(x, stride, whole):
@@ -364,15 +389,22 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
     product = _forward(dy, weight.transpose(0, 1), None, [1, 1], whole)
-    if stride == [1, 1]:
-        return product
-    dx = torch.zeros_like(x)
-    dx[:, :, :: stride[0], :: stride[1]] = product
-    return dx
+    return product if stride == [1, 1] else _among_zeros(product, x, stride)
+
+
+def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
+    """The gradient of x, by that of the pixels that were read."""
+    whole = torch.zeros_like(x)
+    _read_by(whole, stride).copy_(dx)
+    return whole
 
 
 def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
+    if not whole and _is_read_first(x, weight, stride):
+        read = _read_by(x, stride).contiguous(memory_format=_common.format_of(x))
+        dx, *others = _backward(dy, read, weight, [1, 1], whole, need)
+        return _among_zeros(dx, x, stride) if need_dx else None, *others
     dx = dw = db = None
     if need_dx:
         dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
@@ -444,8 +476,8 @@ def pointwise_conv2d(
     .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
 
     Args:
-        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous without a stride
-            too on CPUs where that was measured faster, else by stock PyTorch; float32, bfloat16, float16 or float64.
+        x: images ``[N, C, H, W]`` or one image ``[C, H, W]``; channels_last runs natively, contiguous too on CPUs where
+            that was measured faster, else by stock PyTorch; float32, bfloat16, float16 or float64.
         weight: ``[D, C, 1, 1]``, in the dtype of ``x``.
         bias: ``[D]``, or None.
         stride: of the output positions, one int or (height, width).
