@@ -70,6 +70,19 @@ def sync_folder(folder: Path) -> None:
                 raise
 
 
+def write_tensors(path: Path, content) -> None:
+    """Writes what ``torch.load`` reads as :func:`write_atomic` does."""
+    import torch
+
+    def write(file: BinaryIO) -> None:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # how its zip file ends that a full disk has cut off
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+    write_atomic(path, write)
+
+
 def write_json(path: Path, content) -> None:
     """Writes JSON as :func:`write_atomic` does."""
     write_atomic(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -362,8 +363,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tensorboard", metavar="DIR", help="write the values there too")
     args = parser.parse_args(arguments)
     try:
-        if not args.interval > 0 or (args.count is not None and args.count < 1):
-            raise MonitorError("--interval must be positive and --count at least 1")
+        if not 0 < args.interval < threading.TIMEOUT_MAX or (args.count is not None and args.count < 1):
+            raise MonitorError("--interval must be a positive number of seconds, and --count at least 1")
         return _watch(args)
     except (MonitorError, ModuleNotFoundError) as error:
         print(f"fusedtrain monitor: {error}", file=sys.stderr)

@@ -348,6 +348,23 @@ def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(tmp_path, limit):
     assert_same(store.load()[0], state())
 
 
+@pytest.mark.parametrize("limit", [1, 1000, 300_000])
+def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, limit):
+    model = torch.nn.Linear(300, 300)
+    weights.save_weights(tmp_path / "w.pt", model)
+    before = (tmp_path / "w.pt").read_bytes()
+    with file_limit(limit), pytest.raises(OSError, match="File too large"):
+        weights.save_weights(tmp_path / "w.pt", model)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("w.pt", before)]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"steps": numpy.int64(3), "rates": [numpy.float32(0.5), numpy.float64("inf")]})
+    assert repr(store.load()[0]) == "{'steps': 3, 'rates': [0.5, inf]}"
+
+
 def test_a_full_disk_stops_with_its_name_and_leaves_the_old_checkpoint(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import time
 import typing
@@ -38,6 +39,7 @@ from fusedtrain.train import (
 )
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.meter import Late
+from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.progress import Progress
 from fusedtrain.train.schedule import join, load
 from fusedtrain.train.weights import read_weights
@@ -610,6 +612,43 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_of_it(tmp_pat
     assert cut.seen + rest.seen == whole.seen
 
 
+class StoppedInEvaluation(Trainer):
+    """Ends the run as a signal would, amid the first evaluation."""
+
+    def validation_step(self, batch):
+        if self.reading is not None and not self.history.epochs:
+            self._stop.requested = signal.SIGTERM
+        return super().validation_step(batch)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("count", [12, 14])
+def test_a_run_that_is_stopped_while_it_evaluates_goes_on_in_the_order_of_its_generators(
+    tmp_path, count, drop_last, shared
+):
+    def run(cls=Inputs, epochs=3, **options):
+        dataset, run = TensorDataset(*samples(count)), make(net(), cls=cls, epochs=epochs, **options)
+        generators = torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)
+        generators = (generators[0], generators[not shared])
+        loaders = [DataLoader(dataset, 4, shuffle=True, drop_last=drop_last, generator=g) for g in generators]
+        if cls is StoppedInEvaluation:
+            with pytest.raises(Preempted):
+                run.fit(*loaders)
+        else:
+            run.fit(*loaders)
+        return run
+
+    whole = run()
+    run(StoppedInEvaluation, checkpoint=Checkpoint(tmp_path))
+    rest = run(checkpoint=Checkpoint(tmp_path))
+    assert rest.seen == whole.seen[len(whole.seen) // 3 :]
+    run(epochs=2, checkpoint=Checkpoint(tmp_path / "parts"))
+    parts = run(checkpoint=Checkpoint(tmp_path / "parts"))
+    metrics = [[epoch.metrics for epoch in run.history.epochs] for run in (whole, rest, parts)]
+    assert metrics[0] == metrics[1] == metrics[2]
+
+
 class Told(TensorDataset):
     epochs = ()
 
@@ -867,12 +906,58 @@ def test_what_was_logged_before_a_checkpoint_is_on_the_disk_when_the_run_is_kill
 
 def test_json_lines_are_json_where_a_loss_is_not_finite(tmp_path):
     inputs, targets = samples(24)
-    inputs[3] = math.nan
+    inputs[11] = math.nan
     run = make(net(), nonfinite="skip", max_grad_norm=1.0, logging=Logging(tmp_path, log_every=1))
     run.fit(Batches(inputs, targets, 8, shuffle=False))
     no = lambda name: pytest.fail(f"{name} is no JSON")  # noqa: E731
     lines = [json.loads(line, parse_constant=no) for line in (tmp_path / "metrics.jsonl").open()]
-    assert [line["loss"] is None for line in lines[:3]] == [True, False, False] and lines[3]["train_loss"] > 0
+    assert [line["loss"] is None for line in lines[:3]] == [False, True, False] and lines[3]["train_loss"] > 0
+    assert ["grad_norm" in line for line in lines[:3]] == [True, False, True]  # not that of the update before
+
+
+def test_the_line_of_an_epoch_that_is_made_again_is_dropped(tmp_path):
+    class Killed(Callback):
+        def on_validation_end(self, trainer, metrics):
+            trainer.saving.after_epoch = lambda better: sys.exit()
+
+    options = {"logging": Logging(tmp_path, log_every=10), "checkpoint": Checkpoint(tmp_path / "c", every_steps=3)}
+    with pytest.raises(SystemExit):
+        make(net(), callbacks=[Killed()], **options).fit(data(), data())
+    make(net(), epochs=2, **options).fit(data(), data())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (6, 2)]
+
+
+class Waves(nn.Module):
+    """Complex weights, as those of Fourier layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.flatten(1).to(torch.complex64) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_complex_parameters_train_and_what_is_not_finite_of_them_is_left_out(max_grad_norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(Waves(), nn.Linear(4, 4))
+    before, (inputs, targets) = weights(model), samples(24)
+    inputs[8:16] = math.inf
+    run = make(model, nonfinite="skip", max_grad_norm=max_grad_norm)
+    run.fit(Batches(inputs, targets, 8, shuffle=False))
+    assert run.skipped == 1 and weights(model).isfinite().all() and not torch.equal(weights(model), before)
+
+
+def test_metrics_are_as_exact_as_they_are_given():
+    class Fixed(Trainer):
+        def validation_step(self, batch):
+            return {"loss": 0.3, "many": torch.tensor([0.1, 0.3], dtype=torch.float64)}
+
+    run = make(net(), cls=Fixed)
+    run.fit(data(8), data(8))
+    assert run.history.epochs[0].metrics == {"loss": 0.3, "many": 0.2}
 
 
 def test_a_run_of_wandb_that_was_open_stays_open(tmp_path, monkeypatch):
@@ -1086,6 +1171,44 @@ def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind, na
     with run.averaged_weights():
         for name, p in model.named_parameters():
             harness.assert_as_good_as_torch(p, average[name], average[name].double(), name)
+
+
+@pytest.mark.parametrize("at", [3, 4, 6, 8])  # of nine batches; from the fourth on others learn, too
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, optim.Adam])
+def test_parameters_that_have_joined_do_so_again_where_a_run_goes_on(tmp_path, kind, once, at):
+    class Unfreeze(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            groups = trainer.optimizer.param_groups
+            if epoch == 1 if once else (epoch >= 1 and len(groups) == 1):
+                trainer.model[1].requires_grad_(True)
+                trainer.optimizer.add_param_group({"params": list(trainer.model[1].parameters()), "lr": 0.05})
+
+    def run(*callbacks, **options):
+        model = net()
+        model[1].requires_grad_(False)
+        options |= {"schedule": Schedule("cosine", warmup_epochs=0), "ema_decay": 0.75, "epochs": 3}
+        run = make(model, kind(model[4].parameters(), lr=0.1), callbacks=[Unfreeze(), *callbacks], **options)
+        run.fit(data())
+        with run.averaged_weights():
+            averages = weights(model)
+        return weights(model), averages, [group["lr"] for group in run.optimizer.param_groups]
+
+    whole = run()
+    with pytest.raises(SystemExit):
+        run(Stop(at), checkpoint=Checkpoint(tmp_path))
+    rest = run(checkpoint=Checkpoint(tmp_path))
+    assert all(map(torch.equal, rest[:2], whole[:2])) and rest[2] == whole[2]
+
+
+def test_parameters_that_have_joined_must_be_the_models(tmp_path):
+    class Add(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    make(net(), checkpoint=Checkpoint(tmp_path), callbacks=[Add()]).fit(data())
+    with pytest.raises(InputError, match=r"groups joined the optimizer .* parameters that this model does not have"):
+        make(net(), checkpoint=Checkpoint(tmp_path), epochs=2).fit(data())
 
 
 @pytest.mark.parametrize("extras", [{}, {"zero_grads": True}], ids=str)

@@ -275,9 +275,10 @@ def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
     [
         (["none"], "none is neither a process number nor the folder of a run"),
         (["."], "no process has a file open in . or was started with it: is the run over?"),
-        (["1", "--interval", "0"], "--interval must be positive and --count at least 1"),
-        (["1", "--interval", "nan"], "--interval must be positive and --count at least 1"),
-        (["1", "--count", "0"], "--interval must be positive and --count at least 1"),
+        (["1", "--interval", "0"], "--interval must be a positive number of seconds, and --count at least 1"),
+        (["1", "--interval", "inf"], "--interval must be a positive number of seconds, and --count at least 1"),
+        (["1", "--interval", "nan"], "--interval must be a positive number of seconds, and --count at least 1"),
+        (["1", "--count", "0"], "--interval must be a positive number of seconds, and --count at least 1"),
     ],
 )
 def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):

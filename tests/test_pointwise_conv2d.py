@@ -725,6 +725,21 @@ def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
     assert [1, 1] not in seen
 
 
+@dense_layouts
+def test_a_stride_compiles_once_for_even_and_odd_sizes(layout, no_instructions, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function((2, 2)), fullgraph=True, dynamic=True, backend=counter)
+    for pixels in ((8, 6), (9, 7), (12, 5)):
+        inputs = make("cpu", (16, 128, *pixels), layout, out=128)
+        y, again = (run(*inputs.values()) for run in (compiled, function((2, 2))))
+        harness.assert_as_good_as_torch(y, again, reference_of((2, 2))(*(t.double() for t in inputs.values())), "y")
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("isa", "images", "pixels", "kernel"),
     [

@@ -99,6 +99,12 @@ def test_the_largest_batch_that_fits_is_found_and_remembered(models, monkeypatch
         tune.tune_batch_size(hungry, largest=512, memory=memory, steps=1, fresh=True)
 
 
+@pytest.mark.parametrize("mib", [1, 50, 150])  # so little that not even the answer would fit
+def test_memory_that_is_none_is_too_little(models, mib):
+    with pytest.raises(tune.TuneError, match=r"a batch of 4 does not fit: .*(Memory|memory)"):
+        tune.tune_batch_size(target(models, "hungry"), smallest=4, memory=mib << 20, steps=1)
+
+
 def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(models):
     found = tune.tune_batch_size(target(models, "killed"), smallest=4, steps=1)
     assert found["largest"] == 5 and found["limit"] == "6 does not fit: the process was killed by SIGKILL"

@@ -280,8 +280,9 @@ def _is_read_first(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
     if stride == [1, 1] or x.dtype != torch.float32 or not known:
         return False
     few = _common.is_less(x.shape[0], _FEW)
-    if _common.is_channels_last(x):
-        return weight.shape[0] >= x.shape[1] >= _MANY_STRIDED and not few
+    if _common.is_channels_last(x):  # compiled, a program would hold for even or for odd sizes alone
+        many = weight.shape[0] >= x.shape[1] >= _MANY_STRIDED
+        return many and not few and not torch.compiler.is_compiling()
     return x.is_contiguous() and (weight.numel() <= _LARGE_WEIGHT or not few)
 
 

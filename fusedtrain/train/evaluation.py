@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fusedtrain.train.feed import Feed
+from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.rng import rng_state, set_rng_state
 
 
@@ -30,13 +31,16 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
                 batch = trainer.to_device(batch)
                 weight = float(trainer.weight(batch)) if real else 0.0
                 for name, value in trainer.validation_step(batch).items():
-                    value = torch.as_tensor(value).double()
+                    value = torch.as_tensor(value, dtype=torch.float64)
                     is_mean = not value.dim()
                     count = weight if is_mean else value.numel() * bool(real)
                     value = value * weight if is_mean else value.sum()
                     # What does not count may be anything: a mean over nothing is NaN.
                     sums[name] = sums.get(name, 0.0) + (value if count else 0.0)
                     counts[name] = counts.get(name, 0.0) + count
+    except Preempted:  # the run that goes on evaluates again
+        feed.set_rng_state(feed.at_start)
+        raise
     finally:
         trainer.reading = None
         set_rng_state(state)

@@ -43,7 +43,7 @@ class Feed:
         if isinstance(batches, Iterator):
             raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
         self._check_shards()
-        self.epoch, self.used, self.iterating = 0, 0, False
+        self.epoch, self.used, self.iterating, self.ended = 0, 0, False, False
         generators = (getattr(owner, "generator", None) for owner in self._owners)
         self._generators = list(dict.fromkeys(g for g in generators if isinstance(g, torch.Generator)))
         self.at_start = self.rng_state()  # of the epoch
@@ -95,7 +95,7 @@ class Feed:
 
     def rewind(self, epoch: int) -> None:
         """Goes to the start of ``epoch``."""
-        self.epoch, self.used, self.iterating = epoch, 0, False
+        self.epoch, self.used, self.iterating, self.ended = epoch, 0, False, False
         set_epoch(self.batches, epoch + 1)  # samplers stay where they are when it is the same epoch
         set_epoch(self.batches, epoch)
 
@@ -127,7 +127,8 @@ class Feed:
         return samples, size, size if order.drop_last else samples % size or size
 
     def state_dict(self) -> dict:
-        state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating, "step": self._step()}
+        state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating, "ended": self.ended}
+        state["step"] = self._step()
         return state | ({"position": self._position.state_dict()} if self._position is not None else {})
 
     def load_state_dict(self, state: dict) -> None:
@@ -137,7 +138,7 @@ class Feed:
             ValueError: the state is that of other data, or no batch begins there.
         """
         self.rewind(state["epoch"])
-        self.used, self.iterating = state["used"], state["iterating"]
+        self.used, self.iterating, self.ended = state["used"], state["iterating"], state.get("ended", False)
         if self.used and ("position" in state) != (self._position is not None):
             raise ValueError("the place in the epoch was kept by other means, which the batches of now do not have")
         if self._position is not None and "position" in state:
@@ -206,7 +207,7 @@ class Feed:
             wait(self._skip)
 
     def _skip(self) -> None:
-        for _ in range(self.used):
+        for _ in range(self.used + self.ended):  # at its end a sampler that shuffles draws once more
             next(self._iterator, None)
 
     def next(self, ahead: int = 0):
@@ -221,6 +222,7 @@ class Feed:
         if self._left is not None:
             self._left -= 1
         if batch is None:
+            self.ended = True
             if self._left is None:
                 self._left = 0
                 return None
@@ -290,11 +292,12 @@ class Feed:
 
     def _with_generators_put_back(self, wait: Callable, fetch: Callable):
         """``wait(fetch)``, where a batch that is not used leaves no trace in the generators."""
-        state = self.rng_state(cpu_state())
+        state, ended = self.rng_state(cpu_state()), self.ended
         try:
             return wait(fetch)
         except Preempted:
             self.set_rng_state(state)
+            self.ended = ended
             raise
 
     def close(self) -> None:

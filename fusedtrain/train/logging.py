@@ -1,5 +1,6 @@
 """Where the numbers of a run go: JSON lines, TensorBoard, Weights & Biases, MLflow, or an object of yours."""
 
+import functools
 import importlib
 import json
 import time
@@ -42,12 +43,17 @@ class Logging:
             except ModuleNotFoundError as error:
                 raise InputError(f"{what} needs the package {error.name}: pip install {error.name}") from None
 
-    def open(self, config: dict, step: int) -> list:
-        """Returns the loggers of a run that begins, or goes on, after ``step`` updates."""
+    def open(self, config: dict, step: int, epochs: int = 0) -> list:
+        """Returns the loggers of a run that begins, or goes on, after ``step`` updates and ``epochs`` whole epochs."""
         if self.log_dir is None:
             return []
         make_folder(self.log_dir, "the folder of the logs")
-        kinds = {"jsonl": JSONLines, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+        kinds = {
+            "jsonl": functools.partial(JSONLines, epochs=epochs),
+            "tensorboard": TensorBoard,
+            "wandb": WandB,
+            "mlflow": MLflow,
+        }
         return [kinds[name](Path(self.log_dir), config, step) for name in self.loggers]
 
 
@@ -55,10 +61,10 @@ class JSONLines:
     """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
     not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines."""
 
-    def __init__(self, directory: Path, config: dict, step: int):
+    def __init__(self, directory: Path, config: dict, step: int, epochs: int = 0):
         path = directory / "metrics.jsonl"
         old = path.read_bytes() if path.exists() else None
-        lines = [line for line in (old or b"").splitlines() if step and _step(line) <= step]
+        lines = [line for line in (old or b"").splitlines() if step and _is_earlier(line, step, epochs)]
         kept = b"".join(line + b"\n" for line in lines)
         if kept != old:  # never half: a run that is killed here must not lose what it has logged
             write_atomic(path, lambda file: file.write(kept))
@@ -86,11 +92,14 @@ class JSONLines:
         self._file.close()
 
 
-def _step(line: bytes) -> float:
+def _is_earlier(line: bytes, step: int, epochs: int) -> bool:
+    """Whether a line is of the first updates; that of an epoch, which a step's checkpoint may precede, of the first
+    epochs."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # half a line of a run that was killed
+        values = json.loads(line)
+        return values["step"] <= step and values.get("epoch", 0) <= epochs
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False  # half a line of a run that was killed
 
 
 class TensorBoard:

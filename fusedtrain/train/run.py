@@ -96,7 +96,7 @@ class Options:
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
 
 
-def parse(arguments: list[str], prog: str = "fusedtrain train") -> Options:
+def parse(arguments: list[str], prog: str = "fusedtrain train --model NAME") -> Options:
     """Options from the command line, over those of ``--config FILE``, over the defaults."""
     arguments, default = [part for word in arguments for part in _split(word)], None
     if "--config" in arguments:

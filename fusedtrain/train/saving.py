@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusedtrain._files import locked, remove_unfinished, write_atomic
+from fusedtrain._files import locked, remove_unfinished, write_tensors
 from fusedtrain.train import schedule
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.distributed import World
 from fusedtrain.train.ema import OptimizersAverages
 from fusedtrain.train.errors import InputError, make_folder, require
 from fusedtrain.train.records import Epoch
+from fusedtrain.train.rng import rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
 from fusedtrain.train.weights import canonical_keys, load_canonical, nonfinite_names, save_weights
 
@@ -131,7 +132,7 @@ class Saving:
                     return
                 state = canonical_keys(whole_model(t))
             if t.world.rank == 0:
-                write_atomic(path, lambda file: torch.save(state, file))
+                write_tensors(path, state)
         except OSError as error:
             raise CheckpointError(f"the weights could not be written to {path}: {error.strerror}") from error
 
@@ -177,6 +178,7 @@ class Saving:
         own = {
             "rng": t.feed.rng_state(),
             "at_start": t.feed.at_start,
+            "validation_rng": None if t.validation is None else t.validation.rng_state()["loader"],
             "loss": float(t.numbers.loss_sum),
             "weight": t.numbers.weight,
         }
@@ -185,6 +187,8 @@ class Saving:
             "model": canonical_keys(model_state(t)),
             "optimizer": optimizer_state(t),
             "optimizer_class": type(t.optimizer).__name__,
+            "groups": None if self.fsdp else _names_of_groups(t),
+            "groups_at_start": t.groups_at_start,
             "schedule": t.schedule.state_dict(),
             "ticks": t.ticks,
             "epochs": t.config.epochs,
@@ -267,6 +271,7 @@ class Saving:
         try:
             load_model_state(t, state["model"])
             given = _hyperparameters(t.optimizer)
+            _let_join(t, state.get("groups"), state["optimizer"])
             load_optimizer_state(t, state["optimizer"])
             if state["others"] is not None:
                 load_others(t, state["others"])
@@ -289,6 +294,7 @@ class Saving:
             part = getattr(t, name)
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+        t.groups_at_start = state.get("groups_at_start")
         if t.averages is not None and state["averages"] is None:  # they begin here
             t.averages.restart()
         if t.scaler is not None:  # it makes its tensors with the first loss, but a whole group may be waiting here
@@ -317,6 +323,8 @@ class Saving:
         if rank < len(ranks):
             t.feed.at_start = ranks[rank]["at_start"]
             t.feed.set_rng_state(ranks[rank]["rng"])
+            if t.validation is not None and ranks[rank].get("validation_rng") is not None:
+                t.validation.set_rng_state(rng_state() | {"loader": ranks[rank]["validation_rng"]})
 
     def _tell_overruled(self, given: list[dict]) -> None:
         """Warns of hyperparameters that are not those of the checkpoint, which the run goes on with."""
@@ -400,6 +408,28 @@ def load_others(t, state: list) -> None:
     with torch.no_grad():
         for p, value in zip(t.others, state):
             p.copy_(value)
+
+
+def _names_of_groups(t) -> list[list[str | None]]:
+    """The names of the optimizer's parameters, None for those that are not the model's."""
+    names = {id(p): name for name, p in canonical_keys(dict(t.model.named_parameters())).items()}
+    return [[names.get(id(p)) for p in group["params"]] for group in t.optimizer.param_groups]
+
+
+def _let_join(t, groups: list[list[str | None]] | None, state: dict) -> None:
+    """Adds the groups to the optimizer that have joined it during the run, which a callback does in some epoch."""
+    own = len(t.optimizer.param_groups)
+    if groups is None or len(groups) <= own:
+        return
+    params = canonical_keys(dict(t.model.named_parameters()))
+    if any(name not in params for names in groups[own:] for name in names):
+        raise ValueError("groups joined the optimizer during the run, of parameters that this model does not have")
+    for names, saved in zip(groups[own:], state["param_groups"][own:]):
+        joined = [params[name].requires_grad_() for name in names]
+        t.optimizer.add_param_group({**saved, "params": joined})
+    schedule.join(t.schedule, t.optimizer)
+    if t.averages is not None:
+        t.averages.join()
 
 
 def optimizer_state(t) -> dict:

@@ -1,6 +1,7 @@
 """A state taken apart: what JSON can hold, and a flat dict of tensors."""
 
 import math
+import numbers
 from collections import Counter
 
 import torch
@@ -66,9 +67,9 @@ def flatten(state: dict, kinds: tuple[type, ...] = (Tensor, nn.Parameter)) -> tu
             return tensor(value, path)
         if value is None or isinstance(value, (bool, str)):
             return value
-        if isinstance(value, int):
+        if isinstance(value, numbers.Integral):  # of numpy, too
             return int(value)
-        if isinstance(value, float):
+        if isinstance(value, numbers.Real):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         if isinstance(value, dict):
             items = [(key, encode(item, (*path, key))) for key, item in value.items()]

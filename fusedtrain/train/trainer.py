@@ -130,6 +130,7 @@ class Trainer:
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
         self.feed: Feed | None = None  # the training data of a fit
+        self.validation: Feed | None = None  # its validation data; evaluate() makes a feed for each pass
         self.reading: tuple[Feed, int] | None = None  # while evaluating: the data, and the batch from their position on
 
     # --- what a subclass may change -----------------------------------------------------------------------------------
@@ -344,8 +345,7 @@ class Trainer:
             torch.backends.cudnn.benchmark = config.cudnn_benchmark
         seed_all(config.seed + self.world.rank)
         self.feed = Feed(train, self.world)
-        if valid is not None:
-            Feed(valid, self.world, "validation")  # refuses what cannot work
+        self.validation = None if valid is None else Feed(valid, self.world, "validation")  # refuses what cannot work
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
         self.schedule, self._per_step = schedule.make(
@@ -355,6 +355,7 @@ class Trainer:
         self.best = Best(config.early_stopping)
         self.numbers, self._batches = Numbers(self, self.late), []
         self._group_loss = self._group_weight = self._total = 0.0
+        self.groups_at_start: int | None = None  # of the optimizer's parameters, before callbacks let others join
         self.spans.enter("other")
         self.feed.rewind(0)
         self.saving = Saving(self)
@@ -364,7 +365,8 @@ class Trainer:
         self.progress = Progress(self.title, config.epochs, updates, done, shown)
         if resumed:
             self.progress.line(f"{self.title}  continues with {resumed}")
-        self.loggers = self._own_loggers + (config.logging.open(asdict(config), self.step_count) if shown else [])
+        done = self.step_count, len(self.history.epochs)
+        self.loggers = self._own_loggers + (config.logging.open(asdict(config), *done) if shown else [])
         self.usage = RunUsage() if config.logging.log_usage and self.loggers else None
         self.spans.usage = self.usage and self.usage.stages
         self._make_step = graphs.Graphs(self).step if config.cuda_graphs else self.step
@@ -373,7 +375,7 @@ class Trainer:
     def _epoch(self, valid: Iterable | None) -> None:
         feed = self.feed
         self.model.train()
-        self.callbacks.call("on_epoch_start", self, feed.epoch)
+        self._call_on_epoch_start()
         self._take_in()
         feed.start(self._stop.wait)
         self.numbers.begin()
@@ -387,6 +389,20 @@ class Trainer:
         self.spans.enter("evaluation")
         metrics = {} if valid is None else self.evaluate(valid)
         self._end_epoch(metrics)
+
+    def _call_on_epoch_start(self) -> None:
+        """A run that goes on amid an epoch calls it again: the groups that joined then may join once more."""
+        groups = self.optimizer.param_groups
+        if self.groups_at_start is None:
+            self.groups_at_start = len(groups)
+        joined = groups[self.groups_at_start :]
+        del groups[self.groups_at_start :]
+        try:
+            self.callbacks.call("on_epoch_start", self, self.feed.epoch)
+        finally:
+            own = {id(p) for group in joined for p in group["params"]}
+            new = [g for g in groups[self.groups_at_start :] if not own.issuperset(map(id, g["params"]))]
+            groups[self.groups_at_start :] = joined + new
 
     def _learning(self) -> set[str]:
         return {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -445,6 +461,7 @@ class Trainer:
         elif not self._per_step:
             self.schedule.step()
         numbers.loss_sum = numbers.seconds = numbers.weight = 0.0
+        self.groups_at_start = None
         self.feed.rewind(epoch + 1)
         numbers.log(
             {"epoch": epoch + 1, "train_loss": entry.train_loss} | {f"valid_{k}": v for k, v in metrics.items()}

@@ -96,6 +96,7 @@ class Update:
     def discard(self) -> bool:
         """Throws the gradients away; returns False: nothing was applied."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.norm = None
         return False
 
     def _verdict(self) -> bool | Tensor:
@@ -119,7 +120,8 @@ class Update:
             self._sharded = any(hasattr(g, "full_tensor") for g in grads)
         if self.max_grad_norm is None and not self._sharded:
             # The check of GradScaler: one pass, no norm.
-            for same in [grads] if self._alike and grads else _by_kind(grads):
+            real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+            for same in [real] if self._alike and grads else _by_kind(real):
                 torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
             if not self._found:
                 return True

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fusedtrain._files import write_atomic
+from fusedtrain._files import write_tensors
 from fusedtrain.train import checkpoint_file
 from fusedtrain.train.checkpoint_file import CheckpointError
 
@@ -49,7 +49,7 @@ def save_weights(path: Path, model: nn.Module) -> None:
     The keys are those of the bare model with stock layers, which loads it as it is.
     """
     state = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in canonical_keys(model.state_dict()).items()}
-    write_atomic(path, lambda file: torch.save(state, file))
+    write_tensors(path, state)
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:

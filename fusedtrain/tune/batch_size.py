@@ -1,5 +1,6 @@
 """The largest batch that fits into memory, and the one that is fastest per sample."""
 
+import contextlib
 import multiprocessing
 import signal
 import sys
@@ -132,12 +133,10 @@ def _trial(target: Target, size: int, steps: int, memory: int | None) -> dict:
 def _child(target: Target, size: int, steps: int, memory: int | None, results) -> None:
     end_with_parent()
     try:
-        if memory is not None and target.resolve_device().type == "cpu":
-            import resource
-
-            # Private memory alone: mapped libraries and files do not count.
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        results.send(_run(target, size, steps))
+        limited = memory is not None and target.resolve_device().type == "cpu"
+        with _within(memory) if limited else contextlib.nullcontext():
+            found = _run(target, size, steps)
+        results.send(found)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
@@ -146,6 +145,20 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results) -
             results.send({"fits": False, "reason": reason[:200]})
         else:
             results.send({"error": reason})
+
+
+@contextlib.contextmanager
+def _within(memory: int):
+    """Limits private memory in the ``with`` block, and not what is said of it afterwards; mapped libraries and files do
+    not count."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _run(target: Target, size: int, steps: int) -> dict:

@@ -1,6 +1,5 @@
 """The learning rate range test: the rate rises from step to step, and the loss tells which rates learn."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -98,7 +97,7 @@ def _train(target: Target, dataset, numbers: dict, kept, fresh: bool, progress) 
         if len(losses) % KEEP_EVERY == 0:
             content = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
             content |= {"rng": torch.get_rng_state(), "losses": losses}
-            _files.write_atomic(kept, functools.partial(torch.save, content))
+            _files.write_tensors(kept, content)
             progress(f"step {len(losses)}/{numbers['steps']}  lr {group['lr']:.2e}  loss {_smooth(losses)[-1]:.4f}")
     return losses
 
