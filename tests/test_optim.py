@@ -174,6 +174,40 @@ def test_timms_arguments(zoo, device, backend, name, arguments):
     assert_as_good(*runs, f"{name} {arguments}")
 
 
+@pytest.mark.parametrize("name", ["Adan", "Lamb"])
+def test_groups_without_gradients_count_steps_as_timms_do(zoo, device, backend, name):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    runs = []
+    for cls, dtype in (
+        (getattr(optim, name), torch.float32),
+        (stock_class(name), torch.float32),
+        (stock_class(name), torch.float64),
+    ):
+        params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
+        optimizer = cls([{"params": params[:1]}, {"params": params[1:]}], lr=0.02)
+        for step in range(6):
+            set_gradients(params, step)
+            if step in (1, 2, 5):
+                for p in params[1:] if step < 5 else params:
+                    p.grad = None
+            optimizer.step()
+        runs.append([p.detach() for p in params])
+        assert [int(group["step"]) for group in optimizer.state_dict()["param_groups"]] == [6, 6]
+    assert_as_good(*runs, name)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "nonfinite": "skip"}], ids=str)
+def test_groups_without_gradients_count_no_step_that_is_left_out(device, backend, options):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    params = parameters(device)
+    optimizer = optim.Lamb([{"params": params[:1]}, {"params": params[1:]}], lr=0.02, **options)
+    for bad in (False, True, False):
+        params[0].grad = torch.full_like(params[0], torch.inf if bad and options else 1.0)
+        optimizer.found_inf = torch.full((), float(bad and not options), device=device)
+        optimizer.step()
+    assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in IN_TORCH])
 def test_arguments_out_of_range_are_named(name):
     cls, params = getattr(optim, name), parameters()

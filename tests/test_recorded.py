@@ -123,6 +123,22 @@ class Bottleneck(nn.Module):
         return self.relu(y)
 
 
+class Tied(nn.Module):
+    """One activation under three names, and two names of one list, as in Xception and ultralytics' default_act."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.act = nn.ReLU()
+        self.rep = nn.Sequential(self.act, nn.Conv2d(c, c, 3, 1, 1, groups=c), nn.BatchNorm2d(c), self.act)
+        self.twice = nn.ModuleList([nn.Conv2d(c, c, 1), nn.BatchNorm2d(c)])
+        self.again = self.twice
+
+    def forward(self, x):
+        x = self.rep(x) + x
+        x = self.act(self.twice[1](self.twice[0](x)))
+        return self.again[1](self.again[0](x))
+
+
 class Strided(Bottleneck):
     def __init__(self, c):
         super().__init__(c, 2)
@@ -199,6 +215,7 @@ BLOCKS = {
     Functional: ([""], 1, 0, 0, 0),
     Bottleneck: ([""], 0, 0, 3, 1),
     Strided: ([""], 0, 0, 3, 1),
+    Tied: ([""], 1, 0, 1, 0),
     SumBehind: ([""], 0, 0, 1, 1),
     ByFormula: ([""], 1, 0, 2, 1),
     functools.partial(ByFormula, act=HardSwishAtOnce): ([""], 1, 0, 2, 1),
@@ -593,6 +610,48 @@ def test_sums_of_other_shapes_dtypes_and_layers_are_torchs(change, in_place, cal
     assert ours.dtype == theirs.dtype
     harness.assert_as_good_as_torch(ours, theirs, truth, "y")
     assert ("sum" in calls) == (change is None)
+
+
+def other_first(block):
+    block.rep[0] = nn.Tanh()
+
+
+def other_last(block):
+    block.rep[3] = nn.Tanh()
+
+
+def other_own(block):
+    block.act = nn.Tanh()
+
+
+def untied(block):
+    block.again = copy.deepcopy(block.again)
+    with torch.no_grad():
+        block.again[0].weight.mul_(-2)
+
+
+def other_inside(block):
+    block.again[0] = nn.Conv2d(16, 16, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", [other_first, other_last, other_own, untied, other_inside], ids=name_of)
+def test_layers_that_stood_in_several_places_may_be_replaced_in_one(change, compiled):
+    block, stock, report = fused(Tied)
+    assert by_hand(report)
+    x = harness.images((2, 16, 9, 9))
+    run = block
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    run(x)
+    for other in (block, stock):
+        torch.manual_seed(1)
+        change(other)
+    exact = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(run(x), stock(x), exact, name_of(change))
+    run(x).square().sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
 
 
 def test_recording_counts_no_batch():

@@ -16,6 +16,7 @@ from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
 from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
+from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
 from fusedtrain.nn.depthwise_conv2d import (
     DepthwiseConv2d,
@@ -34,6 +35,7 @@ from fusedtrain.ops.pointwise_conv2d import with_moments
 from fusedtrain.ops.pointwise_conv2d_norm import pointwise_conv2d_norm
 
 torch.fx.wrap("depthwise_bn_act_se")  # recorded as a single node
+torch.fx.wrap("laid_out_as")
 torch.fx.wrap("batch_norm_act_se")
 torch.fx.wrap("pointwise_conv2d_norm")
 torch.fx.wrap("with_moments")
@@ -173,7 +175,8 @@ def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tens
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
     known = kind_of(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
     if known and _is_norm(norm) and norms.takes_batch(norm):
-        return with_moments(x, conv.weight, conv.bias, conv.stride)
+        weight = conv.weight
+        return with_moments(laid_out_as(weight, x), weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
 
 
@@ -213,10 +216,10 @@ def takes_sides(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _pointwise(x: Tensor, conv: PointwiseConv2d, norm: nn.Module, act: str) -> Tensor:
-    group = norms.group_of(norm)
-    layers = (conv.weight, conv.bias, *norms.arguments(norm))
+    group, weight = norms.group_of(norm), conv.weight
+    layers = (weight, conv.bias, *norms.arguments(norm))
     options = {"stride": conv.stride, "act": act, "process_group": group, "num_batches_tracked": norms.counter(norm)}
-    return pointwise_conv2d_norm(x, *layers, **options)
+    return pointwise_conv2d_norm(laid_out_as(weight, x), *layers, **options)
 
 
 def _gated(
@@ -247,9 +250,10 @@ def _as_one(
     sides: int | tuple[int, ...] | str,
 ) -> Tensor:
     running_mean, running_var, *affine, training, momentum, eps = norms.arguments(norm)
-    se, (se_act, gate_act) = (None, ("relu", "sigmoid")) if gate is None else gate
+    weight, (se, (se_act, gate_act)) = conv.weight, (None, ("relu", "sigmoid")) if gate is None else gate
     return depthwise_bn_act_se(
-        *(x, conv.weight, conv.bias, running_mean, running_var, *affine, se, training, momentum, eps),
+        *(laid_out_as(weight, x), weight, conv.bias, running_mean, running_var),
+        *(*affine, se, training, momentum, eps),
         stride=conv.stride,
         padding=sides,
         dilation=conv.dilation,

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtrain.nn._activation import observed
+from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.ops import depthwise_conv2d
 
 torch.fx.wrap("depthwise_conv2d")  # recorded as a single node
+torch.fx.wrap("laid_out_as")
 
 
 class DepthwiseConv2d(nn.Conv2d):
@@ -33,7 +35,8 @@ class DepthwiseConv2d(nn.Conv2d):
 
     Returns:
         From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, the convolved images in the same memory
-        format. state_dict: ``weight`` ``[C * m, 1, kh, kw]`` and ``bias`` ``[C * m]``, initialised as ``nn.Conv2d``.
+        format, or channels_last where the weight is. state_dict: ``weight`` ``[C * m, 1, kh, kw]`` and
+        ``bias`` ``[C * m]``, initialised as ``nn.Conv2d``.
 
     Raises:
         ValueError: ``groups`` is not C, or a shape does not fit.
@@ -71,7 +74,7 @@ class DepthwiseConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not is_depthwise(self):
             return super()._conv_forward(input, weight, bias)
-        padding = self.sides(input)
+        input, padding = laid_out_as(weight, input), self.sides(input)
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
@@ -110,7 +113,7 @@ class DepthwiseConv2dSame(DepthwiseConv2d):
         if not is_depthwise(self):
             input = F.pad(input, self.sides(input))
             return F.conv2d(input, weight, bias, self.stride, 0, self.dilation, self.groups)
-        sides = self.sides(input)
+        input, sides = laid_out_as(weight, input), self.sides(input)
         return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
 
 
@@ -128,7 +131,7 @@ class DepthwiseConv2dStaticSame(DepthwiseConv2d):
         if not is_depthwise(self) or not has_plain_padding(self):
             input = self.static_padding(input)
             return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        sides = self.sides(input)
+        input, sides = laid_out_as(weight, input), self.sides(input)
         return depthwise_conv2d(input, weight, bias, self.stride, sides, self.dilation, groups=self.groups)
 
 

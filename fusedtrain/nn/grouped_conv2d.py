@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import grouped_conv2d
 
 torch.fx.wrap("grouped_conv2d")  # recorded as a single node
+torch.fx.wrap("laid_out_as")
 
 
 class GroupedConv2d(nn.Conv2d):
@@ -30,7 +32,8 @@ class GroupedConv2d(nn.Conv2d):
 
     Returns:
         From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, ``[N, D, Ho, Wo]`` in the same memory
-        format. state_dict: ``weight`` ``[D, I, kh, kw]`` and ``bias`` ``[D]``, initialised as ``nn.Conv2d``.
+        format, or channels_last where the weight is. state_dict: ``weight`` ``[D, I, kh, kw]`` and
+        ``bias`` ``[D]``, initialised as ``nn.Conv2d``.
 
     Raises:
         ValueError: a shape does not fit.
@@ -43,7 +46,7 @@ class GroupedConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if stays_stock(self, input):
             return super()._conv_forward(input, weight, bias)
-        padding = self.padding
+        input, padding = laid_out_as(weight, input), self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
 from fusedtrain.ops import pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import gains_in_small
 
 torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
+torch.fx.wrap("laid_out_as")
 
 
 class PointwiseConv2d(nn.Conv2d):
@@ -31,7 +33,8 @@ class PointwiseConv2d(nn.Conv2d):
 
     Returns:
         From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, ``[N, D, Ho, Wo]`` in the same memory
-        format. state_dict: ``weight`` ``[D, C, 1, 1]`` and ``bias`` ``[D]``, initialised as ``nn.Conv2d``.
+        format, or channels_last where the weight is. state_dict: ``weight`` ``[D, C, 1, 1]`` and
+        ``bias`` ``[D]``, initialised as ``nn.Conv2d``.
 
     Raises:
         ValueError: kernel, padding or groups are others, or a shape does not fit.
@@ -70,7 +73,7 @@ class PointwiseConv2d(nn.Conv2d):
         gains = small and input.dim() == 4 and gains_in_small(input, weight, self.stride)
         if not is_pointwise(self) or (small and not gains):
             return super()._conv_forward(input, weight, bias)
-        return pointwise_conv2d(input, weight, bias, self.stride)
+        return pointwise_conv2d(laid_out_as(weight, input), weight, bias, self.stride)
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:

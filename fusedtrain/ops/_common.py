@@ -110,11 +110,16 @@ def is_channels_last(x: Tensor) -> bool:
 def _is_turned(x: Tensor) -> bool:
     """``x.is_contiguous(memory_format=torch.channels_last)``; what vmap has wrapped cannot be asked, and is not."""
     try:
-        return x.is_contiguous(memory_format=torch.channels_last)
+        turned = x.is_contiguous(memory_format=torch.channels_last)
     except RuntimeError:
         if vmapped():
             return False
         raise
+    if turned or not torch.compiler.is_compiling():
+        return turned
+    # Of images of any size that a graph of torch 2.10 has made it says no.
+    _, c, h, w = x.shape
+    return x.stride() == (h * w * c, 1, w * c, c)
 
 
 def vmapped() -> bool:
@@ -227,8 +232,15 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     n_stride, *strides = x.stride()
     _, c, h, w = x.shape
     if strides == [1, w * c, c] and n_stride == h * w * c != 1 and not vmapped():
-        return y.contiguous(memory_format=torch.channels_last)
+        return to_channels_last(y)
     return y
+
+
+def to_channels_last(t: Tensor) -> Tensor:
+    """``t`` as channels_last, of one channel or pixel, too, whose strides ``contiguous()`` leaves as they are."""
+    (_, c, h, w), t = t.shape, t.contiguous(memory_format=torch.channels_last)
+    strides = (h * w * c, 1, w * c, c)
+    return t if t.stride() == strides else t.as_strided(t.shape, strides)
 
 
 def owned(y: Tensor) -> Tensor:

@@ -203,9 +203,15 @@ IMPLS = register(
 _REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common.never_why_not)
 
 
+# In graphs of torch 2.10 a symbol among the arguments of an autograd Function is taken for another one, silently; those
+# of 2.13 are right.
+_MIXES_UP_SYMBOLS = torch.__version__ < (2, 13)
+_OWN = 0.0  # in the place of a count: that of the images at hand
+
+
 class _BatchNormAct(torch.autograd.Function):
-    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed; ``y`` what has
-    been made of them, or None."""
+    """``count`` is the number of values per channel behind mean and rstd, or ``_OWN``, None where these are fixed;
+    ``y`` what has been made of them, or None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, mean, rstd, options):
@@ -236,7 +242,7 @@ class _BatchNormAct(torch.autograd.Function):
             if ctx.group is not None and trained and need_dx:
                 sums = _all_reduced(*sums, ctx.group)
             if need_dx or writes_dr:
-                sums = _and_count(sums if trained else (None, None), ctx.count)
+                sums = _and_count(sums if trained else (None, None), ctx.count, dy)
                 dx, dr = ctx.impl.backward(*inputs, *sums, *ctx.codes, need_dx, writes_dr)
         return (
             dx if need_dx else None,
@@ -247,20 +253,21 @@ class _BatchNormAct(torch.autograd.Function):
         )
 
 
-def _is_open(count: float | None) -> bool:
+def _is_open(count: int | float) -> bool:
     """Whether a compiled graph leaves the count open: an operator's number would tie it to the images of that size."""
-    if count is None or not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # pulls in much
 
     return not has_static_value(count)
 
 
-def _and_count(sums: Sequence[Tensor | None], count: float | None) -> tuple:
+def _and_count(sums: Sequence[Tensor | None], count: float | None, images: Tensor) -> tuple:
     """The two sums and the count by which the operators divide them."""
-    if _is_open(count):
-        return *(None if s is None else s / count for s in sums), 1.0
-    return *sums, count or 1.0
+    if count is None:
+        return *sums, 1.0
+    count = count or _count(images)
+    return (*(None if s is None else s / count for s in sums), 1.0) if _is_open(count) else (*sums, count)
 
 
 def _all_reduced(sum_dz: Tensor, sum_dz_xhat: Tensor, group) -> tuple[Tensor, Tensor]:
@@ -396,7 +403,7 @@ def batch_norm_act(
     Cost: in training forward reads x twice (once with ``moments``) and writes y, backward reads x and dy twice and
         writes dx; the activation is computed again. Stock BatchNorm and activation take 5 and 8 such passes.
     Numerics: sums of squares are taken about the mean, in float32 chunks added up in float64; one rounding at the end;
-    deterministic, independent of threads.
+    deterministic, and independent of threads where a kernel of this package runs.
     Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``
     """
     _common.check_images("batch_norm_act", x)
@@ -422,7 +429,7 @@ def batch_norm_act(
     with torch.no_grad():
         if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
             running, tail = (running_mean, running_var, counter), (momentum, eps, code, residual_after)
-            (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _count(x)
+            (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _OWN
         else:
             _count_up(counter)
             mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
@@ -452,7 +459,7 @@ def _residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):
-    """Returns mean, rstd and how many values per channel they come from, None for fixed statistics.
+    """Returns mean, rstd and how many values per channel they come from, or ``_OWN``, None for fixed statistics.
 
     ``moments`` are mean and m2 of x where they are known.
     """
@@ -467,4 +474,5 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     update = _reference_update if _is_open(count) or _common.vmapped() else impl.update
-    return mean, update(mean, m2, running_mean, running_var, count, momentum, eps), count
+    rstd = update(mean, m2, running_mean, running_var, count, momentum, eps)
+    return mean, rstd, _OWN if _MIXES_UP_SYMBOLS and group is None else count

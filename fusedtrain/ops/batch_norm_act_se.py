@@ -43,7 +43,7 @@ class _BatchNormActSe(torch.autograd.Function):
         dy = _common.dense_like(dy, saved[0])
         dresidual = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
         (*inputs, sum_dz, sum_dz_xhat), others = _reduced(ctx, dresidual, saved, need_dz, need_others)
-        sums = _and_count((sum_dz, sum_dz_xhat), ctx.count)
+        sums = _and_count((sum_dz, sum_dz_xhat), ctx.count, dy)
         dz = ctx.impl.backward(*inputs, *sums, ctx.codes[0]) if need_dz else None
         return dz, *others, dresidual if need_dresidual else None, *(None,) * 3
 

@@ -15,21 +15,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _codes, _common, _schema
-from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
+    _MIXES_UP_SYMBOLS,
+    _OWN,
     _all_reduced,
     _and_count,
     _check_statistics,
-    _count,
     _count_up,
     _fake_stats,
+    _is_open,
     _statistics,
     batch_norm_act,
 )
+from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import _check as _check_norm
 from fusedtrain.ops.batch_norm_act import reference as norm_reference
 from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS as CONV_BACKWARD_IMPLS
@@ -172,7 +175,7 @@ def _reduced(ctx, dy, saved, need_dz: bool, needed) -> tuple[tuple, tuple]:
 def _conv_gradients(ctx, inputs, x, weight, act: int, needed) -> tuple:
     """dx, dw and db of the convolution, from dz as the operators take its ``inputs``."""
     *inputs, sum_du, sum_du_xhat = inputs
-    inputs, tail = (*inputs, *_and_count((sum_du, sum_du_xhat), ctx.count)), (*ctx.geometry, *needed)
+    inputs, tail = (*inputs, *_and_count((sum_du, sum_du_xhat), ctx.count, inputs[0])), (*ctx.geometry, *needed)
     if ctx.conv_backward is None:
         return ctx.impl.conv_backward(*inputs, act, x, weight, *tail)
     return ctx.conv_backward(ctx.impl.backward(*inputs, act), x, weight, *tail)
@@ -428,6 +431,8 @@ def depthwise_bn_act_se(
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
     """
     _common.check_images("depthwise_bn_act_se", x)
+    if _MIXES_UP_SYMBOLS and isinstance(padding, tuple) and len(padding) == 4 and any(map(_is_open, padding)):
+        x, padding = F.pad(x, padding), 0  # zeros as many as the size of the image asks for
     if se is not None and len(se) != 4:
         raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
     codes = [
@@ -462,7 +467,7 @@ def depthwise_bn_act_se(
         if gathers and group is None and impl.train is not None and apart:
             inputs = (x, weight, bias, *running, counter, *affine, *(se or _NO_GATE), momentum, eps)
             y, z, mean, rstd, *small, factors = impl.train(*inputs, *geometry, *codes)
-            made, count = (y, *small), _count(z)
+            made, count = (y, *small), _OWN
         else:
             _count_up(counter)
             if gathers:

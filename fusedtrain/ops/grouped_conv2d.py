@@ -249,7 +249,8 @@ def grouped_conv2d(
     Cost: the products of ``F.conv2d``. Forward and both gradients each read their images once, through copies of
         bands of rows that stay in the caches. Stock PyTorch runs, direction by direction, where it was measured
         faster and no backend is forced, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight)``.
-    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent
+        of threads where a kernel of this package runs.
     Source: Krizhevsky et al., 2012; Xie et al., ResNeXt, https://arxiv.org/abs/1611.05431
     """
     if isinstance(x, Tensor) and x.dim() == 3:

@@ -230,7 +230,7 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     stride = stride or [1, 1]
-    read_first = _is_read_first(x, weight, stride)
+    read_first = stride != [1, 1] and _is_read_first(x, weight)
     products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
     if planes and not products and not read_first and not _by_planes(x, stride):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
@@ -271,13 +271,13 @@ def _read_by(x: Tensor, stride: list[int]) -> Tensor:
     return x[:, :, :: stride[0], :: stride[1]]
 
 
-def _is_read_first(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+def _is_read_first(x: Tensor, weight: Tensor) -> bool:
     """Whether the pixels that a stride reads are copied for a convolution without one: oneDNN, and ATen for few images,
     first rearrange all of a contiguous image. Measured on Intel's CPUs, 1.2 to 2.5 times (benchmarks/LOG.md,
     2026-11-28)."""
     cpu = _extension.BUILD_INFO
     known = cpu.get("cpu_vendor") == "intel" and cpu.get("isa_active") in _PRODUCTS and _HAS_MKL
-    if stride == [1, 1] or x.dtype != torch.float32 or not known:
+    if x.dtype != torch.float32 or not known:
         return False
     few = _common.is_less(x.shape[0], _FEW)
     if _common.is_channels_last(x):  # compiled, a program would hold for even or for odd sizes alone
@@ -362,7 +362,7 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
-    if not whole and _is_read_first(x, weight, stride):
+    if stride != [1, 1] and not whole and _is_read_first(x, weight):
         x, stride = _read_by(x, stride).contiguous(memory_format=_common.format_of(x)), [1, 1]
     if _by_kernel(x, weight.shape[0], whole):
         return _KERNEL(x, weight, bias, stride)
@@ -402,7 +402,7 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
 
 def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    if not whole and _is_read_first(x, weight, stride):
+    if stride != [1, 1] and not whole and _is_read_first(x, weight):
         read = _read_by(x, stride).contiguous(memory_format=_common.format_of(x))
         dx, *others = _backward(dy, read, weight, [1, 1], whole, need)
         return _among_zeros(dx, x, stride) if need_dx else None, *others

@@ -33,7 +33,7 @@ _BACKWARD = torch.ops.fusedtrain.pointwise_conv2d_norm_backward.default
 
 
 class _PointwiseNorm(torch.autograd.Function):
-    """``count`` is the number of values per channel behind mean and rstd, None where these are fixed."""
+    """``count`` is as in batch_norm_act."""
 
     @staticmethod
     def forward(ctx, x, weight, norm_weight, norm_bias, z, mean, rstd, options):
@@ -54,7 +54,7 @@ class _PointwiseNorm(torch.autograd.Function):
             sums = (None, None)
         elif ctx.group is not None:
             sums = _all_reduced(*sums, ctx.group)
-        dx, dw = _BACKWARD(*inputs, *_and_count(sums, ctx.count), ctx.act, x, weight, need_dx)
+        dx, dw = _BACKWARD(*inputs, *_and_count(sums, ctx.count, inputs[0]), ctx.act, x, weight, need_dx)
         return (
             dx if need_dx else None,
             _common.strided_like(dw, weight) if need_dw else None,

@@ -202,8 +202,8 @@ class FusedStep(torch.optim.Optimizer):
             for index, options, table in tables:
                 _tables.optimizer_step_(table, **options, **shared, **self._stored(index))
                 taken += len(table.params)
-        if self._options["ema_decay"] is not None and taken < sum(len(group["params"]) for group in self.param_groups):
-            self._average_others(**shared)
+        if taken < sum(len(group["params"]) for group in self.param_groups):
+            self._go_on(**shared)
 
     def _gather(self) -> list[tuple[int, dict, _tables.Table]] | None:
         """The index, options and table of each group; None where the lists are to be taken, as at the first step."""
@@ -310,16 +310,26 @@ class FusedStep(torch.optim.Optimizer):
                 self.state[p].pop(f"{name}_scale", None)
         return shared
 
-    def _average_others(
+    def _go_on(
         self, found_inf: Tensor | None = None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_
     ) -> None:
-        """The averages of parameters that have no gradient at this step, unless the step is left out."""
-        weight, taken = 1 - self._options["ema_decay"], None if found_inf is None else found_inf.view(()) == 0
+        """What goes on without a gradient unless the step is left out: averages of parameters, counts of groups."""
+        taken = None if found_inf is None else found_inf.view(()) == 0
         if skip_nonfinite:
             taken = norm.isfinite() if taken is None else taken & norm.isfinite()
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p.grad is None]
+            if self._options["ema_decay"] is not None:
+                self._average(others, taken)
+            if self._step_of_group and others and len(others) == len(group["params"]):
+                step = _kept(group, "step", others[0])
+                step += 1 if taken is None else taken.to(step.device)
+
+    def _average(self, params: list[Tensor], taken: Tensor | None) -> None:
+        weight = 1 - self._options["ema_decay"]
+        for p in params:
             state = self.state.get(p, {})
-            if p.grad is None and "ema" in state:
+            if "ema" in state:
                 average, exact = _local(state["ema"]), _local(state.get("master", p))
                 moved = average.lerp(exact.to(average.dtype), weight)
                 average.copy_(moved if taken is None else torch.where(taken, moved, average))

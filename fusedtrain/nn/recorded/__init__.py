@@ -26,7 +26,7 @@ from fusedtrain.nn.depthwise_bn_act_se import BLOCKS, CONVOLUTIONS, NORMS, is_pa
 from fusedtrain.nn.recorded._block import Recorded, restore, stock_class, take
 from fusedtrain.nn.recorded._origin import is_of_a_zoo, is_unknown
 from fusedtrain.nn.recorded._patterns import Pattern, count_pointwise
-from fusedtrain.nn.recorded._state import MANY, Recording, Seen, is_sequence, state_of
+from fusedtrain.nn.recorded._state import MANY, Recording, Seen, aliases, is_sequence, state_of
 from fusedtrain.nn.recorded._tracing import Kind, held_by, holders_of, is_inlined, trace
 
 __all__ = ["Recorded", "Recording", "find", "record", "restore", "stock_class", "take"]
@@ -55,7 +55,7 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: Seen.of(path, block.get_submodule(path)) for path in sorted(inlined)}
-    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None))
+    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None), aliases(block))
 
 
 def _containers(module: nn.Module) -> Iterator[str]:

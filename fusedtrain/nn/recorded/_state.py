@@ -84,12 +84,14 @@ class Recording(NamedTuple):
         seen: what it holds for, by the paths of the modules that were inlined or read from, parents first.
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
+        aliases: the paths of modules that stand in several places, all of which a forward calls by the first.
     """
 
     forwards: tuple[Callable, Callable]
     seen: dict[str, Seen]
     saved: int
     of_images: bool | None
+    aliases: list[list[list[str]]]
 
     def holds_for(self, block: nn.Module, argument) -> bool:
         suits = argument is not None if self.of_images is None else isinstance(argument, Tensor) == self.of_images
@@ -104,7 +106,27 @@ class Recording(NamedTuple):
                     return False
             if look(modules[path], traced) != state:
                 return False
+        for first, *others in self.aliases:
+            module = _at(block, first)
+            for path in others:
+                if _at(block, path) is not module:
+                    return False
         return True
+
+
+def _at(block: nn.Module, path: list[str]) -> nn.Module | None:
+    for name in path:
+        block = None if block is None else block._modules.get(name)
+    return block
+
+
+def aliases(block: nn.Module) -> list[list[list[str]]]:
+    """The paths, in parts, of the modules in ``block`` that several others hold, or one under several names."""
+    modules, places = dict(block.named_modules(remove_duplicate=False)), {}
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        places.setdefault(module, {}).setdefault((modules[parent], name), path.split("."))
+    return [list(paths.values()) for paths in places.values() if len(paths) > 1]
 
 
 # What these two return is traced by torch.compile, which so guards what is read.
