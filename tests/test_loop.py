@@ -1173,13 +1173,14 @@ def test_parameters_that_join_the_optimizer_later_train_like_the_others(kind, na
             harness.assert_as_good_as_torch(p, average[name], average[name].double(), name)
 
 
-@pytest.mark.parametrize("at", [3, 4, 6, 8])  # of nine batches; from the fourth on others learn, too
+@pytest.mark.parametrize("at", [3, 4, 6, 8])  # three batches an epoch, and its end; from the second on others learn
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, optim.Adam])
 def test_parameters_that_have_joined_do_so_again_where_a_run_goes_on(tmp_path, kind, once, at):
     class Unfreeze(Callback):
         def on_epoch_start(self, trainer, epoch):
             groups = trainer.optimizer.param_groups
+            seen.append(len(groups))
             if epoch == 1 if once else (epoch >= 1 and len(groups) == 1):
                 trainer.model[1].requires_grad_(True)
                 trainer.optimizer.add_param_group({"params": list(trainer.model[1].parameters()), "lr": 0.05})
@@ -1194,11 +1195,16 @@ def test_parameters_that_have_joined_do_so_again_where_a_run_goes_on(tmp_path, k
             averages = weights(model)
         return weights(model), averages, [group["lr"] for group in run.optimizer.param_groups]
 
+    seen = []
     whole = run()
+    assert seen == [1, 1, 2]
+    seen.clear()
     with pytest.raises(SystemExit):
         run(Stop(at), checkpoint=Checkpoint(tmp_path))
     rest = run(checkpoint=Checkpoint(tmp_path))
     assert all(map(torch.equal, rest[:2], whole[:2])) and rest[2] == whole[2]
+    again = at // 4
+    assert seen == [1, 1, 2][: again + 1] + [1, 1, 2][again:]
 
 
 def test_parameters_that_have_joined_must_be_the_models(tmp_path):

@@ -124,17 +124,17 @@ class Bottleneck(nn.Module):
 
 
 class Tied(nn.Module):
-    """One activation under three names, and two names of one list, as in Xception and ultralytics' default_act."""
+    """One activation under four names, and two names of one list, as in Xception and ultralytics' default_act."""
 
     def __init__(self, c):
         super().__init__()
         self.act = nn.ReLU()
         self.rep = nn.Sequential(self.act, nn.Conv2d(c, c, 3, 1, 1, groups=c), nn.BatchNorm2d(c), self.act)
         self.twice = nn.ModuleList([nn.Conv2d(c, c, 1), nn.BatchNorm2d(c)])
-        self.again = self.twice
+        self.again, self.tail = self.twice, nn.Sequential(self.act)
 
     def forward(self, x):
-        x = self.rep(x) + x
+        x = self.tail(self.rep(x) + x)
         x = self.act(self.twice[1](self.twice[0](x)))
         return self.again[1](self.again[0](x))
 
@@ -624,6 +624,10 @@ def other_own(block):
     block.act = nn.Tanh()
 
 
+def other_tail(block):
+    block.tail[0] = nn.Tanh()
+
+
 def untied(block):
     block.again = copy.deepcopy(block.again)
     with torch.no_grad():
@@ -635,7 +639,7 @@ def other_inside(block):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("change", [other_first, other_last, other_own, untied, other_inside], ids=name_of)
+@pytest.mark.parametrize("change", [other_first, other_last, other_own, other_tail, untied, other_inside], ids=name_of)
 def test_layers_that_stood_in_several_places_may_be_replaced_in_one(change, compiled):
     block, stock, report = fused(Tied)
     assert by_hand(report)
