@@ -240,6 +240,11 @@ def test_every_option_of_the_loop_is_on_the_command_line_with_its_default(capsys
     assert text.count("(default: ") > 50
 
 
+def test_an_option_that_there_is_not_names_the_help_that_lists_the_others():
+    with pytest.raises(InputError, match=r"--bogus.*; fusedtrain train --model NAME --help lists the options"):
+        run.parse(["--bogus", "3"])
+
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
