@@ -178,7 +178,7 @@ class Saving:
         own = {
             "rng": t.feed.rng_state(),
             "at_start": t.feed.at_start,
-            "validation_rng": None if t.validation is None else t.validation.rng_state()["loader"],
+            "validation_rng": None if t.validation_feed is None else t.validation_feed.rng_state()["loader"],
             "loss": float(t.numbers.loss_sum),
             "weight": t.numbers.weight,
         }
@@ -323,8 +323,8 @@ class Saving:
         if rank < len(ranks):
             t.feed.at_start = ranks[rank]["at_start"]
             t.feed.set_rng_state(ranks[rank]["rng"])
-            if t.validation is not None and ranks[rank].get("validation_rng") is not None:
-                t.validation.set_rng_state(rng_state() | {"loader": ranks[rank]["validation_rng"]})
+            if t.validation_feed is not None and ranks[rank].get("validation_rng") is not None:
+                t.validation_feed.set_rng_state(rng_state() | {"loader": ranks[rank]["validation_rng"]})
 
     def _tell_overruled(self, given: list[dict]) -> None:
         """Warns of hyperparameters that are not those of the checkpoint, which the run goes on with."""

@@ -130,7 +130,7 @@ class Trainer:
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
         self.feed: Feed | None = None  # the training data of a fit
-        self.validation: Feed | None = None  # its validation data; evaluate() makes a feed for each pass
+        self.validation_feed: Feed | None = None  # its validation data; evaluate() makes a feed for each pass
         self.reading: tuple[Feed, int] | None = None  # while evaluating: the data, and the batch from their position on
 
     # --- what a subclass may change -----------------------------------------------------------------------------------
@@ -345,7 +345,8 @@ class Trainer:
             torch.backends.cudnn.benchmark = config.cudnn_benchmark
         seed_all(config.seed + self.world.rank)
         self.feed = Feed(train, self.world)
-        self.validation = None if valid is None else Feed(valid, self.world, "validation")  # refuses what cannot work
+        # A feed refuses what cannot work.
+        self.validation_feed = None if valid is None else Feed(valid, self.world, "validation")
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
         self.schedule, self._per_step = schedule.make(
