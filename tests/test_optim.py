@@ -59,6 +59,12 @@ def stock_class(name):
     return getattr(timm.optim, IN_TIMM.get(name, name))
 
 
+def kinds(name, dtype=torch.float32) -> list[tuple]:
+    """Classes and dtypes: ours, its counterpart, and that in float64, which is the truth."""
+    stock = stock_class(name)
+    return [(getattr(optim, name), dtype), (stock, dtype), (stock, torch.float64)]
+
+
 def parameters(device="cpu", dtype=torch.float32) -> list[torch.Tensor]:
     """A channels_last weight, a matrix, a bias, a number, an empty one, and a part of a larger tensor."""
     shapes = [(8, 5, 3, 3), (17, 40), (33,), (), (0, 4), (6, 6)]
@@ -99,7 +105,7 @@ def test_steps_are_as_good_as_stock(zoo, device, backend, name, dtype, steps):
     if (backend, steps) == ("reference", 100) and dtype != torch.float32:
         pytest.skip("what rounding does to the kernels' steps is no matter of the reference")
     arguments, runs = OPTIMIZERS[name], []
-    for cls, of in ((getattr(optim, name), dtype), (stock_class(name), dtype), (stock_class(name), torch.float64)):
+    for cls, of in kinds(name, dtype):
         params = [p.detach().to(of).requires_grad_() for p in parameters(device, dtype)]
         optimizer = cls(params, **arguments)
         for step in range(steps):
@@ -161,11 +167,7 @@ def test_timms_arguments(zoo, device, backend, name, arguments):
     if unknown:
         pytest.skip(f"{name} of this timm does not know {', '.join(unknown)}")
     runs = []
-    for cls, dtype in (
-        (getattr(optim, name), torch.float32),
-        (stock_class(name), torch.float32),
-        (stock_class(name), torch.float64),
-    ):
+    for cls, dtype in kinds(name):
         params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
         optimizer = cls(params, lr=0.02, **arguments)
         train(optimizer, 2)
@@ -178,11 +180,7 @@ def test_timms_arguments(zoo, device, backend, name, arguments):
 def test_groups_without_gradients_count_steps_as_timms_do(zoo, device, backend, name):
     harness.skip_unless_runs(backend, device, "optimizer_step")
     runs = []
-    for cls, dtype in (
-        (getattr(optim, name), torch.float32),
-        (stock_class(name), torch.float32),
-        (stock_class(name), torch.float64),
-    ):
+    for cls, dtype in kinds(name):
         params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)]
         optimizer = cls([{"params": params[:1]}, {"params": params[1:]}], lr=0.02)
         for step in range(6):
@@ -1021,11 +1019,7 @@ def test_states_of_an_older_timm_are_completed_as_timm_does(zoo, name):
     newer |= {"decoupled_decay"} if name != "RMSpropTF" else set()
     arguments = {"lr": 0.01, "weight_decay": 0.1}
     runs = []
-    for cls, dtype in (
-        (getattr(optim, name), torch.float32),
-        (stock_class(name), torch.float32),
-        (stock_class(name), torch.float64),
-    ):
+    for cls, dtype in kinds(name):
         params = [p.detach().to(dtype).requires_grad_() for p in parameters()]
         first = stock_class(name)(params, **arguments)
         train(first, 2)

@@ -20,7 +20,7 @@ class Recorded(nn.Module):
     Made by :func:`fusedtrain.fuse` only. It is still an instance of its own class, with all that this has.
     """
 
-    __module__ = "fusedtrain.nn.recorded"
+    __module__ = "fusedtrain.nn.recorded"  # under which reports name it
     _recording: "Recording | None" = None  # of what its own code makes of its class, such as ``block[:3]``
 
     def __init_subclass__(cls, **options):
