@@ -725,6 +725,18 @@ def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
     assert [1, 1] not in seen
 
 
+@pytest.mark.parametrize(("layout", "copied"), [("channels_last", False), ("contiguous", True)])
+def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instructions, monkeypatch):
+    if not MODULE._HAS_MKL:
+        pytest.skip("PyTorch was built without MKL")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    x, weight = harness.images((16, 128, 5, 7), layout), harness.normal(128, 128, 1, 1)
+    for spare, expected in ((0, True), (-1, copied)):
+        monkeypatch.setattr(MODULE, "_LARGE", x.numel() * 4 + spare)
+        assert MODULE._is_read_first(x, weight) == expected
+
+
 @dense_layouts
 def test_a_stride_compiles_once_for_even_and_odd_sizes(layout, no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")

@@ -262,7 +262,7 @@ _PRODUCTS = {
 _LARGE_WEIGHT = 1 << 19  # elements, up to which a sum over contiguous images stays in the cache
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
-_LARGE = 32 << 20  # bytes of a gradient, which oneDNN is faster at
+_LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneDNN is faster at
 _MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
 
 
@@ -281,8 +281,8 @@ def _is_read_first(x: Tensor, weight: Tensor) -> bool:
         return False
     few = _common.is_less(x.shape[0], _FEW)
     if _common.is_channels_last(x):  # compiled, a program would hold for even or for odd sizes alone
-        many = weight.shape[0] >= x.shape[1] >= _MANY_STRIDED
-        return many and not few and not torch.compiler.is_compiling()
+        many = weight.shape[0] >= x.shape[1] >= _MANY_STRIDED and not few
+        return many and not torch.compiler.is_compiling() and x.numel() * x.element_size() <= _LARGE
     return x.is_contiguous() and (weight.numel() <= _LARGE_WEIGHT or not few)
 
 
