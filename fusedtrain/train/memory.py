@@ -69,6 +69,12 @@ def resident(*, exact: bool = False) -> int:
     return _field("/proc/self/status", "VmRSS")
 
 
+def private() -> int:
+    """Returns the bytes that count against a limit of this process's data (RLIMIT_DATA), in main memory or not; OSError
+    where the system does not tell."""
+    return _field("/proc/self/status", "VmData")
+
+
 def available() -> int:
     """Returns the bytes of memory that processes can have before the system has to swap or to end one; OSError where
     the system does not tell."""

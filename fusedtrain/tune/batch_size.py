@@ -1,6 +1,7 @@
 """The largest batch that fits into memory, and the one that is fastest per sample."""
 
 import contextlib
+import importlib
 import multiprocessing
 import signal
 import sys
@@ -10,7 +11,7 @@ from statistics import median
 
 import torch
 
-from fusedtrain.train.memory import available
+from fusedtrain.train.memory import available, private
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import Target, TuneError, end_with_parent
 
@@ -19,6 +20,8 @@ WARM_UP = 2  # steps; the optimizer's state comes with the first, allocators set
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "could not create a primitive", "MemoryError")
 # cuBLAS and cuDNN make their handles and choose among algorithms by what is left of a GPU.
 OUT_OF_MEMORY += ("STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED", "unable to find an engine to execute")
+# What the dynamic linker says of a library that a first step loads.
+OUT_OF_MEMORY += ("failed to map segment", "cannot map zero-fill pages", "cannot change memory protections")
 
 
 def tune_batch_size(
@@ -134,6 +137,7 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results) -
     end_with_parent()
     try:
         limited = memory is not None and target.resolve_device().type == "cpu"
+        importlib.import_module("torch._dynamo")  # by optimizers; cut short, an import may raise anything
         with _within(memory) if limited else contextlib.nullcontext():
             found = _run(target, size, steps)
         results.send(found)
@@ -142,7 +146,8 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results) -
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
             text in str(error) for text in OUT_OF_MEMORY
         ):
-            results.send({"fits": False, "reason": reason[:200]})
+            said = "" if "memory" in reason.lower() else " (out of memory)"
+            results.send({"fits": False, "reason": reason[:200] + said})
         else:
             results.send({"error": reason})
 
@@ -150,9 +155,12 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results) -
 @contextlib.contextmanager
 def _within(memory: int):
     """Limits private memory in the ``with`` block, and not what is said of it afterwards; mapped libraries and files do
-    not count."""
+    not count. MemoryError where as much is in use already: what the heap has left would hide it."""
     import resource
 
+    with contextlib.suppress(OSError):
+        if private() >= memory:
+            raise MemoryError(f"{private() >> 20} MiB are in use before a model is made")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
     try:
