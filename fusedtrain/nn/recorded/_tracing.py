@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 
 from fusedtrain.nn._activation import observed, op_name
 from fusedtrain.nn.recorded._origin import KNOWN, is_of_a_zoo, is_ours, is_unknown, package
@@ -93,7 +94,6 @@ for _name in IN_PLACE:
 
 _TYPES = "it asks for the types of what it takes or makes"
 _NUMBER = "it asks for the number in a tensor"
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 _AUTOCAST = ("cpu", "cuda")
 
 
@@ -139,8 +139,6 @@ class Tracer(fx.Tracer):
 
     def note_question(self, node: fx.Node, frame: types.FrameType) -> None:
         """Keeps for which arguments the answer is right that the code of ``frame`` gets: none is a tensor."""
-        if frame.f_code is _APPLY:  # of a bound method, too, which nothing in its place would be seen by
-            self.refuse("it calls a torch.autograd.Function")
         frame = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
         names = {*frame.f_code.co_names, *frame.f_code.co_freevars}
         if is_ours(frame.f_globals.get("__name__", "")):
@@ -353,19 +351,21 @@ _GROUP = ("is_initialized", "get_rank", "get_world_size") if torch.distributed.i
 _CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
 _CLOSED += [(torch.distributed, name, "it asks for its process group") for name in _GROUP]
 _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
+# Every call of a Function makes one, also of a bound ``apply``, which nothing in its place would be seen by.
+_CLOSED += [(BackwardCFunction, "__init__", "it calls a torch.autograd.Function")]
 
 
 @contextlib.contextmanager
 def _closed() -> Iterator[list[str]]:
     """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
-    So does one that asks for modes. Yields why it did, if it catches that."""
-
+    So does one that asks for modes, and one with a backward of its own. Yields why it did, if it catches that."""
     thread, reasons = threading.get_ident(), []
 
     def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
-            if threading.get_ident() == thread and not is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+            looked = look is object.__init__ or not is_ours(sys._getframe(1).f_globals.get("__name__", ""))
+            if threading.get_ident() == thread and looked:
                 reasons.append(reason)
                 raise RuntimeError(reason)
             return look(*args, **kwargs)
@@ -380,6 +380,7 @@ def _closed() -> Iterator[list[str]]:
     finally:
         for (owner, name, _), look in zip(_CLOSED, before):
             setattr(owner, name, look)
+        del BackwardCFunction.__init__
 
 
 @contextlib.contextmanager
