@@ -644,6 +644,58 @@ def test_torch_fx_traces_fused_models(zoo):
     harness.assert_as_good_as_torch(torch.fx.symbolic_trace(model)(x), stock, truth, "traced")
 
 
+class Twice(nn.Module):
+    """Blocks and layers by themselves, one of them called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8))
+        self.shared, self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 8, 3, groups=2)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.norm(self.shared(self.shared(self.stem(x))))
+        return self.head(self.grouped(x).mean((2, 3)))
+
+
+TRACED = ["mobilenet_v2", "shufflenet_v2_x0_5", "regnet_y_400mf", "twice"]
+
+
+def _traceable(zoo, name):
+    torch.manual_seed(0)
+    model = Twice() if name == "twice" else getattr(zoo.torchvision.models, name)(num_classes=10)
+    return randomised(model)
+
+
+@pytest.mark.parametrize("name", [name for name in TRACED if name != "regnet_y_400mf"])  # of whose gates the op is seen
+def test_torch_fx_names_layers_and_their_calls_as_in_the_stock_network(zoo, name):
+    names = zoo.torchvision.models.feature_extraction.get_graph_node_names
+    model = _traceable(zoo, name)
+    stock = names(model)
+    fusedtrain.fuse(model)
+    assert names(model) == stock
+
+
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("training", [False, True])
+def test_traced_models_go_from_training_to_evaluation_and_back(zoo, name, training):
+    model, x = _traceable(zoo, name).train(training), harness.images((4, 3, 64, 64))
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    stock, truth = copy.deepcopy(model), copy.deepcopy(model).double()
+    fusedtrain.fuse(model)
+    mine, theirs, exact = (torch.fx.symbolic_trace(m).train(not training) for m in (model, stock, truth))
+    harness.assert_as_good_as_torch(mine(x), theirs(x), exact(x.double()), "output")
+    assert mine.state_dict().keys() == theirs.state_dict().keys()
+    for key, value in exact.state_dict().items():
+        a, b = mine.state_dict()[key], theirs.state_dict()[key]
+        if value.is_floating_point():
+            harness.assert_as_good_as_torch(a, b, value, key)
+        else:
+            assert torch.equal(a, b), key
+
+
 def test_features_of_layers_that_a_block_calls_twice_are_those_of_the_stock_network(zoo):
     """torchvision names what a traced network computes by layers and by how often these were called."""
     model = randomised(zoo.torchvision.models.resnet18(num_classes=10))
@@ -865,7 +917,8 @@ def test_options_of_convolutions_may_be_integers_of_numpy(zoo):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("family", range(4))
 def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
-    model = list(exported_families(zoo))[family].eval()
+    torch.manual_seed(0)
+    model = randomised(list(exported_families(zoo))[family])
     fusedtrain.fuse(model)
     batch = torch.export.Dim("batch", min=1, max=4096)
     exported = torch.export.export(

@@ -3,10 +3,11 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fusedtrain.nn._activation import Layer, create, observed, op_name
 from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._traced import node_of
 from fusedtrain.ops import batch_norm_act
 
 torch.fx.wrap("batch_norm_act")  # recorded as a single node
@@ -141,6 +142,8 @@ class BatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy) and (node := node_of(self, input)) is not None:
+            return node
         return super().forward(input) if stays_stock(self, input) else normalise(self, input)
 
 
@@ -197,6 +200,8 @@ class BatchNormAct2d(BatchNorm2d):
         self.act = create(act_layer, **options) if apply_act and act_layer is not None else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy) and (node := node_of(self, x)) is not None:
+            return node
         return _then_act(self, x)
 
 
@@ -223,4 +228,6 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy) and (node := node_of(self, input)) is not None:
+            return node
         return _then_act(self, input)

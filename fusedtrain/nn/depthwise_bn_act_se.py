@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn import batch_norm_act as norms
@@ -18,6 +18,7 @@ from fusedtrain.nn._activation import Layer, observed, op_name
 from fusedtrain.nn._kind import kind_of
 from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._traced import node_of
 from fusedtrain.nn.depthwise_conv2d import (
     DepthwiseConv2d,
     DepthwiseConv2dSame,
@@ -122,9 +123,11 @@ def middle(
     sides: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Returns ``project(se(others(norm(conv(x)))))``, as one op as far as that computes the same; ``conv`` may be
-    None. ``sides``: the zeros around x for a depthwise ``conv`` that :func:`takes_sides`, in the place of its own."""
+    None. ``sides``: the zeros around x for a depthwise ``conv`` that :func:`takes_sides`, in the place of its own.
+
+    torch.fx records layer by layer, by the names that the stock network has, and for both modes."""
     left = (*others, se, project)
-    known = _is_norm(norm)
+    known = _is_norm(norm) and not isinstance(x, fx.Proxy)
     if conv is not None and not (known and _is_before_norm(conv)):
         x, conv = conv(x), None
     if not known:
@@ -174,7 +177,7 @@ def add(
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
     known = kind_of(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
-    if known and _is_norm(norm) and norms.takes_batch(norm):
+    if known and _is_norm(norm) and norms.takes_batch(norm) and not isinstance(x, fx.Proxy):
         weight = conv.weight
         return with_moments(laid_out_as(weight, x), weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
@@ -331,6 +334,8 @@ class DepthwiseBnActSe(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy) and (node := node_of(self, x)) is not None:
+            return node
         return middle(x, self.conv, self.bn, (), self.se)
 
 
@@ -361,7 +366,7 @@ class MBConvBlock(nn.Module):
     follows, up to the projection, as one op."""
 
     def forward(self, inputs: Tensor, drop_connect_rate: float | None = None) -> Tensor:
-        if stays_stock(self, inputs):
+        if isinstance(inputs, fx.Proxy) or stays_stock(self, inputs):
             return super().forward(inputs, drop_connect_rate)
         has_expansion, has_gate, has_skip = _parts_of_mbconv(self)
         x = middle(inputs, self._expand_conv, self._bn0, (self._swish,)) if has_expansion else inputs

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fusedtrain.nn._activation import observed
 from fusedtrain.nn._layout import laid_out_as
+from fusedtrain.nn._traced import Conv2d
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.ops import depthwise_conv2d
 
@@ -15,7 +16,7 @@ torch.fx.wrap("depthwise_conv2d")  # recorded as a single node
 torch.fx.wrap("laid_out_as")
 
 
-class DepthwiseConv2d(nn.Conv2d):
+class DepthwiseConv2d(Conv2d):
     r"""A depthwise convolution, in the place of ``nn.Conv2d(..., groups=in_channels)``.
 
     .. math:: y_{cm+j} = b_{cm+j} + w_{cm+j} \star x_c, \quad j < m = \mathrm{out\_channels} / \mathrm{in\_channels}

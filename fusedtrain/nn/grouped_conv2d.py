@@ -2,17 +2,18 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._traced import Conv2d
 from fusedtrain.ops import grouped_conv2d
 
 torch.fx.wrap("grouped_conv2d")  # recorded as a single node
 torch.fx.wrap("laid_out_as")
 
 
-class GroupedConv2d(nn.Conv2d):
+class GroupedConv2d(Conv2d):
     r"""A convolution in groups of channels, in the place of ``nn.Conv2d(..., groups=G)``.
 
     .. math:: y_{gO+o} = b_{gO+o} + \sum_i w_{gO+o,i} \star x_{gI+i}

@@ -1,10 +1,11 @@
 """1x1 convolutions as layers: nn.Conv2d with a kernel of one pixel, on the fused op."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._traced import Conv2d
 from fusedtrain.ops import pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import gains_in_small
 
@@ -12,7 +13,7 @@ torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
 torch.fx.wrap("laid_out_as")
 
 
-class PointwiseConv2d(nn.Conv2d):
+class PointwiseConv2d(Conv2d):
     r"""A 1x1 convolution, in the place of ``nn.Conv2d(in_channels, out_channels, 1)``.
 
     .. math:: y_{o,p} = b_o + \sum_c w_{oc}\, x_{c,p}
@@ -76,6 +77,6 @@ class PointwiseConv2d(nn.Conv2d):
         return pointwise_conv2d(laid_out_as(weight, input), weight, bias, self.stride)
 
 
-def is_pointwise(conv: nn.Conv2d) -> bool:
+def is_pointwise(conv: torch.nn.Conv2d) -> bool:
     """True for a kernel of one pixel over all channels, without padding: the attributes of a layer may be changed."""
     return conv.kernel_size == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid", "same")
