@@ -658,16 +658,19 @@ class Twice(nn.Module):
         return self.head(self.grouped(x).mean((2, 3)))
 
 
-TRACED = ["mobilenet_v2", "shufflenet_v2_x0_5", "regnet_y_400mf", "twice"]
+NAMED = ["mobilenet_v2", "shufflenet_v2_x0_5", "twice"]
 
 
 def _traceable(zoo, name):
     torch.manual_seed(0)
+    if name == "efficientnet_pytorch":
+        network = pytest.importorskip(name).EfficientNet
+        return randomised(network.from_name("efficientnet-b0", num_classes=10, drop_connect_rate=0.0))
     model = Twice() if name == "twice" else getattr(zoo.torchvision.models, name)(num_classes=10)
     return randomised(model)
 
 
-@pytest.mark.parametrize("name", [name for name in TRACED if name != "regnet_y_400mf"])  # of whose gates the op is seen
+@pytest.mark.parametrize("name", NAMED)
 def test_torch_fx_names_layers_and_their_calls_as_in_the_stock_network(zoo, name):
     names = zoo.torchvision.models.feature_extraction.get_graph_node_names
     model = _traceable(zoo, name)
@@ -676,7 +679,24 @@ def test_torch_fx_names_layers_and_their_calls_as_in_the_stock_network(zoo, name
     assert names(model) == stock
 
 
-@pytest.mark.parametrize("name", TRACED)
+def test_torch_fx_records_fused_layers_as_it_does_torchs():
+    layers = [
+        fusedtrain.nn.DepthwiseConv2d(8, 8, 3),
+        fusedtrain.nn.DepthwiseConv2dSame(8, 8, 3),
+        fusedtrain.nn.PointwiseConv2d(8, 8),
+        fusedtrain.nn.GroupedConv2d(8, 8, 3, groups=2),
+        fusedtrain.nn.BatchNorm2d(8),
+        fusedtrain.nn.BatchNormAct2d(8),
+        fusedtrain.nn.SyncBatchNormAct(8),
+        fusedtrain.nn.DepthwiseBnActSe(8, 4),
+        fusedtrain.nn.Linear(8, 8),
+    ]
+    graph = torch.fx.symbolic_trace(nn.Sequential(*layers)).graph
+    assert [(node.op, node.target) for node in graph.nodes][1:-1] == [("call_module", str(i)) for i in range(9)]
+
+
+# The gates of RegNet and the swishes of efficientnet_pytorch are calls of ops, by whose names nobody asks.
+@pytest.mark.parametrize("name", [*NAMED, "regnet_y_400mf", "efficientnet_pytorch"])
 @pytest.mark.parametrize("training", [False, True])
 def test_traced_models_go_from_training_to_evaluation_and_back(zoo, name, training):
     model, x = _traceable(zoo, name).train(training), harness.images((4, 3, 64, 64))
