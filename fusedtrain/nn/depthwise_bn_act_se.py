@@ -177,7 +177,7 @@ def add(
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Returns ``conv(x)``, and the moments that ``norm`` takes of it where the convolution gathers them."""
     known = kind_of(conv) is PointwiseConv2d and is_pointwise(conv) and not observed(conv)
-    if known and _is_norm(norm) and norms.takes_batch(norm) and not isinstance(x, fx.Proxy):
+    if known and _is_norm(norm) and norms.takes_batch(norm):
         weight = conv.weight
         return with_moments(laid_out_as(weight, x), weight, conv.bias, conv.stride)
     return x if conv is None else conv(x), None
