@@ -510,7 +510,7 @@ class Rates(Callback):
     """The learning rate of every update and the part of the run that lay behind it."""
 
     def __init__(self):
-        self.seen = {}
+        self.seen, self.all = {}, []
 
     def on_epoch_start(self, trainer, epoch):
         self.rate = float(trainer.optimizer.param_groups[0]["lr"])
@@ -518,6 +518,7 @@ class Rates(Callback):
     def on_step_end(self, trainer):
         done = trainer.feed.epoch + (trainer.feed.used - 1) / len(trainer.feed.batches)
         self.seen[done] = self.rate
+        self.all.append(self.rate)
         self.rate = float(trainer.optimizer.param_groups[0]["lr"])
 
 
@@ -544,6 +545,26 @@ def test_a_run_that_goes_on_with_other_batches_stays_where_it_was_in_its_schedul
     whole, rest = rates[0].seen, rates[1].seen
     assert list(rest) == [done for done in whole if done >= 3]
     assert rest == {done: pytest.approx(whole[done]) for done in rest}
+
+
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "step"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("step", 8), ("epoch", 8)), (("epoch", 8), ("step", 8)), (("step", 8), ("step", 24)), (("step", 8), ("step", 4))],
+)
+def test_amid_an_epoch_too_a_run_with_other_moves_goes_on_where_it_would_have_been(tmp_path, name, first, second):
+    def run(per, size, callbacks, **options):
+        schedule = Schedule(name, warmup_epochs=0, per=per, step_epochs=2)
+        made = make(net(), epochs=4, callbacks=callbacks, schedule=schedule, **options)
+        made.fit(data(48, size))
+
+    whole, rest = Rates(), Rates()
+    run(*second, [whole])
+    with pytest.raises(SystemExit):
+        run(*first, [Stop(10)], checkpoint=Checkpoint(tmp_path))  # half of the second epoch of six updates is over
+    run(*second, [rest], checkpoint=Checkpoint(tmp_path))
+    left = round(len(whole.all) * 2.5 / 4)
+    assert rest.all == pytest.approx(whole.all[-left:])
 
 
 @pytest.mark.parametrize("per", ["step", "epoch"])
@@ -1591,6 +1612,20 @@ def test_averages_that_a_resumed_run_is_the_first_to_keep_begin_with_its_weights
     run.fit(data())
     with run.averaged_weights():
         assert torch.equal(weights(model), weights(trained))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
+def test_averages_that_a_run_has_done_without_begin_anew(kind, tmp_path):
+    never = math.nextafter(1.0, 0.0)
+    for epochs, decay in ((1, 0.9), (2, None), (3, never)):
+        model = net()
+        options = {"epochs": epochs, "ema_decay": decay, "checkpoint": Checkpoint(tmp_path)}
+        run = make(model, kind(model.parameters(), lr=0.5), **options)
+        run.fit(data())
+        if decay is None:
+            trained = weights(model)
+    with run.averaged_weights():
+        assert torch.equal(weights(model), trained)
 
 
 class Temperature(nn.Module):

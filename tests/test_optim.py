@@ -966,6 +966,55 @@ def test_swapped_averages_and_loaded_weights_do_not_lose_masters():
     assert all((p > 6).all() for p in model.parameters())
 
 
+def test_masters_that_are_not_in_use_and_parameters_set_by_hand_do_not_lead_averages_astray():
+    p = torch.nn.Parameter(torch.ones(5).bfloat16())
+    with_masters = optim.AdamW([p], lr=0.1, master_weights=True, ema_decay=0.5)
+    p.grad = torch.ones_like(p)
+    with_masters.step()
+    p.grad = None
+    with torch.no_grad():
+        p.fill_(5.0)
+    for _ in range(20):
+        with_masters.step()
+    assert torch.equal(with_masters.state[p]["ema"].bfloat16(), p)
+    without = optim.AdamW([p], lr=0.1, ema_decay=0.5)
+    without.load_state_dict(with_masters.state_dict())
+    assert without.state[p].keys() == with_masters.state[p].keys() - {"master"}
+
+
+def test_averages_end_where_nobody_goes_on_with_them():
+    """Else an optimizer of later would find those of long ago."""
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizers = [optim.AdamW([p], lr=0.1, ema_decay=decay) for decay in (0.5, None, 0.5)]
+    for optimizer, before in zip(optimizers, [None, *optimizers]):
+        if before is not None:
+            optimizer.load_state_dict(before.state_dict())
+        begin = p.detach().clone()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert ("ema" in optimizer.state[p]) == (optimizer is not optimizers[1])
+    assert torch.equal(optimizers[2].state[p]["ema"], begin.lerp(p.detach(), 0.5))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_loss_scaler_steps_an_optimizer_without_any_gradient(device, backend, name):
+    """As the one of two whose network has its turn at another step."""
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    one, other = (getattr(optim, name)([p], **OPTIMIZERS[name], ema_decay=0.5) for p in params)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    for p in (*params, params[0]):
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+        before = [p.detach().clone() for p in params]
+        scaler.scale(p.sum()).backward()
+        for optimizer in (one, other):
+            scaler.step(optimizer)
+        scaler.update()
+        for q, own in zip(params, before):
+            assert torch.equal(q, own) == (q is not p)
+
+
 def test_float64_keeps_its_states():
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     p.grad = torch.ones_like(p)

@@ -95,6 +95,20 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
     [
         (["--model", "no_such_net"], "model: there is no 'no_such_net': "),
         (["--data", "nowhere"], "data: there is no folder nowhere"),
+        (
+            ["--data", "high"],
+            "data: high holds one class, flowers, and there is nothing to tell apart; pass high/flo",
+        ),
+        (["--data", "alone"], "data: alone/train holds one class, cats, and there is nothing to tell apart"),
+        (
+            ["--model", "smallnet", "--precision", "fp16", "--init-scale", "inf"],
+            "init_scale must be positive and finite, got inf",
+        ),
+        (
+            ["--model", "smallnet", "--activation-budget-gib", "inf"],
+            "activation_budget_gib must be at least 0 and finite, got inf",
+        ),
+        (["--model", "smallnet", "--loggers", "jsonl", "jsonl"], "loggers names one twice: jsonl, jsonl"),
         (["--model", "smallnet", "--epochs", "0"], "epochs must be at least 1, got 0"),
         (["--model", "smallnet", "--lr", "0"], "lr must be positive and finite, got 0.0"),
         (["--model", "smallnet", "--lr", "inf"], "lr must be positive and finite, got inf"),
@@ -112,11 +126,17 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, capsys, words, message):
+    from PIL import Image
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "newer.yaml").write_text("version: 99\n")
     (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
     (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
     (tmp_path / "text.yaml").write_text("freeze: blocks.*\n")
+    for folder in ("high/flowers/train/red", "high/flowers/val/red", "alone/train/cats", "alone/val/cats"):
+        (tmp_path / folder).mkdir(parents=True)
+        for i in range(3):
+            Image.new("RGB", (9, 9)).save(tmp_path / folder / f"{i}.png")
     assert main(["train", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1

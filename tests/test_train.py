@@ -190,6 +190,7 @@ def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"schedule": Schedule(warmup_epochs=2.0)}, r"warmup_epochs must lie between 0 and epochs \(1\), got 2.0"),
         ({"weights": "no/such/folder/weights.pt"}, "the folder for the weights does not exist: no/such/folder"),
+        ({"weights": "w.pt", "best_weights": "./w.pt"}, "weights and best_weights are one file, w.pt: name two"),
         ({"device": "tpu9"}, "device must be auto, cpu or cuda, got 'tpu9'"),
         ({"device": "meta"}, "device must be auto, cpu or cuda, got 'meta'"),
         ({"device": "cuda:99"}, "device 'cuda:99': "),

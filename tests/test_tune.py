@@ -99,6 +99,12 @@ def test_the_largest_batch_that_fits_is_found_and_remembered(models, monkeypatch
         tune.tune_batch_size(hungry, largest=512, memory=memory, steps=1, fresh=True)
 
 
+@pytest.mark.parametrize("memory", ["inf", "nan", "0", "-1"])
+def test_memory_that_is_no_size_is_refused(capsys, memory):
+    assert main(["tune", "batch-size", "--memory", memory]) == 2
+    assert "memory must be a positive, finite number of GiB, got " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mib", [1, 50, 150])  # so little that not even the answer would fit
 def test_memory_that_is_none_is_too_little(models, mib):
     message = r"a batch of 4 does not fit: MemoryError: \d+ MiB are in use before a model is made"
@@ -418,7 +424,9 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
         ({"sampler": "magic"}, "sampler must be one of tpe, random, grid"),
         ({"sampler": "{name: tpe, magic: 1}"}, "options of the sampler or pruner: .*magic"),
         ({"params": "{x: 3}"}, r"x must be a list of choices or \{low, high\} with log or step, got 3"),
-        ({"params": "{x: {low: 2, high: 1}}"}, "x: low and high must be numbers in order, got 2 and 1"),
+        ({"params": "{x: {low: 2, high: 1}}"}, "x: low and high must be finite numbers in order, got 2 and 1"),
+        ({"params": "{x: {low: 0, high: .inf}}"}, "x: low and high must be finite numbers in order, got 0 and inf"),
+        ({"params": "{x: {low: .nan, high: 1}}"}, "x: low and high must be finite numbers in order, got nan and 1"),
         ({"params": "{x: {low: 0, high: 1, log: true}}"}, "x: log needs a positive low and no step"),
         ({"params": "{x: {low: 0, high: 1, step: 0}}"}, "x: step must be a positive number, got 0"),
         ({"sampler": "[tpe]"}, r"sampler must be a name or {name: ..., option: ...}, got \['tpe'\]"),

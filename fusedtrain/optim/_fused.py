@@ -186,7 +186,12 @@ class FusedStep(torch.optim.Optimizer):
     def _take(self) -> None:
         self._norm = self._norm_scale = None
         tables = self._gather()
-        shared, taken = {"found_inf": getattr(self, "found_inf", None)}, 0
+        found_inf = getattr(self, "found_inf", None)
+        if not isinstance(
+            found_inf, Tensor
+        ):  # GradScaler adds up what gradients on each device have; without any, to 0
+            found_inf = self.found_inf = None
+        shared, taken = {"found_inf": found_inf}, 0
         if tables is None:
             groups = []
             for index, group in enumerate(self.param_groups):
@@ -330,7 +335,10 @@ class FusedStep(torch.optim.Optimizer):
         for p in params:
             state = self.state.get(p, {})
             if "ema" in state:
-                average, exact = _local(state["ema"]), _local(state.get("master", p))
+                average, exact = _local(state["ema"]), _local(p)
+                if self._exact == "master" and "master" in state:  # as the op does: p may have been set since
+                    master = _local(state["master"])
+                    exact = torch.where(master.to(p.dtype) == exact, master, exact)
                 moved = average.lerp(exact.to(average.dtype), weight)
                 average.copy_(moved if taken is None else torch.where(taken, moved, average))
 
@@ -476,6 +484,7 @@ class FusedStep(torch.optim.Optimizer):
         for group in self.param_groups:
             if self._step_of_group and "step" in group and group["params"]:
                 group["step"] = _number(group["params"][0], group["step"])
+        beside = {self._exact, None if self._options["ema_decay"] is None else "ema"}
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, own):
@@ -485,6 +494,9 @@ class FusedStep(torch.optim.Optimizer):
                     state[name] = _number(p, value)
                     continue
                 if value is None or (name not in _BESIDE and name not in _STATES):
+                    continue
+                if name in _BESIDE and name not in beside:  # nobody goes on with it: it would be of long ago one day
+                    state.pop(name, None)
                     continue
                 if value.shape != p.shape:
                     shapes = f"of shape {list(value.shape)} is not of a parameter of shape {list(p.shape)}"

@@ -36,7 +36,7 @@ class ActivationCheckpointing:
 
     def __post_init__(self):
         budget = self.activation_budget_gib
-        require(budget >= 0, f"activation_budget_gib must be at least 0, got {budget}")
+        require(0 <= budget < float("inf"), f"activation_budget_gib must be at least 0 and finite, got {budget}")
         require(not (budget and self.checkpoint_modules), "give checkpoint_modules or activation_budget_gib, not both")
 
 

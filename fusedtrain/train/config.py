@@ -105,6 +105,8 @@ class TrainConfig:
         for name in ("weights", "best_weights"):
             if getattr(self, name) is not None:
                 _check_file(name, Path(getattr(self, name)))
+        paths = [os.path.realpath(path) for path in (self.weights, self.best_weights) if path is not None]
+        require(len({*paths}) == len(paths), f"weights and best_weights are one file, {self.weights}: name two")
         budget = self.activation_checkpointing.activation_budget_gib
         require(not budget or self.compile is None, "activation_budget_gib measures blocks, which compile= fuses")
         if self.cuda_graphs:

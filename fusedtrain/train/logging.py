@@ -34,6 +34,7 @@ class Logging:
     def __post_init__(self):
         unknown = [name for name in self.loggers if name not in PACKAGES]
         require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
+        require(len({*self.loggers}) == len(self.loggers), f"loggers names one twice: {', '.join(self.loggers)}")
         require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
         needed = {f"the logger {name}": PACKAGES[name] for name in self.loggers if self.log_dir is not None}
         needed |= {"log_usage": "psutil"} if self.log_usage else {}

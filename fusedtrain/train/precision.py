@@ -37,7 +37,8 @@ class Precision:
     def __post_init__(self):
         names = ", ".join(PRECISIONS)
         require(self.precision in PRECISIONS, f"precision must be one of {names}, got {self.precision!r}")
-        require(self.init_scale > 0, f"init_scale must be positive, got {self.init_scale}")
+        finite = 0 < self.init_scale < float("inf")
+        require(finite, f"init_scale must be positive and finite, got {self.init_scale}")
         require(self.growth_interval > 0, f"growth_interval must be at least 1, got {self.growth_interval}")
 
     def set_tf32(self, device: torch.device) -> None:

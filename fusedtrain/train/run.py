@@ -245,6 +245,7 @@ def _datasets(options: Options):
             order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
             count = max(1, len(whole) // 10)
             require(len(whole) > 1, f"data: {root} holds a single image")
+            _check_classes(root, whole.classes)
             subset = torch.utils.data.Subset
             return subset(augmented, order[count:]), subset(whole, order[:count]), len(whole.classes), 3
         require(len(parts) > 1, f"data: {root} has train, but no val, valid or test beside it")
@@ -252,9 +253,18 @@ def _datasets(options: Options):
         valid = fdata.ImageFolder(parts[1], size=options.size)
     except (ValueError, ModuleNotFoundError) as error:  # the second: of the package that reads images
         raise InputError(f"data: {error}") from None
+    _check_classes(root / "train", train.classes)
     if train.classes != valid.classes:
         raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
     return train, valid, len(train.classes), 3
+
+
+def _check_classes(root: Path, classes: list[str]) -> None:
+    """A single class is learnt at once, perfectly, and most often a folder too high."""
+    if len(classes) < 2:
+        inner = root / classes[0]
+        hint = f"; pass {inner}, which has train" if (inner / "train").is_dir() else ""
+        raise InputError(f"data: {root} holds one class, {classes[0]}, and there is nothing to tell apart{hint}")
 
 
 class RandomCrop:

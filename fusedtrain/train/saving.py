@@ -283,7 +283,9 @@ class Saving:
         try:
             if t.scheduler is None:
                 now = t.ticks, t.config.epochs
-                schedule.load(t.schedule, state["schedule"], (state.get("ticks"), state.get("epochs", now[1])), now)
+                before = state.get("ticks"), state.get("epochs", now[1])
+                place = None if before == now else self._place(state["skipped"], before[0])
+                schedule.load(t.schedule, state["schedule"], before, now, place)
             else:
                 t.schedule.load_state_dict(state["schedule"])
         except (KeyError, ValueError) as error:
@@ -325,6 +327,17 @@ class Saving:
             t.feed.set_rng_state(ranks[rank]["rng"])
             if t.validation_feed is not None and ranks[rank].get("validation_rng") is not None:
                 t.validation_feed.set_rng_state(rng_state() | {"loader": ranks[rank]["validation_rng"]})
+
+    def _place(self, skipped: list[int], before: int | None) -> int | None:
+        """Returns how often the schedule of this run would have moved until here; None where the data's length is not
+        known. ``before``: how often it moved in an epoch of the run that saved."""
+        t = self.trainer
+        if not t.per_step:
+            return t.feed.epoch
+        if t.updates_per_epoch is None:
+            return None
+        left_out = (skipped[0] - skipped[2]) * (t.ticks / before if before and before > 1 else 1)
+        return t.feed.epoch * t.updates_per_epoch + t.feed.updates(t.group.size) - round(left_out)
 
     def _tell_overruled(self, given: list[dict]) -> None:
         """Warns of hyperparameters that are not those of the checkpoint, which the run goes on with."""

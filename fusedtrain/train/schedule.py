@@ -227,12 +227,14 @@ _KINDS = ("lr_lambdas", "total_steps", "plateau")  # what the state of a schedul
 _LENGTHS = ("total_steps", "_schedule_phases")  # of onecycle: those of the run that goes on
 
 
-def load(scheduler, state: dict, before: tuple, now: tuple) -> None:
+def load(scheduler, state: dict, before: tuple, now: tuple, place: int | None = None) -> None:
     """Loads the state of a scheduler of :meth:`Schedule.build`, so that it stands at the same epoch.
 
     Args:
         before, now: how often it moves in an epoch, and in how many epochs, in the run that saved the state and in this
             one; other batches or another number of processes make another number of updates.
+        place: how often it would have moved in this run, if known: amid an epoch more than the state's count says, or
+            less.
 
     Raises:
         ValueError: the state is that of another kind of scheduler.
@@ -245,7 +247,7 @@ def load(scheduler, state: dict, before: tuple, now: tuple) -> None:
         scheduler.load_state_dict(state)
         return
     ratio = now[0] / before[0] if now[0] and before[0] else 1.0
-    reached = round(state["last_epoch"] * ratio)
+    reached = round(state["last_epoch"] * ratio) if place is None else max(0, place)
     if isinstance(scheduler, OneCycleLR):
         reached = min(reached, scheduler.total_steps)
     # To the step before, and a step from there: the rates in the checkpoint are those of another place.

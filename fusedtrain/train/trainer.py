@@ -267,7 +267,7 @@ class Trainer:
         """What moves with every applied update."""
         if self.owed:  # it moved for one that turned out, later, not to have been applied
             self.owed -= 1
-        elif self._per_step:
+        elif self.per_step:
             self.schedule.step()
         if self.averages is not None:
             self.averages.update()
@@ -349,10 +349,10 @@ class Trainer:
         self.validation_feed = None if valid is None else Feed(valid, self.world, "validation")
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
-        self.schedule, self._per_step = schedule.make(
+        self.schedule, self.per_step = schedule.make(
             config.schedule, self.scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
         )
-        self.ticks = updates if self._per_step else 1  # of the schedule, per epoch
+        self.ticks = updates if self.per_step else 1  # of the schedule, per epoch
         self.best = Best(config.early_stopping)
         self.numbers, self._batches = Numbers(self, self.late), []
         self._group_loss = self._group_weight = self._total = 0.0
@@ -459,7 +459,7 @@ class Trainer:
         if isinstance(self.schedule, (schedule.Plateau, ReduceLROnPlateau)):
             observe = self.schedule.observe if isinstance(self.schedule, schedule.Plateau) else self.schedule.step
             observe(self.world.decide(monitored))
-        elif not self._per_step:
+        elif not self.per_step:
             self.schedule.step()
         numbers.loss_sum = numbers.seconds = numbers.weight = 0.0
         self.groups_at_start = None

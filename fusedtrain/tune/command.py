@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -134,6 +135,8 @@ def _batch_size(command) -> None:
     def run(args) -> dict:
         from fusedtrain.tune.batch_size import tune_batch_size
 
+        if args.memory is not None and not 0 < args.memory < math.inf:
+            raise TuneError(f"memory must be a positive, finite number of GiB, got {args.memory}")
         memory = None if args.memory is None else int(args.memory * 2**30)
         options = {"smallest": args.smallest, "largest": args.largest, "steps": args.steps, "memory": memory}
         return tune_batch_size(_target(args), **options, fresh=args.fresh, progress=_progress)

@@ -360,8 +360,9 @@ def _range(name: str, value):
         raise TuneError(f"{name} must be a list of choices or {{low, high}} with log or step, got {value!r}")
     found = {key: _number(item) for key, item in value.items()}
     low, high = found["low"], found["high"]
-    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (low, high)) or low > high:
-        raise TuneError(f"{name}: low and high must be numbers in order, got {low!r} and {high!r}")
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) for x in (low, high))
+    if not numbers or low > high:
+        raise TuneError(f"{name}: low and high must be finite numbers in order, got {low!r} and {high!r}")
     step = found.get("step", 1)
     if not isinstance(step, (int, float)) or isinstance(step, bool) or not step > 0:
         raise TuneError(f"{name}: step must be a positive number, got {step!r}")
