@@ -187,10 +187,8 @@ class FusedStep(torch.optim.Optimizer):
         self._norm = self._norm_scale = None
         tables = self._gather()
         found_inf = getattr(self, "found_inf", None)
-        if not isinstance(
-            found_inf, Tensor
-        ):  # GradScaler adds up what gradients on each device have; without any, to 0
-            found_inf = self.found_inf = None
+        # GradScaler adds up what the devices with gradients have found: without any it has the number 0.
+        found_inf = found_inf if isinstance(found_inf, Tensor) else None
         shared, taken = {"found_inf": found_inf}, 0
         if tables is None:
             groups = []
