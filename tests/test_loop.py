@@ -567,6 +567,26 @@ def test_amid_an_epoch_too_a_run_with_other_moves_goes_on_where_it_would_have_be
     assert rest.all == pytest.approx(whole.all[-left:])
 
 
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 8), (8, 4)])
+def test_updates_that_were_left_out_do_not_count_where_a_run_goes_on_otherwise(tmp_path, sizes):
+    inputs, targets = samples(48)
+    inputs[:8] = math.nan  # one update of eight samples in each epoch, or two of four
+
+    def run(size, epochs, callbacks, **options):
+        schedule = Schedule("cosine", warmup_epochs=0)
+        options |= {"epochs": epochs, "nonfinite": "skip", "schedule": schedule, "callbacks": callbacks}
+        made = make(net(), **options)
+        made.fit(Batches(inputs, targets, size, shuffle=False))
+
+    whole, rest = Rates(), Rates()
+    run(sizes[1], 6, [whole])
+    updates = 48 // sizes[0]
+    with pytest.raises(SystemExit):
+        run(sizes[0], 4, [Stop(updates + 1 + updates // 2)], checkpoint=Checkpoint(tmp_path))
+    run(sizes[1], 6, [rest], checkpoint=Checkpoint(tmp_path))
+    assert rest.all == pytest.approx(whole.all[-len(rest.all) :]) and len(rest.all) == len(whole.all) * 4.5 / 6
+
+
 @pytest.mark.parametrize("per", ["step", "epoch"])
 @pytest.mark.parametrize("name", ["cosine", "onecycle", "constant"])
 def test_a_run_that_is_made_longer_goes_on_at_the_rates_of_the_longer_one(tmp_path, name, per):

@@ -364,6 +364,7 @@ def _closed() -> Iterator[list[str]]:
     def closed(look: Callable, reason: str) -> Callable:
         @functools.wraps(look)
         def asked(*args, **kwargs):
+            # Whoever calls a Function: its frame makes the context.
             looked = look is object.__init__ or not is_ours(sys._getframe(1).f_globals.get("__name__", ""))
             if threading.get_ident() == thread and looked:
                 reasons.append(reason)
@@ -380,7 +381,7 @@ def _closed() -> Iterator[list[str]]:
     finally:
         for (owner, name, _), look in zip(_CLOSED, before):
             setattr(owner, name, look)
-        del BackwardCFunction.__init__
+        del BackwardCFunction.__init__  # it has object's
 
 
 @contextlib.contextmanager
