@@ -1128,6 +1128,30 @@ def test_compiling_keeps_the_names(tmp_path):
     net().load_state_dict(torch.load(tmp_path / "w.pt"))
 
 
+_COMPILED = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from fusedtrain.nn import SqueezeExcite
+from fusedtrain.train import TrainConfig, Trainer
+
+for _ in range(2):
+    model = nn.Sequential(SqueezeExcite(16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    config = TrainConfig(epochs=1, compile="default")
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), config)
+    trainer.fit([(torch.randn(4, 16, 8, 8), torch.arange(4))] * 2)
+    torch._dynamo.reset()
+    print(*(counters["aot_autograd"][name] for name in ("total", "autograd_cache_hit", "autograd_cache_bypass")))
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="PyTorch keeps no graphs with autograd Functions before 2.12")
+def test_a_run_compiles_one_graph_and_finds_it_when_it_begins_again(tmp_path):
+    done = harness.run_python("-c", _COMPILED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    counted = [line for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert counted == ["1 0 0", "2 1 0"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -109,6 +109,7 @@ class Trainer:
         activation.wrap(self.model, activation.matching(self.model, config.activation_checkpointing.checkpoint_modules))
         self._wrapped, self._wrapped_for = self.world.wrap(self.model, optimizer), self._learning()
         if config.compile is not None:
+            _keep_compiled_functions()
             self.model.compile(mode=config.compile)  # in place: the names of the state_dict stay
         self.scaler = config.precision.scaler(self.device)
         self.averages = averages(self.model, optimizer, config.ema_decay)
@@ -328,10 +329,12 @@ class Trainer:
 
     def _prepare(self, train: Iterable, valid: Iterable | None) -> None:
         config = self.config
-        metrics = {}
-        for name, batches in (("training", train), ("validation", valid)):
-            if batches is not None:
-                metrics = check.check_data(self, name, batches)
+        metrics, compiled = {}, config.compile is not None
+        # What runs once is not worth a graph, of training images in evaluation.
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            for name, batches in (("training", train), ("validation", valid)):
+                if batches is not None:
+                    metrics = check.check_data(self, name, batches)
         monitor = config.early_stopping.monitor
         if valid is not None and monitor not in metrics:
             raise InputError(f"monitor must be one of {', '.join(metrics)}, got {monitor!r}")
@@ -538,3 +541,11 @@ class Trainer:
                 yield
         finally:
             self.world.reshard(self.model)
+
+
+def _keep_compiled_functions() -> None:
+    """Lets torch.compile take graphs with autograd Functions, such as the fused ops', from its cache on disk when a run
+    begins again: PyTorch from 2.12 on knows them by their code."""
+    import torch._functorch.config as options  # pulls in much
+
+    options.autograd_cache_allow_custom_autograd_functions = True
