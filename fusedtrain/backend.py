@@ -2,13 +2,17 @@
 
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
 reference, that can take the arguments, or the reference where stock PyTorch is known to be faster on them, unless
-``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). A forced
-backend runs or raises; nothing falls back silently.
+``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). Under the
+transforms of torch.func and in forward mode, whose derivatives PyTorch's operators alone have, it takes the reference.
+A forced backend runs or raises; nothing falls back silently.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+from torch.autograd import forward_ad
 
 from fusedtrain import _tuned
 
@@ -32,6 +36,7 @@ class Impl:
     slower: Callable[..., str | None] | None = None
 
 
+_transformed = torch._C._are_functorch_transforms_active
 _OPS: dict[str, dict[str, Impl]] = {}
 _tuned.load()
 
@@ -93,6 +98,8 @@ def is_automatic() -> bool:
 def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
     if _forced is None:
+        if forward_ad._current_level >= 0 or _transformed():
+            return impls["reference"]
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
             return impls[measured[0]]
@@ -123,9 +130,12 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
 
 def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    measured = _tuned.choice(op, impls, args) if _tuned.active and _forced is None else None
-    lines = [f"{op}: {chosen} runs" + (f", forced by {_source}" if _forced is not None else "")]
-    if _forced is not None and impls[_forced].why_not(*args) is not None:
+    automatic, transforms = _forced is None, forward_ad._current_level >= 0 or _transformed()
+    measured = _tuned.choice(op, impls, args) if _tuned.active and automatic and not transforms else None
+    lines = [f"{op}: {chosen} runs" + ("" if automatic else f", forced by {_source}")]
+    if automatic and transforms:
+        lines = [f"{op}: {chosen} runs, which alone has the derivatives of torch.func and forward mode"]
+    if not automatic and impls[_forced].why_not(*args) is not None:
         lines = [f"{op}: {_forced} is forced by {_source} but cannot run"]
     if measured is not None:
         lines = [f"{op}: {measured[0]} runs, by the table of fusedtrain tune backend: {measured[1]}"]

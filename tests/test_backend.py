@@ -144,6 +144,13 @@ def test_small_images_are_left_to_stock_by_the_automatic_choice():
     assert impls["cpu"].slower(torch.ones(1, 32, 32, 32)) is None
 
 
+def test_explain_tells_that_stock_runs_under_transforms(capsys):
+    x = torch.ones(1, 32, 32, 32)
+    said = []
+    torch.vmap(lambda x: said.append(fusedtrain.explain("channel_pool", x)) or x)(x[None])
+    assert said[0].startswith("channel_pool: reference runs, which alone has the derivatives of torch.func")
+
+
 def test_explain_agrees_with_the_automatic_choice(capsys):
     for op, arguments in CALLS.items():
         with OperatorsCalled() as called:

@@ -531,6 +531,28 @@ def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
                 derive()
 
 
+@one_each
+def test_chosen_automatically_the_layers_have_the_derivatives_of_stock_ones(label, device):
+    layer, x = make(label, device=device).eval(), harness.images((2, C, 3, 5), device=device)
+    weights = dict(layer.named_parameters())
+
+    def loss(weights, image):
+        return functional_call(layer, weights, (image[None],)).square().sum()
+
+    def derivatives():
+        with forward_ad.dual_level():
+            yield forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+        yield torch.func.jvp(layer, (x,), (x,))[1]
+        yield torch.func.grad(lambda x: layer(x).square().sum())(x)
+        yield from torch.vmap(torch.func.grad(loss), (None, 0))(weights, x).values()
+        yield torch.vmap(layer)(x[:, None])
+
+    with fusedtrain.use_backend(None):
+        found = list(derivatives())
+    with fusedtrain.use_backend("reference"):
+        assert all(map(torch.equal, found, derivatives()))
+
+
 VMAPPED = {
     **{label: lambda device, label=label: make(label, device=device) for label in ONE_EACH},
     "Linear": lambda device: fusedtrain.nn.Linear(5, 7, device=device),
