@@ -653,6 +653,56 @@ def test_torchscript_traces_the_layer(label, device, backend):
         assert torch.equal(torch.jit.trace(layer, x)(other), layer(other))
 
 
+class Same(nn.Module):
+    """A block whose padding follows from the image."""
+
+    def __init__(self, device, **options):
+        super().__init__()
+        self.conv = fusedtrain.nn.DepthwiseConv2dSame(C, C, 3, stride=2, groups=C, device=device)
+        self.norm = fusedtrain.nn.BatchNorm2d(C, device=device, **options)
+
+    def forward(self, x):
+        return self.conv(x) + middle(x, self.conv, self.norm, (nn.ReLU(),))
+
+
+SIZES = ((2, C, 8, 10), (5, C, 9, 11), (3, C, 10, 9))
+BY_BATCHES = {
+    "BatchNormAct2d": lambda device: fusedtrain.nn.BatchNormAct2d(C, device=device),
+    "without statistics": lambda device: fusedtrain.nn.BatchNorm2d(C, track_running_stats=False, device=device).eval(),
+    "DepthwiseBnActSe": lambda device: fusedtrain.nn.DepthwiseBnActSe(C, 3, device=device),
+    "Same": lambda device: Same(device),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", BY_BATCHES)
+def test_torchscript_traces_normalisation_by_batches_of_any_size(kind, device, backend):
+    if backend == "triton":
+        pytest.skip("TorchScript tells overloads apart by their arguments alone, so it cannot call the .triton ones")
+    layer = BY_BATCHES[kind](device)
+    traced = torch.jit.trace(copy.deepcopy(layer), harness.images(SIZES[0], device=device), check_trace=False)
+    traced.load_state_dict(layer.state_dict())
+    for seed, size in enumerate(SIZES):
+        x = harness.images(size, device=device, seed=seed)
+        torch.testing.assert_close(traced(x), layer(x))
+    torch.testing.assert_close(traced.state_dict(), layer.state_dict())
+
+
+def test_padding_by_the_image_is_traced_and_exported_for_any_image(device, backend):
+    layer = Same(device).eval()
+    x = harness.images(SIZES[0], device=device)
+    height, width = (torch.export.Dim(name, min=8, max=64) for name in "hw")
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({2: height, 3: width},)).module()
+    graphs = [exported]
+    if backend != "triton":
+        with torch.no_grad():
+            graphs.append(torch.jit.trace(layer, x))
+    for seed, (_, *size) in enumerate(SIZES):
+        x = harness.images((2, *size), device=device, seed=seed)
+        for graph in graphs:
+            torch.testing.assert_close(graph(x), layer(x))
+
+
 TRACES = """
 import warnings
 warnings.resetwarnings()  # as they are without -W

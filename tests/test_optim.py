@@ -834,7 +834,7 @@ def wide_parameters(dtype, device="cpu") -> list[torch.Tensor]:
 
 def kept(optimizer, params) -> dict[str, torch.Tensor]:
     """The parameters and their states by name."""
-    tensors = {str(i): p.detach() for i, p in enumerate(params)}
+    tensors = {str(i): torch.atleast_1d(p.detach()) for i, p in enumerate(params)}
     for i, p in enumerate(params):
         tensors |= {f"{i} {name}": torch.atleast_1d(torch.as_tensor(t)) for name, t in optimizer.state[p].items()}
     return dict(sorted(tensors.items()))
@@ -857,6 +857,27 @@ def test_saved_and_resumed_steps_are_bitwise_the_same(name, format_name):
         train(optimizer, 3, params, first=3)
         runs.append(kept(optimizer, params))
     harness.assert_bitwise_equal(*runs, f"{name} {format_name}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_states_follow_a_model_that_becomes_float64_and_back(name, dtypes):
+    def make(params):
+        return getattr(optim, name)(params, **OPTIMIZERS[name], ema_decay=0.9)
+
+    params = parameters(dtype=dtypes[0])
+    optimizer = make(params)
+    train(optimizer, 2)
+    for p in params:
+        p.grad, p.data = None, p.data.to(dtypes[1])
+    begun = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(p.detach()).requires_grad_() for p in params]
+    anew = make(begun)
+    anew.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    runs = []
+    for other, others in ((optimizer, params), (anew, begun)):
+        train(other, 2, others, first=2)
+        runs.append(kept(other, others))
+    harness.assert_bitwise_equal(*runs, name)
 
 
 @needs_tables

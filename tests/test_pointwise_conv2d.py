@@ -610,6 +610,14 @@ def test_what_runs_in_float32_does_so_under_autocast(no_instructions):
     assert seen and {dtype for _, dtype in seen} == {torch.float32}
 
 
+def test_graphs_made_without_gradients_run_with_them(no_instructions):
+    layer = PointwiseConv2d(32, 64, 1).bfloat16()
+    x = harness.images((8, 32, 20, 20), "channels_last", torch.bfloat16)
+    with torch.no_grad():
+        exported, traced, y = torch.export.export(layer, (x,)).module(), torch.jit.trace(layer, x), layer(x)
+    assert torch.equal(exported(x), y) and torch.equal(traced(x), y)
+
+
 def test_what_the_cpu_multiplies_is_left_to_it(no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "amx_bf16")
     monkeypatch.setattr(_common, "_CPU_MULTIPLIES_FLOAT16", True)

@@ -89,7 +89,8 @@ def is_depthwise(conv: nn.Conv2d) -> bool:
 
 def same_padding(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
     """Returns TensorFlow's "same" padding (before, after), with which the output has ``ceil(size / stride)`` pixels."""
-    total = max((-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+    total = (-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size
+    total = total.clamp(min=0) if isinstance(total, Tensor) else max(total, 0)  # torch.jit.trace has tensors for sizes
     return total // 2, total - total // 2
 
 

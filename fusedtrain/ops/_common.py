@@ -28,6 +28,17 @@ def is_less(size: int, bound: float) -> bool:
     return size < bound
 
 
+def is_open(number: float | Tensor) -> bool:
+    """Whether a graph leaves open what follows from the sizes of images: a plain number would tie it to one size."""
+    if isinstance(number, Tensor):  # as sizes are for torch.jit.trace
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # pulls in much
+
+    return not has_static_value(number)
+
+
 def acc_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums and of the small vectors: float32, float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
+from fusedtrain.ops._windows import MIXES_UP_SYMBOLS
 
 
 def reference(
@@ -203,9 +204,6 @@ IMPLS = register(
 _REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common.never_why_not)
 
 
-# In graphs of torch 2.10 a symbol among the arguments of an autograd Function is taken for another one, silently; those
-# of 2.13 are right.
-_MIXES_UP_SYMBOLS = torch.__version__ < (2, 13)
 _OWN = 0.0  # in the place of a count: that of the images at hand
 
 
@@ -253,21 +251,12 @@ class _BatchNormAct(torch.autograd.Function):
         )
 
 
-def _is_open(count: int | float) -> bool:
-    """Whether a compiled graph leaves the count open: an operator's number would tie it to the images of that size."""
-    if not torch.compiler.is_compiling():
-        return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # pulls in much
-
-    return not has_static_value(count)
-
-
 def _and_count(sums: Sequence[Tensor | None], count: float | None, images: Tensor) -> tuple:
     """The two sums and the count by which the operators divide them."""
     if count is None:
         return *sums, 1.0
     count = count or _count(images)
-    return (*(None if s is None else s / count for s in sums), 1.0) if _is_open(count) else (*sums, count)
+    return (*(None if s is None else s / count for s in sums), 1.0) if _common.is_open(count) else (*sums, count)
 
 
 def _all_reduced(sum_dz: Tensor, sum_dz_xhat: Tensor, group) -> tuple[Tensor, Tensor]:
@@ -444,9 +433,10 @@ def _count_up(batches: Tensor | None) -> None:
         batches.add_(1)
 
 
-def _count(x: Tensor) -> float:
+def _count(x: Tensor) -> float | Tensor:
     n, _, h, w = x.shape
-    return torch.sym_float(n * h * w)  # float() would tie an exported graph to it
+    # float() would tie an exported graph to it; torch.jit.trace has a tensor.
+    return n * h * w if torch.jit.is_tracing() else torch.sym_float(n * h * w)
 
 
 def _residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -473,6 +463,6 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         mean, m2, count = _gathered(mean, m2, count, group)
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    update = _reference_update if _is_open(count) or _common.vmapped() else impl.update
+    update = _reference_update if _common.is_open(count) or _common.vmapped() else impl.update
     rstd = update(mean, m2, running_mean, running_var, count, momentum, eps)
-    return mean, rstd, _OWN if _MIXES_UP_SYMBOLS and group is None else count
+    return mean, rstd, _OWN if MIXES_UP_SYMBOLS and group is None else count

@@ -15,20 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops._windows import padded_first
 from fusedtrain.ops.batch_norm_act import (
-    _MIXES_UP_SYMBOLS,
     _OWN,
     _all_reduced,
     _and_count,
     _check_statistics,
     _count_up,
     _fake_stats,
-    _is_open,
     _statistics,
     batch_norm_act,
 )
@@ -431,8 +429,7 @@ def depthwise_bn_act_se(
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
     """
     _common.check_images("depthwise_bn_act_se", x)
-    if _MIXES_UP_SYMBOLS and isinstance(padding, tuple) and len(padding) == 4 and any(map(_is_open, padding)):
-        x, padding = F.pad(x, padding), 0  # zeros as many as the size of the image asks for
+    x, padding = padded_first(x, padding)
     if se is not None and len(se) != 4:
         raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
     codes = [

@@ -359,6 +359,7 @@ def depthwise_conv2d(
     _common.check_images("depthwise_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias, groups)
+    x, padding = _windows.padded_first(x, padding)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
     forward, backward = choose(x, weight, bias, geometry)

@@ -85,7 +85,7 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     weight, bias = weight.float(), None if bias is None else bias.float()
     read = _read_by(x, stride)
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, read.numel() + y.numel()))
-    with torch.autocast("cpu", enabled=False):  # it would cast back
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):  # which would write in place, and cast back
         for part, out in zip(read.split(images), y.split(images)):
             out.copy_(convolve(part.float(), weight, bias, [1, 1]))
     return y

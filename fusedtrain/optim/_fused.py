@@ -341,7 +341,7 @@ class FusedStep(torch.optim.Optimizer):
                 average.copy_(moved if taken is None else torch.where(taken, moved, average))
 
     def _states(self, params: list[Tensor], rule: str, group: dict) -> dict[str, list]:
-        """The states in the order of the op, made or brought into the parameter's memory format where needed."""
+        """The states in the order of the op, made or brought into the memory format and dtype that they ask for."""
         info, with_ema, exact = RULES[rule], self._options["ema_decay"] is not None, self._exact
         columns, steps, ema, exacts = [[] for _ in info.states + info.scalars], [], [], []
         scales = [[] for _ in info.states] if self._options["state_dtype"] == "8bit" else []
@@ -360,7 +360,7 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
-                elif _local(value).stride() != strides:
+                elif _local(value).stride() != strides or _is_of_other_width(value, p):
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
@@ -571,10 +571,15 @@ def _plain(state: dict, name: str) -> Tensor:
     return _spread(value, state[name]) if _is_sharded(state[name]) else value
 
 
+def _is_of_other_width(state: Tensor, p: Tensor) -> bool:
+    """Whether one of both is in float64, as after ``model.double()``: states of other dtypes may be kept in float32."""
+    return state.dtype != p.dtype and torch.float64 in (state.dtype, p.dtype)
+
+
 def _beside(state: dict, p: Tensor, strides: tuple[int, ...], name: str, dtype: torch.dtype) -> Tensor:
-    """What is kept beside the states, made or brought into the memory format of ``p`` where needed."""
+    """What is kept beside the states, made or brought into the memory format, and dtype, that ``p`` asks for."""
     value = state.get(name)
-    if value is None or _local(value).stride() != strides:
+    if value is None or _local(value).stride() != strides or value.dtype != dtype:
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
