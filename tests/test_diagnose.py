@@ -1905,6 +1905,33 @@ def test_of_a_script_that_failed_nobody_says_that_it_should_train_longer():
     assert report_text.headline(report) == said
 
 
+FAILING = """
+import torch
+
+weight = torch.ones(64, 64, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+for step in range(100):
+    optimizer.zero_grad()
+    (weight @ weight).sum().backward()
+    optimizer.step()
+    if step == 40:
+        {}["the label"]
+"""
+
+
+def test_of_a_script_that_fails_amid_training_all_is_told(tmp_path, capsys):
+    from fusedtrain.cli import main
+
+    path = tmp_path / "train.py"
+    path.write_text(FAILING)
+    assert main(["diagnose", "--json", str(path)]) == 1
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["failure"] == "the script failed before all was measured: KeyError: 'the label'"
+    assert told.err.startswith("fusedtrain diagnose: the script failed:\nTraceback")
+    assert 'train.py", line 11' in told.err
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
             args.html.write_text(page(report), encoding="utf-8")
         except OSError as error:
             return _fail(f"no page can be written to {args.html}: {error.strerror}", 1)
-    return 0
+    return _fail(f"the script failed:\n{report['traceback']}", 1) if report["traceback"] else 0
 
 
 def _diagnose(args: argparse.Namespace) -> dict:

@@ -70,10 +70,11 @@ def diagnose_script(
         if ended is not None:
             raise ScriptError(_unseen(ended["processes"]))
         raise ScriptError(f"the script's process died; the end of its output:\n{log[-2000:]}")
+    report["traceback"] = ""
     if error is not None:
-        report["failure"] = (
-            f"{report['failure'] or 'the script failed before all was measured'}: {error.splitlines()[-1]}"
-        )
+        if not report["failure"]:
+            report |= {"failure": "the script failed before all was measured", "traceback": error}
+        report["failure"] += f": {error.splitlines()[-1]}"
     elif any("ended" in m for m in messages):
         report["failure"] = ENDED
     ranks = max(int(os.environ.get("WORLD_SIZE", "1")), *(m.get("spawned", 1) for m in messages))
