@@ -656,10 +656,10 @@ def test_torchscript_traces_the_layer(label, device, backend):
 class Same(nn.Module):
     """A block whose padding follows from the image."""
 
-    def __init__(self, device, **options):
+    def __init__(self, device, kernel_size=3):
         super().__init__()
-        self.conv = fusedtrain.nn.DepthwiseConv2dSame(C, C, 3, stride=2, groups=C, device=device)
-        self.norm = fusedtrain.nn.BatchNorm2d(C, device=device, **options)
+        self.conv = fusedtrain.nn.DepthwiseConv2dSame(C, C, kernel_size, stride=2, groups=C, device=device)
+        self.norm = fusedtrain.nn.BatchNorm2d(C, device=device)
 
     def forward(self, x):
         return self.conv(x) + middle(x, self.conv, self.norm, (nn.ReLU(),))
@@ -688,8 +688,9 @@ def test_torchscript_traces_normalisation_by_batches_of_any_size(kind, device, b
     torch.testing.assert_close(traced.state_dict(), layer.state_dict())
 
 
-def test_padding_by_the_image_is_traced_and_exported_for_any_image(device, backend):
-    layer = Same(device).eval()
+@pytest.mark.parametrize("kernel_size", [3, 1])
+def test_padding_by_the_image_is_traced_and_exported_for_any_image(kernel_size, device, backend):
+    layer = Same(device, kernel_size).eval()
     x = harness.images(SIZES[0], device=device)
     height, width = (torch.export.Dim(name, min=8, max=64) for name in "hw")
     exported = torch.export.export(layer, (x,), dynamic_shapes=({2: height, 3: width},)).module()
