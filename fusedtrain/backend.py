@@ -3,8 +3,8 @@
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
 reference, that can take the arguments, or the reference where stock PyTorch is known to be faster on them, unless
 ``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). Under the
-transforms of torch.func and in forward mode, whose derivatives PyTorch's operators alone have, it takes the reference.
-A forced backend runs or raises; nothing falls back silently.
+transforms of torch.func, whose derivatives PyTorch's operators alone have, it takes the reference. A forced backend
+runs or raises; nothing falls back silently.
 """
 
 import os
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import forward_ad
 
 from fusedtrain import _tuned
 
@@ -98,7 +97,7 @@ def is_automatic() -> bool:
 def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
     if _forced is None:
-        if forward_ad._current_level >= 0 or _transformed():
+        if _transformed():
             return impls["reference"]
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
@@ -130,11 +129,11 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
 
 def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    automatic, transforms = _forced is None, forward_ad._current_level >= 0 or _transformed()
+    automatic, transforms = _forced is None, _transformed()
     measured = _tuned.choice(op, impls, args) if _tuned.active and automatic and not transforms else None
     lines = [f"{op}: {chosen} runs" + ("" if automatic else f", forced by {_source}")]
     if automatic and transforms:
-        lines = [f"{op}: {chosen} runs, which alone has the derivatives of torch.func and forward mode"]
+        lines = [f"{op}: {chosen} runs, which alone has the derivatives of torch.func"]
     if not automatic and impls[_forced].why_not(*args) is not None:
         lines = [f"{op}: {_forced} is forced by {_source} but cannot run"]
     if measured is not None:

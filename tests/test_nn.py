@@ -540,8 +540,6 @@ def test_chosen_automatically_the_layers_have_the_derivatives_of_stock_ones(labe
         return functional_call(layer, weights, (image[None],)).square().sum()
 
     def derivatives():
-        with forward_ad.dual_level():
-            yield forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
         yield torch.func.jvp(layer, (x,), (x,))[1]
         yield torch.func.grad(lambda x: layer(x).square().sum())(x)
         yield from torch.vmap(torch.func.grad(loss), (None, 0))(weights, x).values()
@@ -551,6 +549,16 @@ def test_chosen_automatically_the_layers_have_the_derivatives_of_stock_ones(labe
         found = list(derivatives())
     with fusedtrain.use_backend("reference"):
         assert all(map(torch.equal, found, derivatives()))
+
+
+def test_a_level_of_forward_mode_changes_nothing_for_what_has_no_tangents(device):
+    """There is one for all threads: what another one trains goes on in the same kernels."""
+    layer, x = fusedtrain.nn.DepthwiseBnActSe(C, 3, device=device), harness.images((2, C, 9, 9), device=device)
+    with fusedtrain.use_backend(None), forward_ad.dual_level():
+        y = checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+    with fusedtrain.use_backend(None):
+        y.square().sum().backward()
+    assert x.grad is not None
 
 
 VMAPPED = {
