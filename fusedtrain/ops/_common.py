@@ -28,6 +28,11 @@ def is_less(size: int, bound: float) -> bool:
     return size < bound
 
 
+# In graphs of torch 2.10 a symbol among the arguments of an autograd Function is taken for another one, silently; those
+# of 2.13 are right.
+MIXES_UP_SYMBOLS = torch.__version__ < (2, 13)
+
+
 def is_open(number: float | Tensor) -> bool:
     """Whether a graph leaves open what follows from the sizes of images: a plain number would tie it to one size."""
     if isinstance(number, Tensor):  # as sizes are for torch.jit.trace

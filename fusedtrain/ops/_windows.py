@@ -6,17 +6,13 @@ from torch import Tensor
 
 from fusedtrain.ops import _common
 
-# In graphs of torch 2.10 a symbol among the arguments of an autograd Function is taken for another one, silently; those
-# of 2.13 are right.
-MIXES_UP_SYMBOLS = torch.__version__ < (2, 13)
-
 
 def padded_first(x: Tensor, padding) -> tuple[Tensor, object]:
     """Returns x and ``padding``; x padded, and 0, where a graph for images of any size would be tied to those that ask
     for as many zeros."""
     if not isinstance(padding, tuple) or len(padding) != 4:
         return x, padding
-    tied = MIXES_UP_SYMBOLS or torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+    tied = _common.MIXES_UP_SYMBOLS or torch.compiler._is_exporting_flag or torch.jit.is_tracing()
     return (F.pad(x, padding), 0) if tied and any(map(_common.is_open, padding)) else (x, padding)
 
 

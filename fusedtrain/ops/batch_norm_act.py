@@ -18,7 +18,6 @@ from torch import Tensor
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
-from fusedtrain.ops._windows import MIXES_UP_SYMBOLS
 
 
 def reference(
@@ -465,4 +464,4 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     update = _reference_update if _common.is_open(count) or _common.vmapped() else impl.update
     rstd = update(mean, m2, running_mean, running_var, count, momentum, eps)
-    return mean, rstd, _OWN if MIXES_UP_SYMBOLS and group is None else count
+    return mean, rstd, _OWN if _common.MIXES_UP_SYMBOLS and group is None else count
