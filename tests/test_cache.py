@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fusedtrain import _files, data
+from fusedtrain.data import cache as cache_file
 from fusedtrain.data import staging
+from fusedtrain.train.rng import seed_all
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,7 @@ def test_the_second_epoch_decodes_nothing_and_gives_the_same(folder):
             assert_same(cache[index], sample(index))
         assert source.decoded() == expected
     again = data.SampleCache(source, then=lambda kept: kept["more"][1][1])
+    assert source.decoded() == [0]  # to see that the file is of this dataset
     assert [again[i] for i in (-1, 0)] == ["name 39", "name 0"] and source.decoded() == []
     state = again.state()
     assert state["kept"] == state["samples"] == 40 and state["bytes"] == os.path.getsize(state["path"])
@@ -149,7 +152,9 @@ def test_a_kill_at_any_moment_leaves_no_wrong_sample(folder):
     kept = cache.state()["kept"]
     assert 0 < kept < 40
     source.decoded()
-    _fill(data.SampleCache(source), range(40))
+    cache = data.SampleCache(source)
+    source.decoded()
+    _fill(cache, range(40))
     assert len(source.decoded()) == 40 - kept
     assert data.SampleCache(source).state()["kept"] == 40
 
@@ -161,9 +166,26 @@ def test_a_flipped_bit_is_noticed_and_mended(folder):
     content = bytearray(cache.path.read_bytes())
     content[content.index(b"name 2") + 5] ^= 1
     cache.path.write_bytes(content)
-    source.decoded()
     for expected in ([2], []):
-        _fill(data.SampleCache(source), range(4))
+        cache = data.SampleCache(source)
+        source.decoded()
+        _fill(cache, range(4))
+        assert source.decoded() == expected
+
+
+def test_an_entry_that_points_out_of_the_file_is_none(folder):
+    source = Decoded(folder / "log", length=4)
+    cache = data.SampleCache(source)
+    _fill(cache, range(4))
+    content = bytearray(cache.path.read_bytes())
+    for index, damaged in ((1, b"\xff" * cache_file.ENTRY.size), (2, cache_file.ENTRY.pack(64, 2**40, 0))):
+        at = cache_file.HEADER.size + index * cache_file.ENTRY.size
+        content[at : at + cache_file.ENTRY.size] = damaged
+    cache.path.write_bytes(content)
+    for expected in ([1, 2], []):
+        cache = data.SampleCache(source)
+        source.decoded()
+        _fill(cache, range(4))
         assert source.decoded() == expected
 
 
@@ -238,6 +260,86 @@ def test_another_source_or_transform_has_another_file(tmp_path):
         path(transform=object())
     with pytest.raises(ValueError, match="cannot be told from another of its kind: give it a repr, or pass key="):
         path(transform=Shift(object()))
+
+
+class Scaled(Dataset):
+    """A user's own: what it does stands in its attributes, its loader and its code."""
+
+    def __init__(self, files, size=2, loader=len):
+        self.samples, self.size, self.loader = [(file, 0) for file in files], size, loader
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return torch.full((self.size,), self.loader(self.samples[index][0]))
+
+
+class Doubled(Scaled):
+    def __getitem__(self, index):
+        return 2 * super().__getitem__(index)
+
+
+def twice(path):
+    return 2 * len(path)
+
+
+def test_datasets_that_differ_in_what_they_do_have_files_of_their_own(tmp_path):
+    files = [str(tmp_path / name) for name in "ab"]
+    for file in files:
+        open(file, "w").close()
+    sources = [Scaled(files), Scaled(files, size=3), Scaled(files, loader=twice), Doubled(files)]
+    for _ in range(2):
+        caches = [data.SampleCache(source) for source in sources]
+        for cache, source in zip(caches, sources):
+            assert torch.equal(cache[0], source[0])
+    assert len({cache.path for cache in caches}) == 4
+
+
+def test_a_file_of_another_dataset_is_not_read(folder):
+    class By(Decoded):
+        def __init__(self, function):
+            super().__init__(folder / "log")
+            self.function = function
+
+        def __getitem__(self, index):
+            return self.function(index)
+
+    def gone(index):
+        raise OSError("gone")
+
+    data.SampleCache(By(abs))[7]
+    with pytest.raises(ValueError, match=r"sample 7 in .*\.samples is not that of the dataset: pass another key=, or"):
+        data.SampleCache(By(str))
+    assert data.SampleCache(By(abs))[7] == data.SampleCache(By(gone))[7] == 7  # what was kept outlives its source
+
+
+@pytest.mark.parametrize(("chance", "draw"), [(0.5, random.random), (0.2, np.random.rand), (0.2, torch.rand)])
+def test_samples_that_vary_now_and_then_are_refused(folder, chance, draw):
+    class Flipped(Decoded):
+        def __getitem__(self, index):
+            return index if (draw(1) if draw is torch.rand else draw()) < chance else -index - 1
+
+    refused = 0
+    for seed in range(20):
+        seed_all(seed)
+        states = random.getstate(), torch.get_rng_state()
+        try:
+            data.SampleCache(Flipped(folder / "log"), folder=folder / str(seed))
+        except ValueError as error:
+            refused += "differs from call to call" in str(error)
+        assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+    assert refused == 20
+
+
+def test_samples_whose_random_numbers_are_their_own_are_kept(folder):
+    class Seeded(Decoded):
+        def __getitem__(self, index):
+            torch.manual_seed(index)
+            return torch.rand(3)
+
+    source = Seeded(folder / "log")
+    assert torch.equal(data.SampleCache(source)[3], source[3])
 
 
 def test_what_cannot_be_cached_is_refused(folder):

@@ -1582,6 +1582,29 @@ def test_a_run_that_goes_on_with_another_metric_looks_for_its_best_anew(tmp_path
     assert accuracy["value"] <= 1.0 and accuracy["epoch"] >= 3 and written
 
 
+def test_whether_more_is_better_follows_from_the_name_of_the_metric(tmp_path):
+    assert EarlyStopping().direction == EarlyStopping("train_loss").direction == "min"
+    assert EarlyStopping("accuracy").direction == EarlyStopping("Acc@5").direction == "max"
+    assert EarlyStopping("accuracy", "min").direction == "min" and EarlyStopping("f1", "max").direction == "max"
+
+    class Metrics(Trainer):
+        values = iter([0.3, 0.5, 0.4])
+
+        def evaluate(self, batches):
+            return {"loss": 1.0, "accuracy": next(self.values)}
+
+    run = make(net(), cls=Metrics, epochs=3, early_stopping=EarlyStopping("accuracy"))
+    run.fit(data(), data())
+    assert run.best.epoch == 2
+
+    class Named(Trainer):
+        def validation_step(self, batch):
+            return {"perplexity": torch.ones(())}
+
+    with pytest.raises(InputError, match="mode must be min or max for 'perplexity': its name does not tell"):
+        make(net(), cls=Named, early_stopping=EarlyStopping("perplexity")).fit(data(), data())
+
+
 def test_outputs_with_names_keep_them():
     class Outputs(typing.NamedTuple):
         logits: torch.Tensor

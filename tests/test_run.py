@@ -17,6 +17,7 @@ from torch import nn
 from fusedtrain import optim
 from fusedtrain.cli import main
 from fusedtrain.train import InputError, SmallNet, TrainConfig, checkpoint_file, digits, options, run
+from fusedtrain.train.distributed import World
 from fusedtrain.train.groups import freeze, parameter_groups
 
 
@@ -90,6 +91,59 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
     assert main([*words, "--init-weights", "out/weights.pt", "--output", "again"]) == 0
 
 
+@pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Val"), ("TRAIN", "testing")])
+def test_the_parts_of_a_dataset_are_known_by_their_names(photos, monkeypatch, names, capsys):
+    for old, new in zip(("train", "val"), names):
+        (photos / old).rename(photos / new)
+    train, valid, classes, channels = run._datasets(run.Options(data=str(photos), size=8))
+    assert (len(train), len(valid), classes, channels) == (10, 4, ["bright", "dark"], 3)
+    assert [target for _, target in valid.samples] == [0, 0, 1, 1]
+    run.build(run.Options(data=str(photos), size=8, workers="0"), World(TrainConfig().distributed, torch.device("cpu")))
+    assert "2 classes: bright, dark\n" in capsys.readouterr().out
+
+
+def test_a_class_may_be_called_like_a_part(photos):
+    (photos / "train" / "bright").rename(photos / "train" / "train")
+    classes = run._datasets(run.Options(data=str(photos / "train"), size=8))[2]
+    assert classes == ["dark", "train"]
+
+
+def test_a_run_does_not_go_on_with_classes_of_other_names(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", "smallnet", "--data", "photos", "--size", "8", "--workers", "0", "--device", "cpu"]
+    words += ["--output", "out", "--batch-size", "4"]
+    assert main([*words, "--epochs", "1"]) == 0
+    for part in ("train", "val"):
+        (photos / part / "bright").rename(photos / part / "shiny")
+    assert main([*words, "--epochs", "2"]) == 2
+    message = "is of other data: of label 0 the class was 'bright', and is 'dark' now\n"
+    assert capsys.readouterr().err.endswith(message)
+    for part in ("train", "val"):
+        (photos / part / "shiny").rename(photos / part / "bright")
+    assert main([*words, "--epochs", "2"]) == 0
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_auxiliary_heads_of_torchvision_are_left_out(zoo, monkeypatch, recwarn, name):
+    monkeypatch.setattr("timm.is_model", lambda model: False)
+    model = run._model(run.Options(model=name), 3, 3).train()
+    outputs = model(torch.rand(2, 3, 96, 96))
+    assert outputs.shape == (2, 3) and not [w for w in recwarn if "initialization" in str(w.message)]
+    with pytest.raises(InputError, match="torchvision has no classifier of this name"):
+        run._model(run.Options(model="fcn_resnet50"), 3, 3)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s"])
+def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, name):
+    given = zoo.timm.create_model(name, num_classes=5)
+    torch.save(given.state_dict(), tmp_path / "w.pt")
+    model = run._model(run.Options(model=name, init_weights=tmp_path / "w.pt"), 3, 3)
+    state, own = given.state_dict(), model.state_dict()
+    other = {name for name in own if own[name].shape != state[name].shape}
+    assert {name.split(".")[0] for name in other} == {"head", "head_dist"}
+    assert all(torch.equal(own[name], state[name]) for name in own.keys() - other)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -99,6 +153,12 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
             ["--data", "high"],
             "data: high holds one class, flowers, and there is nothing to tell apart; pass high/flo",
         ),
+        (
+            ["--data", "kaggle"],
+            "data: test_set and training_set in kaggle hold the same folders: if these are the class",
+        ),
+        (["--data", "apart"], "data: test and val in apart hold the same folders: if these are the classes, call the "),
+        (["--data", "half"], "data: half has train, but no val, valid, validation, test or testing beside it"),
         (["--data", "alone"], "data: alone/train holds one class, cats, and there is nothing to tell apart"),
         (
             ["--model", "smallnet", "--precision", "fp16", "--init-scale", "inf"],
@@ -133,7 +193,11 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
     (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
     (tmp_path / "text.yaml").write_text("freeze: blocks.*\n")
-    for folder in ("high/flowers/train/red", "high/flowers/val/red", "alone/train/cats", "alone/val/cats"):
+    folders = ["high/flowers/train/red", "high/flowers/val/red", "alone/train/cats", "alone/val/cats"]
+    folders += [f"kaggle/{part}_set/{name}" for part in ("training", "test") for name in ("cats", "dogs")]
+    folders += [f"apart/{part}/{name}" for part in ("val", "test") for name in ("cats", "dogs")]
+    folders += [f"half/train/{name}" for name in ("cats", "dogs")]
+    for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
         for i in range(3):
             Image.new("RGB", (9, 9)).save(tmp_path / folder / f"{i}.png")
@@ -246,6 +310,8 @@ def test_options_survive_yaml(tmp_path):
     options.write_yaml(tmp_path / "o.yaml", chosen)
     assert options.read_yaml(tmp_path / "o.yaml", run.Options) == chosen
     assert run.parse(["--config", str(tmp_path / "o.yaml")]) == chosen
+    (tmp_path / "w.yaml").write_text("workers: 4\n")
+    assert run.parse(["--config", str(tmp_path / "w.yaml")]).workers == "4"
     assert chosen.train.schedule.milestones == (3, 5) and chosen.train.logging.loggers == ("jsonl", "tensorboard")
 
 

@@ -23,6 +23,7 @@ from fusedtrain import _tuned, backend, tune
 from fusedtrain.cli import main
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
+from fusedtrain.tune import command
 from fusedtrain.tune.search import PACKAGES, _check, _one
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import load
@@ -215,6 +216,32 @@ def test_a_range_test_needs_samples_and_classes_for_all_of_them(tmp_path, capsys
     words = ["--data", str(tmp_path / "photos"), "--model", f"{model}:net", "--image", "3x8x8", "--classes", "2"]
     assert main(["tune", "lr", *words]) == 2
     assert capsys.readouterr().err == f"fusedtrain tune: {tmp_path / 'photos'} has 3 classes, --classes is 2\n"
+
+
+def test_a_range_test_of_a_folder_takes_its_training_part_and_sees_that_it_has_changed(tmp_path, capsys):
+    from PIL import Image
+
+    for index, name in enumerate("ab"):
+        for part in ("train", "val"):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (8, 8), (30 * i, 200 * index, 9)).save(tmp_path / "photos" / "train" / name / f"{i}.png")
+    assert command._float_images(str(tmp_path / "photos"), 8).classes == ["a", "b"]
+    assert len(command._dataset(str(tmp_path / "photos"), 8)) == 16
+    code = """
+        import torch
+        def net(): return torch.nn.Sequential(torch.nn.Conv2d(3, 2, 8), torch.nn.Flatten())
+    """
+    model = write(tmp_path / "model.py", code)
+    words = ["--data", str(tmp_path / "photos"), "--model", f"{model}:net", "--image", "3x8x8", "--classes", "2"]
+    found = []
+    for turned in (False, False, True):
+        if turned:
+            for i in range(8):
+                Image.new("RGB", (8, 8), (200, 30 * i, 90)).save(tmp_path / "photos" / "train" / "a" / f"{i}.png")
+        assert main(["tune", "lr", "--steps", "20", "--batch-size", "4", "--device", "cpu", "--json", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_range_test_that_tells_nothing_says_so():

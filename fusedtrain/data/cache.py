@@ -29,13 +29,15 @@ from torch.utils.data import Dataset
 
 from fusedtrain import _files
 from fusedtrain._extras import need
+from fusedtrain.data.workers import _same_random_numbers
 
 MAGIC = b"FTCACHE1"
 HEADER = struct.Struct("<8sQQ")  # magic, samples, end of the data
 ENTRY = struct.Struct("<QQI4x")  # offset (0: none), length, CRC-32
 SIZE = struct.Struct("<I")  # of the description at the head of a record
 ALIGNMENT = 64  # of tensors in the file
-TRIED = 8  # samples, until one can be read, to see whether they vary
+TRIED = 8  # samples, to see whether they vary
+DRAWS = 32  # of them in all where one draws random numbers
 
 
 class SampleCache(Dataset):
@@ -49,14 +51,15 @@ class SampleCache(Dataset):
             strings, bytes, None, or tuples, lists and dicts of them.
         then: takes the kept sample, returns the one to train on: random augmentation belongs here.
         key: names the source and everything that was done to it; None derives it from ``dataset.fingerprint()`` or the
-            size and time of change of all files in ``dataset.samples``, and from ``dataset.transform``: its code or its
-            repr.
+            size and time of change of all files in ``dataset.samples`` with the numbers and texts that the dataset
+            holds, and from its ``transform``, ``loader`` and ``__getitem__``: their code or their repr.
         folder: where the file is kept; None takes ``samples/`` in the cache folder (FUSEDTRAIN_CACHE, or
             ~/.cache/fusedtrain).
         max_bytes: of the file; samples that do not fit come from ``dataset`` every time.
 
     Raises:
-        ValueError: no key can be derived, the samples vary from call to call, or ``max_bytes`` is too small for any.
+        ValueError: no key can be derived, the samples vary from call to call, the first one in the file is not that of
+            ``dataset``, or ``max_bytes`` is too small for any.
         TypeError: when asked for a sample that holds something else, an image object for instance.
 
     Cost: a kept sample is copied once; its CRC is checked when a process first reads it, and a sample that fails is
@@ -85,7 +88,9 @@ class SampleCache(Dataset):
         self._lock = self.path.with_suffix(".lock")
         self._open_in = None  # the process that holds the handles below
         with _files.locked(self._lock):
-            if not self._is_valid():
+            if self._is_valid():
+                self._check_first()
+            else:
                 self._create()
 
     def __getstate__(self) -> dict:
@@ -128,21 +133,52 @@ class SampleCache(Dataset):
         except FileNotFoundError:
             return False
 
-    def _create(self) -> None:
-        for index in range(min(self.length, TRIED)):
+    def _check_first(self) -> None:
+        """Compares the first kept sample with what the dataset gives now: no key tells all that it does."""
+        self._open()
+        index = next((i for i in range(self.length) if self._entry(i)[0]), None)
+        found = None if index is None else self._load(index)
+        if found is None:
+            return
+        with _same_random_numbers():
             try:
-                samples = [self.dataset[index] for _ in range(2)]
-            except Exception:  # of a broken sample it is told when it is asked for, or it is left out
-                continue
-            first, again = map(_encode, samples)
-            if first != again:
-                raise ValueError(
-                    f"sample {index} differs from call to call: cache what does not vary and pass the random part as"
-                    " then="
-                )
-            break
+                sample = self.dataset[index]
+            except Exception:  # it cannot be read any more, but it could
+                return
+        if _content(sample) != _content(found[0]):
+            raise ValueError(
+                f"sample {index} in {self.path} is not that of the dataset: pass another key=, or delete the file"
+            )
+
+    def _create(self) -> None:
+        with _same_random_numbers():
+            first = self._first_samples()
+            state = _random_state()
+            self._compare(first, 1)
+            if _random_state() != state:  # a rare change shows after many
+                self._compare(first, -(-DRAWS // max(1, len(first))))
         head = HEADER.pack(MAGIC, self.length, self._data)
         _files.write_atomic(self.path, lambda file: file.write(head + bytes(self._data - HEADER.size)))
+
+    def _first_samples(self) -> dict:
+        """Returns what the first samples hold, without those that cannot be read: it is told when they are asked for,
+        or they are left out."""
+        found = {}
+        for index in range(min(self.length, TRIED)):
+            with contextlib.suppress(Exception):
+                found[index] = self.dataset[index]
+        return {index: _content(sample) for index, sample in found.items()}
+
+    def _compare(self, first: dict, draws: int) -> None:
+        for _ in range(draws):
+            for index, content in first.items():
+                with contextlib.suppress(OSError):
+                    again = self.dataset[index]
+                    if _content(again) != content:
+                        raise ValueError(
+                            f"sample {index} differs from call to call: cache what does not vary and pass the random"
+                            " part as then="
+                        )
 
     def _open(self) -> None:
         """Opens the file in this process: a fork must share neither the lock nor the position."""
@@ -154,7 +190,13 @@ class SampleCache(Dataset):
             self._open_in = os.getpid()
 
     def _entry(self, index: int) -> tuple[int, int, int]:
-        return ENTRY.unpack_from(self._map, HEADER.size + index * ENTRY.size)
+        """Returns offset, length and CRC-32 of a record within the mapped file; zeros where there is none."""
+        offset, length, crc = ENTRY.unpack_from(self._map, HEADER.size + index * ENTRY.size)
+        if offset + length > len(self._map):  # the file has grown since, or the entry is damaged
+            if offset + length > os.fstat(self._handle.fileno()).st_size:
+                return 0, 0, 0
+            self._map = mmap.mmap(self._handle.fileno(), 0)
+        return offset, length, crc
 
     def _load(self, index: int) -> tuple | None:
         """Returns the kept sample in a tuple, or None."""
@@ -162,8 +204,6 @@ class SampleCache(Dataset):
         offset, length, crc = self._entry(index)
         if offset == 0:
             return None
-        if offset + length > len(self._map):  # the file has grown since
-            self._map = mmap.mmap(self._handle.fileno(), 0)
         if not self._checked[index]:
             if zlib.crc32(memoryview(self._map)[offset : offset + length]) != crc:
                 return None
@@ -197,7 +237,24 @@ class SampleCache(Dataset):
             left, offset = left[written:], offset + written
 
 
+def _random_state() -> tuple:
+    """Returns what tells the state of Python's, NumPy's and torch's generators from another."""
+    from fusedtrain.train.rng import cpu_state
+
+    return _content(cpu_state())
+
+
 # --- records: size of the description, description, tensors -----------------------------------------------------------
+
+
+def _content(sample) -> tuple[str, list[bytes]]:
+    """Returns what two samples have in common when they are the same."""
+    tensors: list[Tensor] = []
+    return repr(_describe(sample, tensors)), [_bytes(tensor) for tensor in tensors]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _encode(sample) -> bytes:
@@ -206,7 +263,7 @@ def _encode(sample) -> bytes:
     parts, size = [SIZE.pack(len(description)), description], SIZE.size + len(description)
     for tensor in tensors:
         padding = -size % ALIGNMENT
-        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        content = _bytes(tensor)
         parts += [bytes(padding), content]
         size += padding + len(content)
     return b"".join(parts)
@@ -281,6 +338,7 @@ def _decode(source, offset: int):
 
 def _identity_of(dataset) -> dict:
     """Returns what tells the source and the transform of a dataset from others."""
+    held = {}
     if hasattr(dataset, "fingerprint"):
         source = dataset.fingerprint()
     elif isinstance(getattr(dataset, "samples", None), list) and dataset.samples:
@@ -290,14 +348,19 @@ def _identity_of(dataset) -> dict:
             line = f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n"
             digest.update(line.encode(errors="surrogateescape"))  # names of files are bytes
         source = digest.hexdigest()
+        plain = (bool, int, float, str, bytes)
+        held = {name: repr(value) for name, value in vars(dataset).items() if isinstance(value, plain)}
     else:
         raise ValueError(
             f"{type(dataset).__name__} has neither fingerprint() nor samples: pass key= to name its content"
         )
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     pillow = getattr(sys.modules.get("PIL"), "__version__", None)  # another version may decode differently
-    names = [name for name in ("transform", "target_transform", "transforms") if hasattr(dataset, name)]
-    return {"kind": kind, "source": source, "pillow": pillow, **{n: _identity(getattr(dataset, n)) for n in names}}
+    names = [name for name in ("transform", "target_transform", "transforms", "loader") if hasattr(dataset, name)]
+    parts = {name: _identity(getattr(dataset, name)) for name in names}
+    with contextlib.suppress(ValueError, RecursionError):  # what else a class reads need not have a name
+        parts["code"] = _identity(type(dataset).__getitem__)
+    return {"kind": kind, "source": source, "pillow": pillow, "held": held, **parts}
 
 
 def _identity(value, within: tuple = ()) -> str:

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 from fusedtrain._extras import need
 
 EXTENSIONS = (".jpg", ".jpeg", ".png")
+TRAINING = ("train", "training")
+VALIDATION = ("val", "valid", "validation", "test", "testing")
 
 
 class ImageFolder(Dataset):
@@ -90,6 +92,31 @@ class ImageFolder(Dataset):
             line = f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n"
             digest.update(line.encode(errors="surrogateescape"))  # names of files are bytes
         return digest.hexdigest()
+
+
+def parts(root: str | Path) -> tuple[Path, Path | None] | None:
+    """Returns the folders of the images for training and for validation in ``root``, by their names in any case; None
+    where the folders in it are classes.
+
+    The second is None where none is for validation. A folder counts as one of the two when it holds folders itself.
+
+    Raises:
+        ValueError: the folders hold the same folders and no images, and the name of one says that it is a part.
+    """
+    root = Path(root)
+    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    inner = {name: sorted(entry.name for entry in os.scandir(root / name) if entry.is_dir()) for name in folders}
+    known = {name.lower(): root / name for name in folders if inner[name]}
+    train, valid = (next((known[n] for n in names if n in known), None) for names in (TRAINING, VALIDATION))
+    if train is not None:
+        return train, valid
+    alike = len(folders) > 1 and all(classes == inner[folders[0]] != [] for classes in inner.values())
+    if alike and any(name.lower().startswith(("train", "val", "test")) for name in folders):
+        raise ValueError(
+            f"{' and '.join(folders[:3])} in {root} hold the same folders: if these are the classes, call the folder"
+            " for training train, and the one for validation val"
+        )
+    return None
 
 
 def to_tensor(image) -> Tensor:

@@ -26,12 +26,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, metavar="N", help="steps to watch (default: 50 to 200, about 5 seconds)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the report")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with timeline and bars")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m")
     parser.add_argument("script", help="a training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(arguments)
     if args.steps is not None and args.steps < 10:
         return _fail(f"steps must be at least 10, got {args.steps}", 2)
-    if not Path(args.script).is_file():
+    if not args.module and not Path(args.script).is_file():
         return _fail(f"there is no file {args.script}", 2)
     if args.html is not None and not args.html.parent.is_dir():
         return _fail(f"there is no folder {args.html.parent}", 2)
@@ -60,8 +61,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _diagnose(args: argparse.Namespace) -> dict:
+    options = {"module": args.module, "steps": args.steps, "verify": args.verify}
     if args.json or not FIRST:
-        report = diagnose_script(args.script, args.arguments, steps=args.steps, verify=args.verify)
+        report = diagnose_script(args.script, args.arguments, **options)
         if FIRST:
             print(_files.json_text(report, indent=1))
         return report
@@ -70,9 +72,7 @@ def _diagnose(args: argparse.Namespace) -> dict:
     from fusedtrain.diagnose.report import show
 
     with Console(stderr=True).status("starting") as status:
-        report = diagnose_script(
-            args.script, args.arguments, steps=args.steps, verify=args.verify, stage=lambda text: status.update(text)
-        )
+        report = diagnose_script(args.script, args.arguments, **options, stage=lambda text: status.update(text))
     show(report)
     return report
 

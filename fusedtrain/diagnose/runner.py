@@ -141,9 +141,13 @@ class Task:
 def run_script(task: dict) -> None:
     """Runs the script as Python would, from where it was started."""
     os.chdir(task.setdefault("folder", os.getcwd()))  # an earlier start may have gone elsewhere
+    sys.argv = [task["script"], *task["arguments"]]
+    if task.get("module"):
+        sys.path[0] = task["folder"]
+        runpy.run_module(task["script"], run_name="__main__", alter_sys=True)
+        return
     path = os.path.abspath(task["script"])
     sys.path[0] = str(Path(path).resolve().parent)
-    sys.argv = [task["script"], *task["arguments"]]
     runpy.run_path(path, run_name="__main__")
 
 

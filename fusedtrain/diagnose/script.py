@@ -30,6 +30,7 @@ def diagnose_script(
     script: str,
     arguments: list[str],
     *,
+    module: bool = False,
     steps: int | None = None,
     verify: bool = False,
     fresh: bool = True,
@@ -40,6 +41,7 @@ def diagnose_script(
     Args:
         script: path of the Python file.
         arguments: its command line.
+        module: ``script`` is the name of a module instead, as ``python -m`` takes it.
         steps: how many to watch; None: 50 to 200.
         verify: whether to try the remedies.
         fresh: whether to time, after that, the script as it is and with all remedies in new processes that take turns;
@@ -49,9 +51,10 @@ def diagnose_script(
     Raises:
         ScriptError: the script fails, ends too early, or no training loop was recognised in it.
     """
-    if not Path(script).is_file():
+    if not module and not Path(script).is_file():
         raise ScriptError(f"there is no file {script}")
-    task = {"script": script, "arguments": arguments, "steps": steps, "verify": verify, "do": "diagnose"}
+    task = {"script": script, "arguments": arguments, "module": module, "steps": steps, "verify": verify}
+    task["do"] = "diagnose"
     messages, log = _run(task, {}, stage)
     report = next((m["report"] for m in reversed(messages) if "report" in m), None)
     error = next((m["error"] for m in messages if "error" in m), None)

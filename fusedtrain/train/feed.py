@@ -40,6 +40,7 @@ class Feed:
         self._position = self._first("advance", "state_dict", "load_state_dict")
         self._sampler = self._first("counts", "remaining")
         self._loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
+        self._classes = _classes(getattr(self._loader, "dataset", None))
         if isinstance(batches, Iterator):
             raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
         self._check_shards()
@@ -128,7 +129,7 @@ class Feed:
 
     def state_dict(self) -> dict:
         state = {"epoch": self.epoch, "used": self.used, "iterating": self.iterating, "ended": self.ended}
-        state["step"] = self._step()
+        state["step"], state["classes"] = self._step(), self._classes
         return state | ({"position": self._position.state_dict()} if self._position is not None else {})
 
     def load_state_dict(self, state: dict) -> None:
@@ -137,6 +138,7 @@ class Feed:
         Raises:
             ValueError: the state is that of other data, or no batch begins there.
         """
+        self._check_classes(state.get("classes"))
         self.rewind(state["epoch"])
         self.used, self.iterating, self.ended = state["used"], state["iterating"], state.get("ended", False)
         if self.used and ("position" in state) != (self._position is not None):
@@ -145,6 +147,13 @@ class Feed:
             self._position.load_state_dict(state["position"])
         elif self._position is None:
             self._change_batches(state.get("step"))
+
+    def _check_classes(self, before: list[str] | None) -> None:
+        if before is None or self._classes is None or before == self._classes:
+            return
+        pairs = itertools.zip_longest(before, self._classes)
+        label, (old, new) = next((label, pair) for label, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise ValueError(f"of label {label} the class was {old!r}, and is {new!r} now")
 
     def _step(self) -> int | None:
         """Samples of a full batch of all processes; None where nobody knows, or the position is kept in samples."""
@@ -303,3 +312,13 @@ class Feed:
     def close(self) -> None:
         """Lets go of the iterator, and so of its workers."""
         self._iterator = self._batch = None
+
+
+def _classes(dataset) -> list[str] | None:
+    """Returns the names of the classes, by label, where a dataset or what it stands on knows them."""
+    for _ in range(8):
+        names = getattr(dataset, "classes", None)
+        if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+            return list(names)
+        dataset = getattr(dataset, "dataset", None)
+    return None

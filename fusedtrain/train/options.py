@@ -108,6 +108,8 @@ def _value(hint, value, where: str):
             return float(value)
         except ValueError:
             raise InputError(f"{where} must be a number, got {value!r}") from None
+    if hint is str and type(value) is int:  # a name of digits, or the number of workers instead of "auto"
+        return str(value)
     if (isinstance(hint, type) and not isinstance(value, hint)) or (isinstance(value, bool) and hint in (int, float)):
         raise InputError(f"{where} must be {hint.__name__}, got {value!r}")
     return value

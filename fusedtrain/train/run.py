@@ -18,6 +18,7 @@ from torch import nn
 import fusedtrain
 from fusedtrain import data as fdata
 from fusedtrain import optim
+from fusedtrain.data import folder
 from fusedtrain.train import groups, parity
 from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.checkpoint import RUN_FOLDER, CheckpointError
@@ -37,6 +38,7 @@ from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
 
 OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "lion": optim.Lion}
+AUXILIARY = ("googlenet", "inception_v3")  # torchvision's with a second head for training
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as timm takes them
 
 
@@ -49,8 +51,8 @@ class Options:
 
     Args:
         model: name in timm or torchvision, or smallnet.
-        data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with CLASS/*.jpg, of which a tenth is for
-            validation; or digits, those of scikit-learn.
+        data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg (also training; valid, validation, test), or with
+            CLASS/*.jpg, of which a tenth is for validation; or digits, those of scikit-learn.
         size: pixels of a side.
         batch_size: images per step and process.
         workers: processes that load images; auto measures.
@@ -171,7 +173,11 @@ def _part(options: Options, factor: int) -> tuple["Classifier", Iterable]:
 
 def build(options: Options, world: World) -> tuple["Classifier", Iterable, Iterable]:
     """Returns what trains, and the batches for training and for validation."""
-    train, valid, classes, channels = _datasets(options)
+    train, valid, names, channels = _datasets(options)
+    classes = len(names)
+    if world.rank == 0 and options.data != "digits":
+        listed = names if classes <= 10 else [*names[:9], "...", names[-1]]
+        print(f"{classes} classes: {', '.join(listed)}")
     torch.manual_seed(options.train.seed)
     model = _model(options, classes, channels)
     if options.freeze:
@@ -229,17 +235,17 @@ def check(options: Options) -> None:
 
 
 def _datasets(options: Options):
-    """Returns training and validation data, the number of classes and of channels."""
+    """Returns training and validation data, the names of the classes and the number of channels."""
     if options.data == "digits":
         train, valid = fdata.digits("train", min(options.size, 32)), fdata.digits("valid", min(options.size, 32))
-        return train, valid, 10, 1
+        return train, valid, list("0123456789"), 1
     root = Path(options.data)
     require(root.is_dir(), f"data: there is no folder {root}")
-    parts = [root / name for name in ("train", "val", "valid", "test") if (root / name).is_dir()]
     crop = RandomCrop(options.size) if options.augment else None
     size = None if options.augment else options.size
     try:
-        if root / "train" not in parts:
+        parts = folder.parts(root)
+        if parts is None:
             whole = fdata.ImageFolder(root, size=options.size)
             augmented = fdata.ImageFolder(root, size=size, transform=crop)
             order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
@@ -247,23 +253,24 @@ def _datasets(options: Options):
             require(len(whole) > 1, f"data: {root} holds a single image")
             _check_classes(root, whole.classes)
             subset = torch.utils.data.Subset
-            return subset(augmented, order[count:]), subset(whole, order[:count]), len(whole.classes), 3
-        require(len(parts) > 1, f"data: {root} has train, but no val, valid or test beside it")
-        train = fdata.ImageFolder(root / "train", size=size, transform=crop)
+            return subset(augmented, order[count:]), subset(whole, order[:count]), whole.classes, 3
+        names = f"{', '.join(folder.VALIDATION[:-1])} or {folder.VALIDATION[-1]}"
+        require(parts[1] is not None, f"data: {root} has {parts[0].name}, but no {names} beside it")
+        train = fdata.ImageFolder(parts[0], size=size, transform=crop)
         valid = fdata.ImageFolder(parts[1], size=options.size)
     except (ValueError, ModuleNotFoundError) as error:  # the second: of the package that reads images
         raise InputError(f"data: {error}") from None
-    _check_classes(root / "train", train.classes)
+    _check_classes(parts[0], train.classes)
     if train.classes != valid.classes:
         raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
-    return train, valid, len(train.classes), 3
+    return train, valid, train.classes, 3
 
 
 def _check_classes(root: Path, classes: list[str]) -> None:
     """A single class is learnt at once, perfectly, and most often a folder too high."""
     if len(classes) < 2:
         inner = root / classes[0]
-        hint = f"; pass {inner}, which has train" if (inner / "train").is_dir() else ""
+        hint = f"; pass {inner}, which has {found[0].name}" if (found := folder.parts(inner)) else ""
         raise InputError(f"data: {root} holds one class, {classes[0]}, and there is nothing to tell apart{hint}")
 
 
@@ -328,7 +335,7 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
             raise InputError(str(error)) from None
         own = model.state_dict()
         fitting = {name: t for name, t in state.items() if name in own and own[name].shape == t.shape}
-        last = {name for name in own if name.split(".")[0] in {n.split(".")[0] for n in list(own)[-2:]}}
+        last = _last_layer(model)
         # Old files lack the counts of batches, without which torch loads them too.
         missing = sorted(n for n in own.keys() - fitting.keys() - last if not n.endswith("num_batches_tracked"))
         why = "has other shapes of" if missing and missing[0] in state else "lacks"
@@ -339,6 +346,17 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
             what = f"{options.init_weights} holds what {options.model} lacks"
             warnings.warn(f"init_weights: {what}, which is left out: {listed}", stacklevel=2)
     return model
+
+
+def _last_layer(model: nn.Module) -> set[str]:
+    """Returns the names in the state_dict of the layers that know the classes: where timm says which, those too."""
+    own = model.state_dict(keep_vars=True)
+    tops = {name.split(".")[0] for name in list(own)[-2:]}
+    heads = model.get_classifier() if hasattr(model, "get_classifier") else ()
+    heads = heads if isinstance(heads, (tuple, list, nn.ModuleList)) else (heads,)
+    states = [head.state_dict(keep_vars=True) for head in heads if isinstance(head, nn.Module)]
+    of_heads = {id(tensor) for state in states for tensor in state.values()}
+    return {name for name, tensor in own.items() if name.split(".")[0] in tops or id(tensor) in of_heads}
 
 
 def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
@@ -358,11 +376,13 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
     try:
         from torchvision import models
 
-        if options.model in models.list_models():
+        if options.model in models.list_models(module=models):
             require(channels == 3, f"model: {options.model} of torchvision takes 3 channels, not {channels}")
             require(not options.pretrained, "pretrained needs a model of timm; for torchvision's use init_weights")
-            return models.get_model(options.model, num_classes=classes)
-        reasons.append("torchvision has none of this name")
+            # Two would give the outputs of auxiliary heads beside their own; what starts GoogLeNet, it warns without.
+            plain = {"aux_logits": False, "init_weights": True}
+            return models.get_model(options.model, num_classes=classes, **(plain if options.model in AUXILIARY else {}))
+        reasons.append("torchvision has no classifier of this name")
     except (ImportError, RuntimeError) as error:
         reasons.append(f"torchvision cannot be imported: {str(error).partition(chr(10))[0]}")
     raise InputError(f"model: there is no {options.model!r}: {'; '.join(reasons)}")

@@ -13,34 +13,45 @@ class EarlyStopping:
 
     Args:
         monitor: metric of the validation, e.g. loss or accuracy.
-        mode: min or max: whether a smaller or a larger value is better.
+        mode: whether a smaller ("min") or a larger value ("max") is better; auto takes min for a metric with "loss" in
+            its name, max for one with "acc", and asks for any other.
         stop_patience: epochs without a better value after which the run ends; None never does.
         min_delta: by how much a value must be better to count.
     """
 
     monitor: str = "loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["auto", "min", "max"] = "auto"
     stop_patience: int | None = None
     min_delta: float = 0.0
 
     def __post_init__(self):
-        require(self.mode in ("min", "max"), f"mode must be min or max, got {self.mode!r}")
+        require(self.mode in ("auto", "min", "max"), f"mode must be auto, min or max, got {self.mode!r}")
         patience = self.stop_patience
         require(patience is None or patience >= 1, f"stop_patience must be at least 1 or None, got {patience}")
         require(self.min_delta >= 0, f"min_delta must be at least 0, got {self.min_delta}")
+
+    @property
+    def direction(self) -> str:
+        """min or max; InputError where neither the mode nor the metric's name tells."""
+        if self.mode != "auto":
+            return self.mode
+        name = self.monitor.lower()
+        known = "loss" in name or "acc" in name
+        require(known, f"mode must be min or max for {self.monitor!r}: its name does not tell which is better")
+        return "min" if "loss" in name else "max"
 
 
 class Best:
     """The best value so far and the epochs since."""
 
     def __init__(self, config: EarlyStopping):
-        self.config = config
-        self.value = math.inf if config.mode == "min" else -math.inf
+        self.config, self.direction = config, config.direction
+        self.value = math.inf if self.direction == "min" else -math.inf
         self.epoch, self.waited = None, 0
 
     def observe(self, epoch: int, value: float) -> bool:
         """Returns whether ``value`` is the best so far; NaN never is."""
-        gain = self.value - value if self.config.mode == "min" else value - self.value
+        gain = self.value - value if self.direction == "min" else value - self.value
         if gain > self.config.min_delta:
             self.value, self.epoch, self.waited = value, epoch, 0
             return True
@@ -61,4 +72,4 @@ class Best:
             self.value, self.epoch, self.waited = state["value"], state["epoch"], state["waited"]
 
     def _of(self) -> str:
-        return f"{self.config.mode} {self.config.monitor}"
+        return f"{self.direction} {self.config.monitor}"

@@ -353,7 +353,7 @@ class Trainer:
         steps = self.feed.steps()
         updates = self.updates_per_epoch = None if steps is None else -(-steps // self.group.size)
         self.schedule, self.per_step = schedule.make(
-            config.schedule, self.scheduler, self.optimizer, config.epochs, updates, config.early_stopping.mode
+            config.schedule, self.scheduler, self.optimizer, config.epochs, updates, config.early_stopping.direction
         )
         self.ticks = updates if self.per_step else 1  # of the schedule, per epoch
         self.best = Best(config.early_stopping)

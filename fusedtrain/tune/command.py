@@ -178,13 +178,21 @@ def _dataset(name: str, size: int):
     if not Path(name).exists() and "://" not in name and not any(mark in name for mark in "*?["):
         raise TuneError(f"--data: there is no {name}")
     if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
-        return data.ImageFolder(name, size=size)
+        return data.ImageFolder(_training_part(name), size=size)
     return data.TableDataset(name)
+
+
+def _training_part(folder: str) -> Path:
+    """Returns what of a folder of images ``fusedtrain train`` trains on."""
+    from fusedtrain.data.folder import parts
+
+    found = parts(folder) if Path(folder).is_dir() else None
+    return Path(folder) if found is None else found[0]
 
 
 def _lr(command) -> None:
     _add_target(command)
-    command.add_argument("--data", help="image folder (default: the digits of scikit-learn)")
+    command.add_argument("--data", help="image folder, as for train (default: the digits of scikit-learn)")
     command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
     command.add_argument("--lowest", type=float, default=1e-6, help="(default: 1e-6)")
     command.add_argument("--highest", type=float, default=1.0, help="(default: 1)")
@@ -197,7 +205,8 @@ def _lr(command) -> None:
         if args.data is not None:
             if target.image[0] != 3 or target.image[1] != target.image[2]:
                 raise TuneError(f"images of a folder become 3xNxN, --image is {target.image}: pass --model and --image")
-            dataset, key = _float_images(args.data, target.image[1]), str(Path(args.data).resolve())
+            dataset = _float_images(args.data, target.image[1])
+            key = dataset.fingerprint()
             if len(dataset.classes) > target.classes:
                 raise TuneError(f"{args.data} has {len(dataset.classes)} classes, --classes is {target.classes}")
         elif target.image[0] != 1 or target.image[1] != target.image[2]:
@@ -216,7 +225,8 @@ def _float_images(folder: str, size: int):
     from fusedtrain import data
     from fusedtrain.data.folder import to_tensor
 
-    return data.ImageFolder(folder, size=size, transform=lambda image: to_tensor(image).float().div_(127.5).sub_(1))
+    root = _training_part(folder)
+    return data.ImageFolder(root, size=size, transform=lambda image: to_tensor(image).float().div_(127.5).sub_(1))
 
 
 def _search(command) -> None:
