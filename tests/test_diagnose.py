@@ -1762,6 +1762,31 @@ for _ in range(60):
 """
 
 
+WRITES = """
+import atexit, csv, sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+table = csv.writer(open(sys.argv[1] + "/log.csv", "w"))
+atexit.register(lambda: open(sys.argv[1] + "/end", "w").write("said"))
+step = 0
+try:
+    while True:
+        model(torch.rand(16, 4)).sum().backward()
+        optimizer.step()
+        step += 1
+        table.writerow([step])
+finally:
+    open(sys.argv[1] + "/steps", "w").write(str(step))
+"""
+
+
+def test_what_a_script_has_written_is_on_the_disk(tmp_path):
+    (tmp_path / "train.py").write_text(WRITES)
+    report = script.diagnose_script(str(tmp_path / "train.py"), [str(tmp_path)], steps=20)
+    assert report["examined"] and (tmp_path / "end").read_text() == "said"
+    assert (tmp_path / "log.csv").read_text().split()[-1] == (tmp_path / "steps").read_text()
+
+
 def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path, monkeypatch):
     train, log, told = tmp_path / "train.py", tmp_path / "starts", tmp_path / "told"
     train.write_text(SHORT)

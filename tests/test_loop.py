@@ -847,6 +847,27 @@ class Keeping(nn.Module):
         return self.inner(x) * self.grid * (1 if self.training else self.scale)
 
 
+@pytest.mark.parametrize("kind", ["torch", "ours", "prefetched"])
+def test_the_training_data_are_evaluated_amid_an_epoch_whose_workers_stay(kind):
+    class Probe(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step_count in (1, 3):
+                found.append(trainer.evaluate(batches))
+
+    def loader():
+        dataset = torch.utils.data.TensorDataset(*samples(32))
+        make_one = torch.utils.data.DataLoader if kind == "torch" else fdata.loader
+        made = make_one(dataset, batch_size=4, num_workers=1, persistent_workers=True)
+        return fdata.DevicePrefetcher(made, "cpu") if kind == "prefetched" else made
+
+    found, batches = [], loader()
+    run, plain = make(net(), epochs=2, callbacks=[Probe()]), make(net(), epochs=2)
+    losses, own = run.fit(batches).step_losses, getattr(batches, "batches", batches)
+    assert losses == plain.fit(loader()).step_losses and len(losses) == 16
+    assert len(found) == 2 and found[1] != found[0]
+    assert own._iterator is not None  # the workers of the passes have stayed
+
+
 def test_what_a_model_keeps_in_evaluation_is_no_hindrance_to_training():
     class Evaluating(Callback):
         def on_step_end(self, trainer):

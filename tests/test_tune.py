@@ -24,7 +24,7 @@ from fusedtrain.cli import main
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
 from fusedtrain.tune import command
-from fusedtrain.tune.search import PACKAGES, _check, _one
+from fusedtrain.tune.search import PACKAGES, _check, _one, _study
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import load
 
@@ -385,6 +385,51 @@ def test_a_search_that_was_cut_off_runs_its_trial_again(space, tmp_path, how, sa
     found = tune.search(tune.read_space(path), tmp_path / "space.db")
     tried = [trial["params"]["x"] for trial in found["trials"]]
     assert len(tried) == len(set(tried)) == 3 and float(cut) in tried
+
+
+def test_a_grid_has_each_point_once_whatever_was_cut_off(space, tmp_path):
+    path = space(sampler="grid", trials=10, params="{x: [0.2, 0.3, 0.4, 0.5], kind: [b]}")
+    grid, storage = tune.read_space(path), tmp_path / "space.db"
+    study = _study(grid, storage)
+    for drawn in (0, 1, 2):  # parameters, when the trial was killed
+        trial = study.ask()
+        for name in ("x", "kind")[:drawn]:
+            trial.suggest_categorical(name, grid.params[name])
+    study.enqueue_trial({"x": 0.4, "kind": "b"})  # of a search that did not come to it
+    for _ in range(2):
+        found = tune.search(grid, storage, workers=2)
+        assert sorted(trial["params"]["x"] for trial in found["trials"]) == [0.2, 0.3, 0.4, 0.5]
+        assert found["complete"] == 4 and found["best"]["params"]["x"] == 0.3
+
+
+def test_a_search_whose_worker_dies_says_what_is_missing(tmp_path, capsys):
+    code = "import os\ndef f(params, report):\n    return params['x'] if params['x'] < 2 else os._exit(7)\n"
+    objective = write(tmp_path / "objective.py", code)
+    space = {"objective": f"{objective}:f", "params": {"x": [1, 2]}, "sampler": {"name": "grid", "seed": 0}}
+    path = write(tmp_path / "space.yaml", json.dumps(space))
+    for _ in range(2):  # the second time that one comes alone
+        assert main(["tune", "search", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith("of 2 trials are done: a worker ended with exit code 7; the same search goes on\n")
+
+
+def test_a_storage_that_is_no_database_is_refused(space, tmp_path, capsys):
+    (tmp_path / "space.db").write_text("a list of shopping" * 100)
+    assert main(["tune", "search", str(space())]) == 2
+    err = capsys.readouterr().err
+    assert err == f"fusedtrain tune: {tmp_path / 'space.db'} is no SQLite database: file is not a database\n"
+
+
+def test_data_that_cannot_be_loaded_are_named_in_one_line(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "0.png").write_bytes(b"not a picture")
+    assert main(["tune", "loader", "--data", str(tmp_path / "photos")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fusedtrain tune: {tmp_path / 'photos'}: ") and "0.png" in err and err.count("\n") == 1
+    model = write(tmp_path / "model.py", "def number():\n    return 3\n")
+    assert main(["tune", "loader", "--data", f"{model}:number"]) == 2
+    assert capsys.readouterr().err.endswith("model.py:number must return a dataset, got int\n")
 
 
 def test_a_search_that_is_ended_takes_the_processes_of_its_command_along(space, tmp_path):

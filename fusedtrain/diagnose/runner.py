@@ -3,11 +3,16 @@
 The task holds the script, its arguments, what to do and a file that receives one JSON object per line as things happen.
 """
 
+import atexit
+import contextlib
+import gc
+import io
 import json
 import multiprocessing
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +28,7 @@ from fusedtrain.diagnose.remedies import rebuild
 from fusedtrain.diagnose.report import to_json
 
 SHORT = 2 * SETTLING  # a script that takes fewer steps is not started again
+GRACE = 5.0  # seconds in which a script's process writes what it has to before it ends
 
 
 class Task:
@@ -171,8 +177,20 @@ def run(task: Task, train: Callable[[], None]) -> None:
 
 
 def _leave() -> None:
-    sys.stdout.flush()
-    os._exit(0)  # workers of abandoned loaders are not waited for
+    """Ends the process: workers of abandoned loaders, and threads, are not waited for."""
+    settling = threading.Thread(target=_settle, daemon=True)
+    settling.start()
+    settling.join(GRACE)
+    os._exit(0)
+
+
+def _settle() -> None:
+    """Does what the end of a script does: loggers write what they keep, files what they buffer."""
+    atexit._run_exitfuncs()
+    for file in gc.get_objects():
+        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+                file.flush()
 
 
 if __name__ == "__main__":

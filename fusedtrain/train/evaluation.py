@@ -20,7 +20,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
     model.eval()
     world.share_buffers(model)
     try:
-        with trainer.averaged_weights(), trainer.no_gradients():
+        with feed.apart(getattr(trainer, "feed", None)), trainer.averaged_weights(), trainer.no_gradients():
             feed.begin(trainer._stop.wait)
             for index in itertools.count():
                 item = trainer._stop.wait(feed.next, index)

@@ -1,5 +1,6 @@
 """The batches of a loader, epoch by epoch: with a position, weights, and equally many on every process."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -184,6 +185,21 @@ class Feed:
         """Goes back to where :meth:`to_start` was called."""
         if position is not None:
             self._position.load_state_dict(position)
+
+    @contextlib.contextmanager
+    def apart(self, other: "Feed | None"):
+        """Within the ``with`` block a loader that ``other`` is amid a pass over starts workers of its own for this one:
+        those that stay would begin that pass anew."""
+        loader = self._loader
+        if other is None or loader is None or other._loader is not loader or not other.iterating or other.ended:
+            yield
+            return
+        kept, loader._iterator = loader._iterator, None
+        try:
+            yield
+        finally:
+            self.close()
+            loader._iterator = kept
 
     # --- batches ------------------------------------------------------------------------------------------------------
 

@@ -156,12 +156,15 @@ def _loader(command) -> None:
     def run(args) -> dict:
         from dataclasses import asdict
 
-        from fusedtrain.data import workers
+        from fusedtrain.data import SampleError, WorkerError, workers
 
         if args.batch_size < 1:
             raise TuneError(f"--batch-size must be at least 1, got {args.batch_size}")
         dataset = _dataset(args.data, args.size)
-        return asdict(workers.plan(dataset, args.batch_size, remember=not args.fresh, progress=_progress))
+        try:
+            return asdict(workers.plan(dataset, args.batch_size, remember=not args.fresh, progress=_progress))
+        except (SampleError, WorkerError) as error:
+            raise TuneError(f"{args.data}: {error}") from None
 
     def show(result: dict) -> str:
         ahead = f", prefetch_factor={result['prefetch_factor']}" if result["num_workers"] else ""
@@ -174,7 +177,10 @@ def _dataset(name: str, size: int):
     from fusedtrain import data
 
     if ".py:" in name:
-        return load(name)()
+        found = load(name)()
+        if not hasattr(found, "__getitem__") and not hasattr(found, "__iter__"):
+            raise TuneError(f"--data: {name} must return a dataset, got {type(found).__name__}")
+        return found
     if not Path(name).exists() and "://" not in name and not any(mark in name for mark in "*?["):
         raise TuneError(f"--data: there is no {name}")
     if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):

@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import queue
+import random
 import re
 import shlex
 import signal
@@ -21,7 +23,8 @@ from fusedtrain import _files
 from fusedtrain._extras import need, require
 from fusedtrain.tune.target import TuneError, end_with_parent, load
 
-SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "cmaes": "CmaEsSampler"}
+# The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
 SAMPLERS |= {"qmc": "QMCSampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler"}
 PACKAGES = {"cmaes": "cmaes", "gp": "scipy", "qmc": "scipy"}  # that Optuna imports no sooner than it draws with them
 PRUNERS = {"median": "MedianPruner", "percentile": "PercentilePruner", "hyperband": "HyperbandPruner"}
@@ -125,8 +128,9 @@ def search(
         ``trials``: a list of them.
 
     Raises:
-        TuneError: another search runs on the storage, it belongs to other parameters, another direction or metric, or
-            every trial failed; the message holds the last error.
+        TuneError: another search runs on the storage, it is no database, it belongs to other parameters, another
+            direction or metric, or every trial failed; the message holds the last error.
+        ChildProcessError: a worker died, and trials are missing; the same search goes on.
         ModuleNotFoundError: optuna is missing, or what its sampler needs.
     """
     optuna = need("optuna", "tune")
@@ -140,17 +144,25 @@ def search(
     with _files.locked(storage.with_name(f"{storage.name}.lock"), wait=False) as free:
         if not free:
             raise TuneError(f"another search is running on {storage}")
+        if storage.exists():
+            _check_file(storage)
         study = _study(space, storage)
         _check(study, space)
-        done = _again(study, space)
+        _again(study, space)
+        points = _points(space) if space.sampler["name"] == "grid" else None
+        wanted = space.trials if points is None else min(space.trials, len(points))
+        done = _done(study, points)
         if done:
             progress(f"{done} of {space.trials} trials are done already")
-        wanted = space.trials
-        if space.sampler["name"] == "grid":
-            wanted = min(wanted, math.prod(len(_grid(name, values)) for name, values in space.params.items()))
+        if points is not None:
+            _queue(study, points)
         begun = len(study.get_trials(deepcopy=False))
-        _run_all(space, storage, max(0, wanted - done), workers, begun, progress)
-        return _result(_study(space, storage), storage)
+        code = _run_all(space, storage, max(0, wanted - done), workers, begun, progress)
+        study = _study(space, storage)
+        if code and (done := _done(study, points)) < wanted:
+            ended = f"a worker ended with exit code {code}"
+            raise ChildProcessError(f"{done} of {wanted} trials are done: {ended}; the same search goes on")
+        return _result(study, storage)
 
 
 def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
@@ -162,8 +174,6 @@ def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
     if "seed" in options:  # or all workers, and a search that goes on, would begin with the same parameters
         again = 0 if space.sampler["name"] == "qmc" else begun  # its place in the sequence is in the storage
         options["seed"] = (options["seed"] + worker + 2**16 * again) % 2**32
-    if space.sampler["name"] == "grid":
-        options["search_space"] = {name: _grid(name, values) for name, values in space.params.items()}
     try:
         sampler = getattr(optuna.samplers, SAMPLERS[space.sampler["name"]])(**options)
         pruner_options = {name: value for name, value in space.pruner.items() if name != "name"}
@@ -184,6 +194,15 @@ def _study(space: Space, storage: Path, worker: int = 0, begun: int = 0):
     )
 
 
+def _check_file(storage: Path) -> None:
+    """Raises where the storage is a file of something else."""
+    with contextlib.closing(sqlite3.connect(str(storage))) as connection:
+        try:
+            connection.execute("PRAGMA schema_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise TuneError(f"{storage} is no SQLite database: {error}") from None
+
+
 def _check(study, space: Space) -> None:
     """Raises where the storage holds another search."""
     mine = {"params": space.params, "direction": space.direction, "task": space.objective or space.command}
@@ -196,17 +215,44 @@ def _check(study, space: Space) -> None:
         study.set_user_attr("space", mine)  # of an older version, perhaps, which kept less
 
 
-def _again(study, space: Space) -> int:
-    """Puts trials that were cut off back into the queue; returns how many are done."""
+def _again(study, space: Space) -> None:
+    """Puts trials that were cut off back into the queue."""
     optuna = need("optuna", "tune")
     states = optuna.trial.TrialState
     for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
         study.tell(trial.number, state=states.FAIL)
-        if set(trial.params) == set(space.params):
+        if set(trial.params) == set(space.params) and space.sampler["name"] != "grid":
             study.enqueue_trial(trial.params)
+
+
+def _finished(study) -> list:
+    """The trials that ran to their end."""
     cut = _cut_off(study)
-    finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED, states.FAIL))
-    return len([trial for trial in finished if trial.number not in cut])
+    return [t for t in study.get_trials(deepcopy=False) if t.state.is_finished() and t.number not in cut]
+
+
+def _done(study, points: list[dict] | None) -> int:
+    """Returns how many trials are done, of a grid how many of its points."""
+    finished = [trial.params for trial in _finished(study)]
+    return len(finished) if points is None else sum(point in finished for point in points)
+
+
+def _points(space: Space) -> list[dict]:
+    """The points of a grid, in the order in which they are tried."""
+    values = itertools.product(*(_grid(name, value) for name, value in space.params.items()))
+    points = [dict(zip(space.params, point)) for point in values]
+    random.Random(space.sampler.get("seed")).shuffle(points)
+    return points
+
+
+def _queue(study, points: list[dict]) -> None:
+    """Puts those points of a grid into the queue that are neither done nor there."""
+    optuna = need("optuna", "tune")
+    waiting = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
+    known = [trial.params for trial in _finished(study)] + [t.system_attrs.get("fixed_params") for t in waiting]
+    for point in points:
+        if point not in known:
+            study.enqueue_trial(point)
 
 
 def _cut_off(study) -> set[int]:
@@ -216,8 +262,9 @@ def _cut_off(study) -> set[int]:
     return {trial.number for trial in failed if "error" not in trial.user_attrs}
 
 
-def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> None:
-    """Lets worker processes run so many trials, and passes their lines on."""
+def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> int:
+    """Lets worker processes run so many trials, and passes their lines on; returns the exit code of one that failed, or
+    0."""
     context = multiprocessing.get_context("spawn")
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
@@ -235,8 +282,7 @@ def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int,
                 progress(lines.get(timeout=0.2))
         for process in processes:
             process.join()
-            if process.exitcode:
-                progress(f"a worker ended with exit code {process.exitcode}; run the search again to go on")
+        return next((process.exitcode for process in processes if process.exitcode), 0)
     finally:
         for process in processes:
             process.terminate()
@@ -396,8 +442,7 @@ def _grid(name: str, values) -> list:
 
 def _result(study, storage: Path) -> dict:
     optuna = need("optuna", "tune")
-    states, cut = optuna.trial.TrialState, _cut_off(study)
-    trials = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished() and t.number not in cut]
+    states, trials = optuna.trial.TrialState, _finished(study)
     counts = {
         name: sum(t.state == state for t in trials)
         for name, state in {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}.items()
