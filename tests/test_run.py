@@ -196,7 +196,7 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     folders = ["high/flowers/train/red", "high/flowers/val/red", "alone/train/cats", "alone/val/cats"]
     folders += [f"kaggle/{part}_set/{name}" for part in ("training", "test") for name in ("cats", "dogs")]
     folders += [f"apart/{part}/{name}" for part in ("val", "test") for name in ("cats", "dogs")]
-    folders += [f"half/train/{name}" for name in ("cats", "dogs")]
+    folders += [f"half/train/{name}" for name in ("cats", "dogs")] + ["kaggle/.cache"]
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
         for i in range(3):

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from fusedtrain import _files
 from fusedtrain._extras import need
-from fusedtrain.data.workers import _same_random_numbers
+from fusedtrain.data.workers import same_random_numbers
 
 MAGIC = b"FTCACHE1"
 HEADER = struct.Struct("<8sQQ")  # magic, samples, end of the data
@@ -140,7 +140,7 @@ class SampleCache(Dataset):
         found = None if index is None else self._load(index)
         if found is None:
             return
-        with _same_random_numbers():
+        with same_random_numbers():
             try:
                 sample = self.dataset[index]
             except Exception:  # it cannot be read any more, but it could
@@ -151,7 +151,7 @@ class SampleCache(Dataset):
             )
 
     def _create(self) -> None:
-        with _same_random_numbers():
+        with same_random_numbers():
             first = self._first_samples()
             state = _random_state()
             self._compare(first, 1)

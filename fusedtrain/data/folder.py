@@ -104,8 +104,8 @@ def parts(root: str | Path) -> tuple[Path, Path | None] | None:
         ValueError: the folders hold the same folders and no images, and the name of one says that it is a part.
     """
     root = Path(root)
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    inner = {name: sorted(entry.name for entry in os.scandir(root / name) if entry.is_dir()) for name in folders}
+    folders = _folders(root)
+    inner = {name: _folders(root / name) for name in folders}
     known = {name.lower(): root / name for name in folders if inner[name]}
     train, valid = (next((known[n] for n in names if n in known), None) for names in (TRAINING, VALIDATION))
     if train is not None:
@@ -141,6 +141,11 @@ def _middle(image, size: int):
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+
+
+def _folders(root: Path) -> list[str]:
+    """Without hidden ones, which programs leave there."""
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _files(folder: str, extensions: tuple[str, ...]):

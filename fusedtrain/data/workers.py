@@ -133,7 +133,7 @@ def plan(
             known = {"key": key, "one": None, "points": {}}
         if "plan" not in known:
             measured = _Measured(path, known, progress)
-            with _same_random_numbers():
+            with same_random_numbers():
                 plan = _measure(dataset, batch_size, collate_fn, context, persistent, measured, worker_init_fn)
                 known["plan"] = asdict(plan)
             measured.keep()
@@ -142,7 +142,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def _same_random_numbers():
+def same_random_numbers():
     """A DataLoader draws one when its workers start: a run must not depend on whether they were measured in it."""
     from fusedtrain.train.rng import cpu_state, set_rng_state
 

@@ -379,7 +379,7 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
         if options.model in models.list_models(module=models):
             require(channels == 3, f"model: {options.model} of torchvision takes 3 channels, not {channels}")
             require(not options.pretrained, "pretrained needs a model of timm; for torchvision's use init_weights")
-            # Two would give the outputs of auxiliary heads beside their own; what starts GoogLeNet, it warns without.
+            # With auxiliary heads outputs in training are several; GoogLeNet warns of weights that nobody asked for.
             plain = {"aux_logits": False, "init_weights": True}
             return models.get_model(options.model, num_classes=classes, **(plain if options.model in AUXILIARY else {}))
         reasons.append("torchvision has no classifier of this name")

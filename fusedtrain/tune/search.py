@@ -307,7 +307,23 @@ def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines) 
             if tickets.value <= 0:
                 return
             tickets.value -= 1
-        study.optimize(lambda trial: _one(trial, space, function, lines), n_trials=1, catch=(Exception,))
+        # One by one: of a queue in SQLite Optuna lets two processes take the same trial. The system lets go of this
+        # lock when a worker is killed.
+        with _files.locked(storage.with_name(f"{storage.name}.queue.lock")):
+            trial = study.ask()
+        _run(study, trial, lambda trial: _one(trial, space, function, lines))
+
+
+def _run(study, trial, objective: Callable) -> None:
+    """Runs one trial and tells the study how it ended."""
+    optuna = need("optuna", "tune")
+    try:
+        value, state = objective(trial), optuna.trial.TrialState.COMPLETE
+    except optuna.TrialPruned:
+        value, state = None, optuna.trial.TrialState.PRUNED
+    except Exception:  # _one has told it
+        value, state = None, optuna.trial.TrialState.FAIL
+    study.tell(trial, value, state)
 
 
 def _leave(number: int, frame) -> None:
