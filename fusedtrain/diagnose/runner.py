@@ -185,8 +185,13 @@ def _leave() -> None:
 
 
 def _settle() -> None:
-    """Does what the end of a script does: loggers write what they keep, files what they buffer."""
+    """Does what the end of a script does: files write what they buffer, loggers what they keep, which may take long."""
+    _flush()
     atexit._run_exitfuncs()
+    _flush()
+
+
+def _flush() -> None:
     for file in gc.get_objects():
         if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more

@@ -153,7 +153,7 @@ def search(
         wanted = space.trials if points is None else min(space.trials, len(points))
         done = _done(study, points)
         if done:
-            progress(f"{done} of {space.trials} trials are done already")
+            progress(f"{done} of {wanted} trials are done already")
         if points is not None:
             _queue(study, points)
         begun = len(study.get_trials(deepcopy=False))
