@@ -1,5 +1,7 @@
 """channel_pool: p = mean a(x), or half mean and half maximum."""
 
+import sys
+
 import cases
 import harness
 import properties
@@ -8,6 +10,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fusedtrain import _extension
+from fusedtrain import backend as backends
 from fusedtrain.ops import _codes, channel_pool
 from fusedtrain.ops.channel_pool import IMPLS, reference
 
@@ -206,3 +210,28 @@ def test_bad_arguments_are_named(changes, error, message):
 @dense_layouts
 def test_more_than_2_to_the_31_elements(device, kernels, layout):
     properties.assert_last_image_is_as_alone(function("avg_max"), kernels, device, layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "layout", "codes", "recorded", "name"),
+    [
+        (25, torch.float32, "contiguous", (0, 0), False, "reference"),
+        (25, torch.float32, "channels_last", (0, 0), False, "cpu"),
+        (25, torch.float32, "few channels_last", (0, 0), False, "reference"),
+        (25, torch.float32, "contiguous", (0, 0), True, "cpu"),
+        (25, torch.float32, "contiguous", (1, 0), False, "cpu"),
+        (25, torch.float32, "contiguous", (0, 2), False, "cpu"),
+        (25, torch.bfloat16, "contiguous", (0, 0), False, "cpu"),
+        (26, torch.float32, "contiguous", (0, 0), False, "cpu"),
+    ],
+)
+def test_forward_alone_is_left_to_stock_where_that_is_faster(family, dtype, layout, codes, recorded, name, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "channel_pool"):
+        pytest.skip(reason)
+    for key, value in (("cpu_vendor", "amd"), ("isa_active", "avx512"), ("cpu_family", family)):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    x = harness.images((2, 16, 5, 7), layout.split()[-1], dtype).requires_grad_(recorded)
+    module = sys.modules["fusedtrain.ops.channel_pool"]
+    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "_FEW_ROWS", x.numel() + layout.startswith("few"))
+    assert backends.select("channel_pool", module.IMPLS, x, *codes) is module.IMPLS[name]

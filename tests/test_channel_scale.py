@@ -1,5 +1,7 @@
 """channel_scale: y = a(x) * gate."""
 
+import sys
+
 import cases
 import harness
 import properties
@@ -8,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtrain import _extension
+from fusedtrain import backend as backends
 from fusedtrain.ops import _codes, channel_scale
 from fusedtrain.ops.channel_scale import IMPLS, reference
 
@@ -190,3 +194,32 @@ def test_more_than_2_to_the_31_elements(device, kernels, layout):
         device,
         layout,
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "in_act", "least", "recorded", "name"),
+    [
+        (25, torch.float32, 0, 0, "none", "reference"),
+        (25, torch.float32, 0, 1, "none", "cpu"),  # goes past the caches
+        (25, torch.float32, 0, 0, "x", "cpu"),
+        (25, torch.float32, 0, 0, "gate", "cpu"),
+        (25, torch.float32, 2, 0, "none", "cpu"),
+        (25, torch.bfloat16, 0, 0, "none", "cpu"),
+        (26, torch.float32, 0, 0, "none", "cpu"),
+    ],
+)
+def test_forward_alone_is_left_to_stock_where_that_is_faster(family, dtype, in_act, least, recorded, name, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "channel_scale"):
+        pytest.skip(reason)
+    for key, value in (("cpu_vendor", "amd"), ("isa_active", "avx512"), ("cpu_family", family)):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    x, gate = harness.images((2, 16, 5, 7), dtype=dtype), harness.normal(2, 16, dtype=dtype)
+    module = sys.modules["fusedtrain.ops.channel_scale"]
+    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "_IN_CACHE", x.numel() + 1 - least)
+    for tensor, its_name in ((x, "x"), (gate, "gate")):
+        tensor.requires_grad_(recorded == its_name)
+    assert backends.select("channel_scale", module.IMPLS, x, gate, in_act) is module.IMPLS[name]
+    with torch.no_grad():
+        alone = "reference" if name == "cpu" and recorded != "none" else name
+        assert backends.select("channel_scale", module.IMPLS, x, gate, in_act) is module.IMPLS[alone]

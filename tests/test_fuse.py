@@ -948,3 +948,23 @@ def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
         x = harness.images((size, 3, 32, 32))
         truth = copy.deepcopy(model).double()(x.double())
         harness.assert_as_good_as_torch(exported(x), model(x), truth, f"batch of {size}")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated tree specifications
+@pytest.mark.parametrize("family", range(4))
+def test_fused_models_exported_in_training_are_saved_and_loaded(zoo, family, tmp_path):
+    torch.manual_seed(0)
+    model = list(exported_families(zoo))[family].train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    fusedtrain.fuse(model)
+    sizes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    exported = torch.export.export(model, (harness.images((2, 3, 64, 64)),), dynamic_shapes=sizes)
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    x = harness.images((5, 3, 64, 64))
+    truth = copy.deepcopy(model).double()(x.double())
+    harness.assert_as_good_as_torch(loaded(x), model(x), truth, "logits")
+    for mine, eager in zip(loaded.buffers(), model.buffers()):
+        torch.testing.assert_close(mine, eager)

@@ -487,10 +487,38 @@ def test_training_compiles_once_for_any_number_of_pixels(kind, layout, device, k
         assert counter.frame_count == 1 + ("same" in kind)  # whose padding is another one for even sizes
 
 
-def test_exports_in_training_for_any_number_of_images(device, kernels):
-    layer = fusedtrain.nn.BatchNormAct2d(C).to(device)
-    sizes = ({0: torch.export.Dim("n")},)
-    exported = torch.export.export(layer, (harness.images((2, C, 3, 5), device=device),), dynamic_shapes=sizes).module()
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_norm_compiles_that_runs_twice_by_different_backends(layout, order, monkeypatch):
+    """As of crops of two sizes: of small images stock's, which saves the statistics that the other one moves."""
+    images = [harness.images((4, C, size, size), layout, seed=size) for size in (6, 12)][::order]
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.batch_norm_act"], "_SMALL", (4 * C * 100, "few"))
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.batch_norm_act"], "_SMALL_ROWS", {"none before": (0, "")})
+    torch._dynamo.reset()
+    values = []
+    layer = fusedtrain.nn.BatchNormAct2d(C)
+    for compiled in (True, False):
+        norm = copy.deepcopy(layer).to(torch.float32 if compiled else torch.float64)
+
+        def twice(x, y, norm=norm):
+            return norm(x).mean((2, 3)) + norm(y).square().mean((2, 3))
+
+        run = torch.compile(twice, backend="aot_eager", dynamic=True) if compiled else twice
+        x, y = (image.detach().to(norm.weight.dtype).requires_grad_() for image in images)
+        run(x, y).square().sum().backward()
+        values.append([x.grad, y.grad, norm.weight.grad, norm.bias.grad, *norm.buffers()])
+    for mine, true in zip(*values):
+        torch.testing.assert_close(mine, true.to(mine.dtype))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated tree specifications
+@pytest.mark.parametrize("kind", ["norm", "block"])
+def test_exports_in_training_for_any_number_of_images(kind, device, kernels, tmp_path):
+    layer = fusedtrain.nn.BatchNormAct2d(C) if kind == "norm" else fusedtrain.nn.DepthwiseBnActSe(C, 8)
+    layer, sizes = layer.to(device), ({0: torch.export.Dim("n")},)
+    exported = torch.export.export(layer, (harness.images((2, C, 3, 5), device=device),), dynamic_shapes=sizes)
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    exported = torch.export.load(tmp_path / "layer.pt2").module()
     x = harness.images((5, C, 3, 5), device=device)
     with torch.no_grad():
         torch.testing.assert_close(exported(x), layer(x))

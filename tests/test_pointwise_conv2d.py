@@ -498,7 +498,8 @@ def test_automatic_choice_leaves_small_images_to_stock_and_contiguous_ones_where
     for shape, layout, stride, name in (
         ((16, 32, 28, 28), "channels_last", [1, 1], "cpu"),
         ((16, 32, 28, 28), "contiguous", [1, 1], contiguous),
-        ((16, 32, 28, 28), "contiguous", [2, 2], "reference"),
+        ((16, 32, 28, 28), "contiguous", [2, 2], contiguous),  # whose pixels are read first
+        ((1, 32, 28, 28), "contiguous", [2, 2], "reference"),
         ((1, 32, 7, 7), "channels_last", [1, 1], "reference"),
         ((1, 32, 7, 7), "contiguous", [1, 1], "reference"),
     ):
@@ -710,7 +711,6 @@ def test_products_of_planes_run_on_intels_cpus(isa, images, pixels, shape, parts
         ("avx512", 16, (127, 144), "channels_last", False),
         ("avx512", 15, (128, 144), "channels_last", False),
         ("avx512_bf16", 16, (24, 144), "contiguous", False),  # not measured
-        ("amd", 16, (24, 144), "contiguous", False),
     ],
 )
 def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
@@ -719,8 +719,8 @@ def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
     if not MODULE._HAS_MKL:
         pytest.skip("PyTorch was built without MKL")
     seen, read_by = [], MODULE._read_by
-    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512" if isa == "amd" else isa)
-    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd" if isa == "amd" else "intel")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
     monkeypatch.setattr(MODULE, "_SMALL", 0)
     monkeypatch.setattr(MODULE, "_read_by", lambda x, stride: seen.append(stride) or read_by(x, stride))
     for stride in ((2, 2), (1, 3)):
@@ -731,6 +731,49 @@ def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
         assert backends.select("pointwise_conv2d", IMPLS, *draws[0].values(), [2, 2]) is IMPLS["cpu"]
     harness.evaluate(function(), draws[0])
     assert [1, 1] not in seen
+
+
+@pytest.mark.parametrize(
+    ("family", "isa", "dtype", "images", "shape", "layout", "copied"),
+    [
+        (25, "avx512_bf16", torch.float32, 2, (24, 32), "contiguous", {"forward", "backward"}),
+        (25, "avx512_bf16", torch.float32, 2, (24, 32), "channels_last", {"backward"}),
+        (25, "avx512_bf16", torch.float32, 2, (256, 70), "contiguous", set()),  # more than 250 weights a pixel
+        (25, "avx512_bf16", torch.float32, 16, (256, 600), "contiguous", {"forward", "backward"}),
+        (25, "avx2", torch.float32, 2, (24, 32), "contiguous", {"forward", "backward"}),
+        (25, "avx2", torch.float32, 2, (24, 32), "channels_last", {"backward"}),
+        (26, "avx512_bf16", torch.float32, 2, (24, 32), "contiguous", set()),  # not measured
+        (26, "avx512_bf16", torch.float32, 2, (24, 32), "channels_last", set()),
+        (25, "avx512_bf16", torch.bfloat16, 2, (48, 32), "contiguous", {"forward", "backward"}),
+        (25, "avx512_bf16", torch.bfloat16, 2, (47, 32), "contiguous", set()),  # few elements
+        (25, "avx512_bf16", torch.bfloat16, 2, (48, 32), "channels_last", {"backward"}),
+    ],
+)
+def test_pixels_that_a_stride_reads_are_copied_on_amds_cpus(
+    family, isa, dtype, images, shape, layout, copied, monkeypatch
+):
+    if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
+        pytest.skip(reason)
+    if dtype == torch.bfloat16 and not _common.has_bfloat16():
+        pytest.skip("the CPU has no instructions that multiply bfloat16")
+    seen, read_by = [], MODULE._read_by
+    for key, value in (("isa_active", isa), ("cpu_vendor", "amd"), ("cpu_family", family)):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(MODULE, "_MANY_NARROW", 2 * 48 * 35)
+    monkeypatch.setattr(MODULE, "_read_by", lambda x, stride: seen.append(stride) or read_by(x, stride))
+    for stride in ((2, 2), (1, 3)):
+        draws = [make("cpu", (images, shape[0], 5, 7), layout, dtype, out=shape[1], seed=seed) for seed in range(2)]
+        chosen = "cpu" if copied or layout == "channels_last" else "reference"
+        assert backends.select("pointwise_conv2d", IMPLS, *draws[0].values(), list(stride)) is IMPLS[chosen]
+        seen.clear()
+        with torch.no_grad():
+            function(stride)(**draws[0])
+        assert (list(stride) in seen) == ("forward" in copied)
+        seen.clear()
+        harness.assert_op_as_good_as_torch(function(stride), reference_of(stride), draws, "pointwise_conv2d")
+        assert (list(stride) in seen) == ("backward" in copied)
 
 
 @pytest.mark.parametrize(("layout", "copied"), [("channels_last", False), ("contiguous", True)])

@@ -59,7 +59,8 @@ void parallel_images(const Batch& b, int64_t items, Channels channels, F&& f) {
 // Whether images go through all passes a few channels at a time: their planes lie together in memory, and there are
 // channels for every thread.
 bool by_channel_groups(const Tensor& x, const Batch& b) {
-  return x.is_cpu() && b.images.layout == Layout::kContiguous && b.images.c >= torch::stable::get_num_threads();
+  return groups_channels && x.is_cpu() && b.images.layout == Layout::kContiguous &&
+         b.images.c >= torch::stable::get_num_threads();
 }
 
 // Takes such images through `passes(channels)`, all passes before the next channels, so that the `tensors` tensors like

@@ -86,7 +86,9 @@ namespace {
 
 // The sizes of an op that reads its images once: the forward pass, or dx alone.
 DepthwiseSizes of_one_pass(DepthwiseSizes s) {
-  s.whole_pixels = takes_whole_pixels && cpu::fits_whole_pixels(s);
+  const bool few_taps = s.kh == 3 || (s.kh == 5 && s.dtype == DType::kBFloat16);
+  const bool many = takes_many_whole_pixels && few_taps && s.c > cpu::kChunkChannels && !cpu::has_whole_pixels(s);
+  s.whole_pixels = (takes_whole_pixels || many) && cpu::fits_whole_pixels(s);
   return s;
 }
 

@@ -67,10 +67,12 @@ const bool is_zen3 = __builtin_cpu_is("amdfam19h") && !is_zen4;
 const bool fetches_ahead_of_many_streams = __builtin_cpu_is("intel") || is_zen3;
 const bool sums_row_by_row = !__builtin_cpu_is("intel") && !is_zen4;
 const bool stores_past_caches = !__builtin_cpu_is("intel"), takes_whole_pixels = __builtin_cpu_is("intel");
-const bool asks_ahead = __builtin_cpu_is("intel");
+const bool takes_many_whole_pixels = is_zen4;
+const bool asks_ahead = __builtin_cpu_is("intel"), groups_channels = __builtin_cpu_is("intel");
 #else
 const bool fetches_ahead_of_many_streams = false, sums_row_by_row = true;
-const bool stores_past_caches = true, takes_whole_pixels = false, asks_ahead = false;
+const bool stores_past_caches = true, takes_whole_pixels = false, takes_many_whole_pixels = false;
+const bool asks_ahead = false, groups_channels = false;
 #endif
 
 Isa active_isa() {

@@ -28,12 +28,16 @@ extern const bool sums_row_by_row;
 extern const bool stores_past_caches;
 
 // Whether depthwise convolutions of channels_last images take whole pixels, rather than a chunk of their channels at a
-// time: Intel's fetch ahead along memory, not from pixel to pixel. AMD's were not measured.
-extern const bool takes_whole_pixels;
+// time: Intel's fetch ahead along memory, not from pixel to pixel. Zen 4 gains by small kernels over many channels
+// (benchmarks/LOG.md, 2026-11-29); other AMD's were not measured.
+extern const bool takes_whole_pixels, takes_many_whole_pixels;
+
+// Whether contiguous images go through all passes of a batch normalisation a few channels at a time, which then stay in
+// L2. Intel's gain 1.1 to 1.2; Zen 4, whose last cache is faster, loses as much (benchmarks/LOG.md, 2026-11-29).
+extern const bool groups_channels;
 
 // Whether kernels that walk along memory ask for what they read and write a little ahead (cpu/ahead.h). Intel's take up
-// to twice the bandwidth so; AMD's gained nothing in optimizer steps and were not measured elsewhere
-// (benchmarks/LOG.md, 2026-11-21 and 2026-11-28).
+// to twice the bandwidth so; AMD's gained nothing (benchmarks/LOG.md, 2026-11-21, 28 and 29).
 extern const bool asks_ahead;
 
 const char* isa_name(Isa isa);

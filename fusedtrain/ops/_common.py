@@ -1,5 +1,6 @@
 """What the ops share: argument checks, memory formats, and the reasons why a backend cannot run."""
 
+import contextlib
 import functools
 import importlib.util
 import operator
@@ -273,6 +274,12 @@ def owned(y: Tensor) -> Tensor:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def no_grad():
+    """``torch.no_grad()``, but nothing where torch.export traces, which cannot save such a region with sizes in it:
+    what is computed from is to be detached there."""
+    return contextlib.nullcontext() if torch.compiler._is_exporting_flag else torch.no_grad()
+
+
 def untraced(x: Tensor) -> bool:
     """True when nobody watches which operators a call on ``x`` runs: several may then be called as one."""
     return (
@@ -458,13 +465,10 @@ def triton_slower(x: Tensor, *_) -> str | None:
     return "Triton's interpreter is slower than any other backend" if x.is_cpu else None
 
 
-def small_slower(elements: int):
-    """Below so many elements on a CPU the calls of the op cost more than its stock form: measured by bench_dispatch."""
-
-    def slower(x: Tensor, *_) -> str | None:
-        return f"x has fewer than {elements} elements: stock calls cost less" if is_less(x.numel(), elements) else None
-
-    return slower
+def is_forward_alone_on_zen4(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether x is float32 on Zen 4 and no gradient is recorded: there the stock forms of ops that read images once are
+    faster forward from the caches, and slower backward (benchmarks/LOG.md, 2026-11-29)."""
+    return x.dtype == torch.float32 and zen() == 4 and not records(x, *others)
 
 
 def never_why_not(*_) -> None:

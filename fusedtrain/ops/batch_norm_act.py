@@ -23,7 +23,14 @@ from fusedtrain.ops import _activation, _codes, _common, _schema
 def reference(
     x, running_mean, running_var, weight, bias, training, momentum, eps, act: str, residual, residual_after
 ) -> Tensor:
-    y = F.batch_norm(_aligned(x), running_mean, running_var, weight, bias, training, momentum, eps)
+    running = running_mean, running_var
+    if training and running_mean is not None and torch.compiler.is_dynamo_compiling():
+        # It saves them for its backward, and another call in the graph may move them.
+        running = running_mean.clone(), running_var.clone()
+    y = F.batch_norm(_aligned(x), *running, weight, bias, training, momentum, eps)
+    if running[0] is not running_mean:
+        running_mean.copy_(running[0])
+        running_var.copy_(running[1])
     if residual is None or residual_after:
         y = _activation.REFERENCE[act](y)
         return y if residual is None else y + residual
@@ -406,7 +413,8 @@ def batch_norm_act(
     impl = select("batch_norm_act", IMPLS, x, group is not None, residual is not None and not residual_after)
     counter = num_batches_tracked if training else None
     if group is None and (impl.backward is None or x.numel() == 0):
-        _count_up(counter)
+        if counter is not None:  # _count_up, without a call
+            counter.add_(1)
         statistics = (running_mean, running_var, weight, bias, training, momentum, eps)
         return reference(x, *statistics, act, residual, residual_after)
     if impl.backward is None:
@@ -414,7 +422,7 @@ def batch_norm_act(
     recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
     x = _common.dense(x)
     residual, y = _residual_like(residual, x), None
-    with torch.no_grad():
+    with _common.no_grad():
         if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
             running, tail = (running_mean, running_var, counter), (momentum, eps, code, residual_after)
             (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _OWN
@@ -456,7 +464,7 @@ def _statistics(x, running_mean, running_var, training, momentum, eps, group, im
         dtype = _common.acc_dtype(x)
         mean = running_mean.to(dtype, copy=True)  # a batch in training may move the other before backward
         return mean, torch.rsqrt(_common.cast(running_var, dtype) + eps), None
-    mean, m2 = moments or impl.stats(x)
+    mean, m2 = moments or impl.stats(x.detach() if torch.compiler._is_exporting_flag else x)
     count = _count(x)
     if group is not None:
         mean, m2, count = _gathered(mean, m2, count, group)

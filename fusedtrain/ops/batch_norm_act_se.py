@@ -101,7 +101,7 @@ def batch_norm_act_se(
     x = _common.dense(x)
     residual = _residual_like(residual, x)
     _count_up(num_batches_tracked if training else None)
-    with torch.no_grad():
+    with _common.no_grad():
         mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
     if recording:
         return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, (relu, codes, count, group, impl))

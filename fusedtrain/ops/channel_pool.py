@@ -31,12 +31,26 @@ def _fake_backward(dpooled, x, peak, ties, pool, in_act):
     return torch.empty_like(x)
 
 
+_SMALL = 32768  # elements, below which the calls cost more than stock's (benchmarks/bench_dispatch.py)
+_FEW_ROWS = 2_000_000  # elements of channels_last images
+
+
+def _slower(x: Tensor, pool: int = 0, in_act: int = 0) -> str | None:
+    if _common.is_less(x.numel(), _SMALL):
+        return f"x has fewer than {_SMALL} elements: stock calls cost less"
+    if pool or in_act or not _common.is_forward_alone_on_zen4(x):
+        return None
+    if not _common.is_channels_last(x) or _common.is_less(x.numel(), _FEW_ROWS):
+        return "stock PyTorch was measured faster: float32 without a gradient, contiguous or few elements"
+    return None
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.channel_pool, torch.ops.fusedtrain.channel_pool_backward
 IMPLS = register(
     "channel_pool",
     {
         "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
-        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _common.small_slower(32768)),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower),
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
@@ -88,7 +102,7 @@ def channel_pool(x: Tensor, *, pool: str = "avg", in_act: str = "identity") -> T
     pool_code = _codes.code("pool", pool, _codes.POOLS)
     act_code = _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
     _common.check_pixels("channel_pool", x, pool)
-    impl = select("channel_pool", IMPLS, x)
+    impl = select("channel_pool", IMPLS, x, pool_code, act_code)
     if impl.backward is None:
         return impl.forward(x, pool, in_act)
     x = _common.dense(x)

@@ -25,12 +25,24 @@ def _fake_backward(dy, x, gate, in_act, need_dx, need_dgate):
     return dx, gate.new_empty(gate.shape if need_dgate else (0,), dtype=_common.acc_dtype(x))
 
 
+_SMALL = 65536  # elements, below which the calls cost more than stock's (benchmarks/bench_dispatch.py)
+_IN_CACHE = 4 << 20  # elements, from which on results go past the caches
+
+
+def _slower(x: Tensor, gate: Tensor | None = None, in_act: int = 0) -> str | None:
+    if _common.is_less(x.numel(), _SMALL):
+        return f"x has fewer than {_SMALL} elements: stock calls cost less"
+    if in_act or not _common.is_less(x.numel(), _IN_CACHE) or not _common.is_forward_alone_on_zen4(x, gate):
+        return None
+    return f"stock PyTorch was measured faster: fewer than {_IN_CACHE:,} elements in float32 without a gradient"
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.channel_scale, torch.ops.fusedtrain.channel_scale_backward
 IMPLS = register(
     "channel_scale",
     {
         "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
-        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _common.small_slower(65536)),
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu, _slower),
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
@@ -87,7 +99,7 @@ def channel_scale(x: Tensor, gate: Tensor, *, in_act: str = "identity") -> Tenso
     if gate.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"channel_scale: gate must have the dtype of x ({x.dtype}) or float32, got {gate.dtype}")
     _common.check_same_device("channel_scale", x, gate=gate)
-    impl = select("channel_scale", IMPLS, x)
+    impl = select("channel_scale", IMPLS, x, gate, act_code)
     if impl.backward is None:
         return impl.forward(x, gate, in_act)
     x, gate = _common.dense(x), gate.contiguous()

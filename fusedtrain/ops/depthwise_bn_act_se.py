@@ -458,7 +458,9 @@ def depthwise_bn_act_se(
         se = _dense_weights(_weight_dtype(x, *se), se)
     recording = _common.needs_autograd(x, *own, *affine, *(se or ()))
     norm, moments, made = impl.norm, (), None
-    with torch.no_grad():
+    with _common.no_grad():
+        if torch.compiler._is_exporting_flag:
+            x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))
         convolve, conv_backward = _convolutions(impl, x, weight, bias, geometry)
         gathers = training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward)
         if gathers and group is None and impl.train is not None and apart:

@@ -264,6 +264,8 @@ _PLANE = 100  # pixels, from which on contiguous y and dx are products of every 
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneDNN is faster at
 _MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
+_WEIGHTS_A_PIXEL = 250  # elements of a weight for each pixel of few images on AMD's CPUs, up to which it does
+_MANY_NARROW = 250_000  # elements of contiguous bfloat16 images with a stride, from which on it does
 
 
 def _read_by(x: Tensor, stride: list[int]) -> Tensor:
@@ -271,16 +273,29 @@ def _read_by(x: Tensor, stride: list[int]) -> Tensor:
     return x[:, :, :: stride[0], :: stride[1]]
 
 
-def _is_read_first(x: Tensor, weight: Tensor) -> bool:
+def _is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
     """Whether the pixels that a stride reads are copied for a convolution without one: oneDNN, and ATen for few images,
-    first rearrange all of a contiguous image. Measured on Intel's CPUs, 1.2 to 2.5 times (benchmarks/LOG.md,
-    2026-11-28)."""
+    first rearrange all of a contiguous image. Measured, 1.1 to 2.7 times (benchmarks/LOG.md, 2026-11-28 and 29).
+
+    Not over channels_last images where torch.compile traces: the program would hold for even or for odd sizes alone.
+    """
     cpu = _extension.BUILD_INFO
-    known = cpu.get("cpu_vendor") == "intel" and cpu.get("isa_active") in _PRODUCTS and _HAS_MKL
-    if x.dtype != torch.float32 or not known:
-        return False
+    vendor, isa = cpu.get("cpu_vendor"), cpu.get("isa_active")
     few = _common.is_less(x.shape[0], _FEW)
-    if _common.is_channels_last(x):  # compiled, a program would hold for even or for odd sizes alone
+    if vendor == "amd":
+        if _common.zen() == 5:  # not measured
+            return False
+        if _common.is_channels_last(x):  # the kernel takes a stride, forward
+            return backward and not torch.compiler.is_compiling() and _kernel_gains(x, weight.shape[0])
+        if not _by_planes(x, [1, 1]):
+            return False
+        if x.dtype == torch.bfloat16:
+            return weight.numel() <= _LARGE_WEIGHT and not _common.is_less(x.numel(), _MANY_NARROW)
+        pixels = x.shape[0] * x.shape[2] * x.shape[3]
+        return not few or not _common.is_less(_WEIGHTS_A_PIXEL * pixels, weight.numel())
+    if x.dtype != torch.float32 or vendor != "intel" or isa not in _PRODUCTS or not _HAS_MKL:
+        return False
+    if _common.is_channels_last(x):
         many = weight.shape[0] >= x.shape[1] >= _MANY_STRIDED and not few
         return many and not torch.compiler.is_compiling() and x.numel() * x.element_size() <= _LARGE
     return x.is_contiguous() and (weight.numel() <= _LARGE_WEIGHT or not few)
@@ -402,7 +417,7 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
 
 def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    if stride != [1, 1] and not whole and _is_read_first(x, weight):
+    if stride != [1, 1] and not whole and _is_read_first(x, weight, backward=True):
         read = _read_by(x, stride).contiguous(memory_format=_common.format_of(x))
         dx, *others = _backward(dy, read, weight, [1, 1], whole, need)
         return _among_zeros(dx, x, stride) if need_dx else None, *others
