@@ -43,6 +43,17 @@ class HandWrittenSE(nn.Module):
         return x * self.fc(self.avg_pool(x).view(n, c)).view(n, c, 1, 1)
 
 
+class Middle(nn.Module):
+    """A convolution, a normalisation and a gate in one op; the outer two or None."""
+
+    def __init__(self, conv, norm, se):
+        super().__init__()
+        self.conv, self.norm, self.se = conv, norm, se
+
+    def forward(self, x):
+        return middle(x, self.conv, self.norm, (), self.se)
+
+
 # The class -> where the original stands.
 ORIGINALS = {
     "SqueezeExcite": "timm.models._efficientnet_blocks.SqueezeExcite",
@@ -512,9 +523,13 @@ def test_a_norm_compiles_that_runs_twice_by_different_backends(layout, order, mo
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated tree specifications
-@pytest.mark.parametrize("kind", ["norm", "block"])
+@pytest.mark.parametrize("kind", ["norm", "block", "gated norm", "pointwise"])
 def test_exports_in_training_for_any_number_of_images(kind, device, kernels, tmp_path):
     layer = fusedtrain.nn.BatchNormAct2d(C) if kind == "norm" else fusedtrain.nn.DepthwiseBnActSe(C, 8)
+    if kind == "gated norm":
+        layer = Middle(None, fusedtrain.nn.BatchNormAct2d(C), fusedtrain.nn.SqueezeExcite(C))
+    elif kind == "pointwise":
+        layer = Middle(fusedtrain.nn.PointwiseConv2d(C, C), fusedtrain.nn.BatchNormAct2d(C), None)
     layer, sizes = layer.to(device), ({0: torch.export.Dim("n")},)
     exported = torch.export.export(layer, (harness.images((2, C, 3, 5), device=device),), dynamic_shapes=sizes)
     torch.export.save(exported, tmp_path / "layer.pt2")

@@ -788,18 +788,28 @@ def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instru
         assert MODULE._is_read_first(x, weight) == expected
 
 
+@pytest.mark.parametrize("vendor", ["intel", "amd"])
 @dense_layouts
-def test_a_stride_compiles_once_for_even_and_odd_sizes(layout, no_instructions, monkeypatch):
-    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
-    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+def test_a_stride_compiles_once_for_even_and_odd_sizes(layout, vendor, no_instructions, monkeypatch):
+    for key, value in (("isa_active", "avx512"), ("cpu_vendor", vendor), ("cpu_family", 25)):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
     monkeypatch.setattr(MODULE, "_SMALL", 0)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function((2, 2)), fullgraph=True, dynamic=True, backend=counter)
     for pixels in ((8, 6), (9, 7), (12, 5)):
         inputs = make("cpu", (16, 128, *pixels), layout, out=128)
-        y, again = (run(*inputs.values()) for run in (compiled, function((2, 2))))
-        harness.assert_as_good_as_torch(y, again, reference_of((2, 2))(*(t.double() for t in inputs.values())), "y")
+        results = []
+        for run, dtype in (
+            (compiled, torch.float32),
+            (function((2, 2)), torch.float32),
+            (reference_of((2, 2)), torch.float64),
+        ):
+            x, w, b = (t.detach().to(dtype).requires_grad_() for t in inputs.values())
+            y = run(x, w, b)
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, w, b))])
+        for name, mine, again, truth in zip(("y", "dx", "dw", "db"), *results):
+            harness.assert_as_good_as_torch(mine, again, truth, name)
     assert counter.frame_count == 1
 
 
