@@ -530,7 +530,8 @@ def test_exports_in_training_for_any_number_of_images(kind, device, kernels, tmp
         layer = Middle(None, fusedtrain.nn.BatchNormAct2d(C), fusedtrain.nn.SqueezeExcite(C))
     elif kind == "pointwise":
         layer = Middle(fusedtrain.nn.PointwiseConv2d(C, C), fusedtrain.nn.BatchNormAct2d(C), None)
-    layer, sizes = layer.to(device), ({0: torch.export.Dim("n")},)
+    layer = nn.Sequential(layer, copy.deepcopy(layer)).to(device)  # the second one is handed sizes of the first
+    sizes = ({0: torch.export.Dim("n")},)
     exported = torch.export.export(layer, (harness.images((2, C, 3, 5), device=device),), dynamic_shapes=sizes)
     torch.export.save(exported, tmp_path / "layer.pt2")
     exported = torch.export.load(tmp_path / "layer.pt2").module()

@@ -116,6 +116,6 @@ def pointwise_conv2d_norm(
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()
     _count_up(num_batches_tracked if training else None)
-    with _common.no_grad():
+    with torch.no_grad():
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
     return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, (count, code, group, norm))
