@@ -950,7 +950,7 @@ def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
         harness.assert_as_good_as_torch(exported(x), model(x), truth, f"batch of {size}")
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated tree specifications
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("family", range(4))
 def test_fused_models_exported_in_training_are_saved_and_loaded(zoo, family, tmp_path):
     torch.manual_seed(0)

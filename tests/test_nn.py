@@ -522,7 +522,7 @@ def test_a_norm_compiles_that_runs_twice_by_different_backends(layout, order, mo
         torch.testing.assert_close(mine, true.to(mine.dtype))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated tree specifications
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["norm", "block", "gated norm", "pointwise"])
 def test_exports_in_training_for_any_number_of_images(kind, device, kernels, tmp_path):
     layer = fusedtrain.nn.BatchNormAct2d(C) if kind == "norm" else fusedtrain.nn.DepthwiseBnActSe(C, 8)

@@ -84,7 +84,8 @@ DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std:
 
 namespace {
 
-// The sizes of an op that reads its images once: the forward pass, or dx alone.
+// The sizes of an op that reads its images once: the forward pass, or dx alone. Zen 4 gains by whole pixels where these
+// have several chunks of channels and the kernel is small, unless results go past the caches in lines.
 DepthwiseSizes of_one_pass(DepthwiseSizes s) {
   const bool few_taps = s.kh == 3 || (s.kh == 5 && s.dtype == DType::kBFloat16);
   const bool many = takes_many_whole_pixels && few_taps && s.c > cpu::kChunkChannels && !cpu::has_whole_pixels(s);

@@ -264,8 +264,8 @@ _PLANE = 100  # pixels, from which on contiguous y and dx are products of every 
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneDNN is faster at
 _MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
-_WEIGHTS_A_PIXEL = 250  # elements of a weight for each pixel of few images on AMD's CPUs, up to which it does
-_MANY_NARROW = 250_000  # elements of contiguous bfloat16 images with a stride, from which on it does
+_WEIGHTS_A_PIXEL = 250  # on AMD's: elements of a weight for each pixel of few contiguous images, up to which it does so
+_MANY_NARROW = 250_000  # on AMD's: elements of contiguous bfloat16 images, from which on it does so
 
 
 def _read_by(x: Tensor, stride: list[int]) -> Tensor:
@@ -275,7 +275,7 @@ def _read_by(x: Tensor, stride: list[int]) -> Tensor:
 
 def _is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
     """Whether the pixels that a stride reads are copied for a convolution without one: oneDNN, and ATen for few images,
-    first rearrange all of a contiguous image. Measured, 1.1 to 2.7 times (benchmarks/LOG.md, 2026-11-28 and 29).
+    first rearrange all of a contiguous image. Measured, up to 3 times (benchmarks/LOG.md, 2026-11-28 and 29).
 
     Not over channels_last images where torch.compile traces: the program would hold for even or for odd sizes alone.
     """
