@@ -7,6 +7,8 @@ transforms of torch.func, whose derivatives PyTorch's operators alone have, it t
 runs or raises; nothing falls back silently.
 """
 
+import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,12 +39,21 @@ class Impl:
 
 _transformed = torch._C._are_functorch_transforms_active
 _OPS: dict[str, dict[str, Impl]] = {}
+_ASKED: dict[str, Callable[..., tuple]] = {}
 _tuned.load()
 
 
-def register(op: str, impls: dict[str, Impl]) -> dict[str, Impl]:
-    """Makes an op's table known to :func:`explain` and returns it."""
+def register(op: str, impls: dict[str, Impl], asked: Callable[..., tuple] | None = None) -> dict[str, Impl]:
+    """Makes an op's table known to :func:`explain` and returns it.
+
+    Args:
+        op: its name.
+        impls: the table.
+        asked: takes the arguments of the op by name, returns those of its rules; None: they are the same.
+    """
     _OPS[op] = impls
+    if asked is not None:
+        _ASKED[op] = asked
     return impls
 
 
@@ -142,22 +153,41 @@ def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> 
     return "\n".join(lines)
 
 
-def explain(op, *args) -> str:
+def _asked(name: str, args: tuple, kwargs: dict) -> tuple:
+    """What the rules of an op are asked with, where a user calls it with these arguments."""
+    if name not in _ASKED:
+        if kwargs:
+            raise TypeError(f"explain({name!r}, ...) takes no argument by name, got {', '.join(kwargs)}")
+        return args
+    function = getattr(importlib.import_module("fusedtrain.ops"), name.removesuffix("_backward"))
+    try:
+        call = inspect.signature(function).bind_partial(*args, **kwargs)
+        call.apply_defaults()
+        inspect.signature(_ASKED[name]).bind(**call.arguments)
+    except TypeError as error:
+        raise TypeError(f"explain({name!r}, ...): {error}") from None
+    return _ASKED[name](**call.arguments)
+
+
+def explain(op, *args, **kwargs) -> str:
     """Prints, and returns, which backend runs an op on these arguments and why the others do not.
 
     Args:
-        op: an op's name or its function, e.g. ``"squeeze_excite"`` or ``fusedtrain.ops.squeeze_excite``.
-        args: the op's leading arguments; the first, ``x``, decides.
+        op: an op's name or its function, e.g. ``"squeeze_excite"`` or ``fusedtrain.ops.squeeze_excite``;
+            "depthwise_conv2d_backward", whose backend is chosen for itself, takes the arguments of the forward pass.
+        args: the op's leading arguments as it takes them; the first, ``x``, decides most.
+        kwargs: further ones by their names.
 
     Raises:
-        ValueError: no op of that name, or FUSEDTRAIN_BACKEND names no backend.
+        ValueError: no op of that name, an argument that the op refuses, or FUSEDTRAIN_BACKEND names no backend.
+        TypeError: the op has no argument of that name, or cannot be explained without one that is missing.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _OPS:
         raise ValueError(f"explain() knows the ops {', '.join(sorted(_OPS))}; got {name!r}")
-    if not args:
+    if not args and "x" not in kwargs:
         raise ValueError(f"explain({name!r}, ...) needs the op's arguments, x first")
-    impls = _OPS[name]
+    args, impls = _asked(name, args, kwargs), _OPS[name]
     chosen = _checked(_forced, _source)
     if chosen is None:
         impl = select(name, impls, *args)

@@ -1,5 +1,6 @@
 """Which backend runs: the automatic choice, forcing one, and what explain() says about it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import harness
@@ -159,6 +160,50 @@ def test_explain_agrees_with_the_automatic_choice(capsys):
         assert fusedtrain.explain(getattr(ops, op), *arguments) == fusedtrain.explain(op, *arguments)
         chosen = capsys.readouterr().out.split()[1]
         assert called.names == {"cpu": [f"{op}.default"], "reference": []}[chosen]
+
+
+ROWS, VECTOR, KERNELS = torch.ones(2, 8), torch.ones(8), torch.ones(8, 1, 3, 3)
+IMAGES = torch.ones(2, 8, 9, 9)
+ASKED = {  # as users call them: options by position and by name
+    "channel_pool": ((IMAGES,), {"in_act": "silu", "pool": "avg_max"}),
+    "channel_scale": ((IMAGES, ROWS), {"in_act": "silu"}),
+    "squeeze_excite": ((IMAGES, torch.ones(4, 8), None, torch.ones(8, 4), None), {"act": "silu"}),
+    "batch_norm_act": ((IMAGES, VECTOR, VECTOR), {"training": True, "residual": IMAGES, "act": "relu"}),
+    "depthwise_bn_act_se": ((IMAGES, KERNELS, None, VECTOR, VECTOR), {"stride": 2, "act": "silu"}),
+    "depthwise_conv2d": ((IMAGES, KERNELS, VECTOR, 2), {"padding": (0, 1, 0, 1), "act": "silu"}),
+    "depthwise_conv2d of one image": ((IMAGES[0], KERNELS), {"padding": "same", "dilation": 2}),
+    "pointwise_conv2d": ((IMAGES, torch.ones(4, 8, 1, 1)), {"stride": 2}),
+    "grouped_conv2d": ((IMAGES, torch.ones(8, 2, 3, 3)), {"padding": "valid", "groups": 4}),
+    "linear": ((ROWS, torch.ones(4, 8)), {"bias": torch.ones(4)}),
+    "grad_norm": (([IMAGES, ROWS],), {}),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("case", ASKED)
+def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatch, capsys):
+    op, (args, kwargs), asked = case.split()[0], ASKED[case], []
+    impls = backend._OPS[op]
+    spy = dataclasses.replace(impls["cuda"], why_not=lambda *args: asked.append(args) or "it is asked only")
+    monkeypatch.setitem(impls, "cuda", spy)
+    with fusedtrain.use_backend("cuda"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(RuntimeError, match="it is asked only"):
+            getattr(ops, op)(*args, **kwargs)
+        fusedtrain.explain(getattr(ops, op), *(args[0] if op == "grad_norm" else args), **kwargs)
+    by_op, *by_explain = asked
+    for each in by_explain:
+        torch.testing.assert_close(each[: len(by_op)], by_op, rtol=0, atol=0)
+
+
+def test_explain_tells_which_argument_is_wrong(capsys):
+    with pytest.raises(TypeError, match=r"explain\('channel_pool', ...\): got an unexpected keyword argument 'activation'"):
+        fusedtrain.explain("channel_pool", X, activation="silu")
+    with pytest.raises(ValueError, match=r"in_act must be one of .*, got 'swish'"):
+        fusedtrain.explain("channel_pool", X, in_act="swish")
+    with pytest.raises(TypeError, match=r"explain\('depthwise_conv2d', ...\): missing a required argument: 'weight'"):
+        fusedtrain.explain("depthwise_conv2d", X)
+    with pytest.raises(TypeError, match=r"explain\('grad_norm', ...\) takes no argument by name, got error_if_nonfinite"):
+        fusedtrain.explain("grad_norm", X, error_if_nonfinite=True)
 
 
 def test_explain_names_what_it_does_not_know():

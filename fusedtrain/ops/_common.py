@@ -241,6 +241,11 @@ def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[i
     raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
 
 
+def batched(x: Tensor) -> Tensor:
+    """One image as a batch of one."""
+    return x[None] if isinstance(x, Tensor) and x.dim() == 3 else x
+
+
 def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     """Returns dense ``y`` as channels_last where the strides of ``x`` are, one channel or one pixel included, as in
     torch."""

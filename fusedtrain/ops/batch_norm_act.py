@@ -198,6 +198,10 @@ def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     return _BatchNormImpl(forward, backward, why_not, slower, *others, *whole)
 
 
+def _asked(x, training, residual_after, process_group, residual=None, **_) -> tuple:
+    return x, training and process_group is not None, residual is not None and not residual_after
+
+
 IMPLS = register(
     "batch_norm_act",
     {
@@ -206,6 +210,7 @@ IMPLS = register(
         "triton": _impl("triton", _common.why_not_triton, _common.triton_slower),
         "reference": _BatchNormImpl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 _REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common.never_why_not)
 

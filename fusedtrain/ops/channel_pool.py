@@ -45,6 +45,10 @@ def _slower(x: Tensor, pool: int = 0, in_act: int = 0) -> str | None:
     return None
 
 
+def _asked(x, pool, in_act) -> tuple:
+    return x, _codes.code("pool", pool, _codes.POOLS), _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.channel_pool, torch.ops.fusedtrain.channel_pool_backward
 IMPLS = register(
     "channel_pool",
@@ -54,6 +58,7 @@ IMPLS = register(
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 
 

@@ -37,6 +37,10 @@ def _slower(x: Tensor, gate: Tensor | None = None, in_act: int = 0) -> str | Non
     return f"stock PyTorch was measured faster: fewer than {_IN_CACHE:,} elements in float32 without a gradient"
 
 
+def _asked(x, in_act, gate=None) -> tuple:
+    return x, gate, _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.channel_scale, torch.ops.fusedtrain.channel_scale_backward
 IMPLS = register(
     "channel_scale",
@@ -46,6 +50,7 @@ IMPLS = register(
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 
 

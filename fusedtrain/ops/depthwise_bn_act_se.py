@@ -132,6 +132,10 @@ def _slower_triton(x, *args) -> str | None:
     return _common.triton_slower(x)
 
 
+def _asked(x, weight=None, se=None, **_) -> tuple:
+    return *_common.autocast(x, weight), se
+
+
 IMPLS = register(
     "depthwise_bn_act_se",
     {
@@ -140,6 +144,7 @@ IMPLS = register(
         "triton": _impl("triton", NORM_IMPLS["triton"], _common.why_not_triton, _slower_triton),
         "reference": _BlockImpl(_single_ops, None, _common.never_why_not),
     },
+    _asked,
 )
 
 

@@ -230,6 +230,11 @@ def _slower_triton(x, weight=None, *args) -> str | None:
     return f"cuDNN was measured faster: {'channels_last' if channels_last else 'contiguous'}, {k}x{k} kernels"
 
 
+def _asked(x, weight, stride, padding, dilation, bias=None, **_) -> tuple:
+    x, weight, bias = _common.autocast(_common.batched(x), weight, bias)
+    return x, weight, bias, *_geometry(x, weight, stride, padding, dilation)[0]
+
+
 _OP, _BACKWARD = torch.ops.fusedtrain.depthwise_conv2d, torch.ops.fusedtrain.depthwise_conv2d_backward
 IMPLS = register(
     "depthwise_conv2d",
@@ -239,6 +244,7 @@ IMPLS = register(
         "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _slower_triton),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 # The backward pass chooses for itself: where stock PyTorch is the faster one is measured in each direction.
 BACKWARD_IMPLS = register(
@@ -249,6 +255,7 @@ BACKWARD_IMPLS = register(
         "triton": Impl(_BACKWARD.triton, None, _common.why_not_triton, _slower_triton),
         "reference": Impl(reference_backward, None, _common.never_why_not),
     },
+    _asked,
 )
 
 
@@ -350,7 +357,7 @@ def depthwise_conv2d(
 
     Cost: forward reads x and writes y once; backward reads x and dy once for all gradients asked for, writes dx once.
     Asymmetric padding costs nothing. Stock PyTorch runs where it was measured faster, see
-    ``fusedtrain.explain("depthwise_conv2d", x, weight)``.
+    ``fusedtrain.explain("depthwise_conv2d", x, weight, ...)``.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
     Source: Sifre, Rigid-Motion Scattering for Image Classification, 2014; Chollet, https://arxiv.org/abs/1610.02357
     """

@@ -168,6 +168,11 @@ def _backward(dy, x, weight, parts, *geometry, need) -> tuple[Tensor | None, Ten
     return None if dx is None else _common.in_format_of(dx, x), dw, dy.sum((0, 2, 3)) if need[2] else None
 
 
+def _asked(x, weight, stride, padding, dilation, groups, bias=None) -> tuple:
+    x, weight, bias = _common.autocast(_common.batched(x), weight, bias)
+    return x, weight, bias, *geometry("grouped_conv2d", x, weight, stride, padding, dilation)[0], groups
+
+
 # On a GPU cuDNN runs this: every backend there is stock PyTorch.
 IMPLS = register(
     "grouped_conv2d",
@@ -177,6 +182,7 @@ IMPLS = register(
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 
 
@@ -248,7 +254,7 @@ def grouped_conv2d(
 
     Cost: the products of ``F.conv2d``. Forward and both gradients each read their images once, through copies of
         bands of rows that stay in the caches. Stock PyTorch runs, direction by direction, where it was measured
-        faster and no backend is forced, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight)``.
+        faster and no backend is forced, and on GPUs; see ``fusedtrain.explain("grouped_conv2d", x, weight, ...)``.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent
         of threads where a kernel of this package runs.
     Source: Krizhevsky et al., 2012; Xie et al., ResNeXt, https://arxiv.org/abs/1611.05431

@@ -86,6 +86,10 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, need) -> tuple[Tensor | Non
     return dx, dw, db
 
 
+def _asked(x, weight=None, bias=None) -> tuple:
+    return _common.autocast(x, weight, bias)
+
+
 # On a GPU this is a matrix product, which PyTorch's own libraries run: every backend there is stock PyTorch.
 IMPLS = register(
     "linear",
@@ -95,6 +99,7 @@ IMPLS = register(
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 
 

@@ -436,6 +436,10 @@ def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor
     return dx, dw, db
 
 
+def _asked(x, weight, stride, bias=None) -> tuple:
+    return _arguments(_common.batched(x), weight, bias, stride)
+
+
 # On a GPU this is a matrix product, which PyTorch's own libraries run: every backend there is stock PyTorch.
 IMPLS = register(
     "pointwise_conv2d",
@@ -445,6 +449,7 @@ IMPLS = register(
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
+    _asked,
 )
 
 
@@ -512,7 +517,7 @@ def pointwise_conv2d(
         weights or planes on Intel's, or the backend is forced, else from them. On CPUs without instructions for
         bfloat16 or float16 a few images at a time are converted and multiplied in float32, in 4 MiB more memory per
         thread, or as much as one image needs; with AVX-512, bfloat16 of few channels or products is left to oneDNN. On
-        GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight)`` says so, stock PyTorch runs.
+        GPUs, and where ``fusedtrain.explain("pointwise_conv2d", x, weight, ...)`` says so, stock PyTorch runs.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and the gradient of the
         weight is independent of threads where a kernel of this package computes it.
     Source: Lin et al., Network In Network, https://arxiv.org/abs/1312.4400
