@@ -196,13 +196,17 @@ def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatc
 
 
 def test_explain_tells_which_argument_is_wrong(capsys):
-    with pytest.raises(TypeError, match=r"explain\('channel_pool', ...\): got an unexpected keyword argument 'activation'"):
+    with pytest.raises(
+        TypeError, match=r"explain\('channel_pool', ...\): got an unexpected keyword argument 'activation'"
+    ):
         fusedtrain.explain("channel_pool", X, activation="silu")
     with pytest.raises(ValueError, match=r"in_act must be one of .*, got 'swish'"):
         fusedtrain.explain("channel_pool", X, in_act="swish")
     with pytest.raises(TypeError, match=r"explain\('depthwise_conv2d', ...\): missing a required argument: 'weight'"):
         fusedtrain.explain("depthwise_conv2d", X)
-    with pytest.raises(TypeError, match=r"explain\('grad_norm', ...\) takes no argument by name, got error_if_nonfinite"):
+    with pytest.raises(
+        TypeError, match=r"explain\('grad_norm', ...\) takes no argument by name, got error_if_nonfinite"
+    ):
         fusedtrain.explain("grad_norm", X, error_if_nonfinite=True)
 
 
