@@ -1045,6 +1045,28 @@ def test_a_run_of_mlflow_that_was_active_stays_so(tmp_path):
     assert mlflow.active_run() is None and "loss" in mlflow.get_run(run.info.run_id).data.metrics
 
 
+@pytest.mark.parametrize("service", ["wandb", "mlflow"])
+def test_a_run_that_goes_on_does_so_under_its_own_name(service, tmp_path, monkeypatch):
+    package = pytest.importorskip(service, reason=f"{service} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    if service == "mlflow":
+        package.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+
+    def name_of(folder, epochs: int, fresh: bool = False) -> str:
+        logging = Logging(folder, (service,), log_every=1)
+        checkpoint = Checkpoint(folder / "checkpoints", resume=not fresh)
+        make(net(), epochs=epochs, logging=logging, checkpoint=checkpoint).fit(data())
+        return (folder / f"{service}.id").read_text()
+
+    first = name_of(tmp_path / "a", 1)
+    assert name_of(tmp_path / "a", 2) == first  # with another number of epochs in its configuration
+    others = name_of(tmp_path / "b", 1), name_of(tmp_path / "a", 1, fresh=True)
+    assert len({first, *others}) == 3
+    if service == "mlflow":
+        losses = package.tracking.MlflowClient().get_metric_history(first, "loss")
+        assert [loss.step for loss in losses] == [1, 2, 3, 4, 5, 6]
+
+
 class Logger:
     """Cannot be closed."""
 

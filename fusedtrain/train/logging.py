@@ -122,14 +122,31 @@ class TensorBoard:
         self._writer.close()
 
 
+class _Known:
+    """The name that a service has given to a run, kept in a file for when the run goes on."""
+
+    def __init__(self, path: Path, step: int):
+        self._path = path
+        self.id = path.read_text() if step and path.exists() else None
+
+    def keep(self, name: str) -> None:
+        if name != self.id:
+            write_atomic(self._path, lambda file: file.write(name.encode()))
+
+
 class WandB:
-    """Weights & Biases, in the run that is open, and stays so, or a new one."""
+    """Weights & Biases, in the run that is open, and stays so, or a new one; what goes on, in the run that it had."""
 
     def __init__(self, directory: Path, config: dict, step: int):
         import wandb
 
         self._new = wandb.run is None
-        self._run = wandb.init(dir=str(directory), config=config) if self._new else wandb.run
+        if self._new:
+            known = _Known(directory / "wandb.id", step)
+            again = {"id": known.id, "resume": "allow", "allow_val_change": True} if known.id else {}
+            wandb.init(dir=str(directory), config=config, **again)
+            known.keep(wandb.run.id)
+        self._run = wandb.run
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -143,7 +160,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, in the run that is active, and stays so, or a new one."""
+    """MLflow, in the run that is active, and stays so, or a new one; what goes on, in the run that it had."""
 
     def __init__(self, directory: Path, config: dict, step: int):
         import mlflow
@@ -151,8 +168,10 @@ class MLflow:
         self._mlflow = mlflow
         self._new = mlflow.active_run() is None
         if self._new:
-            mlflow.start_run()
-        mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
+            known = _Known(directory / "mlflow.id", step)
+            known.keep(mlflow.start_run(run_id=known.id).info.run_id)
+        kept = mlflow.get_run(mlflow.active_run().info.run_id).data.params  # it refuses other values
+        mlflow.log_params({name: str(value)[:500] for name, value in config.items() if name not in kept})
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._mlflow.log_metrics(values, step=step)
