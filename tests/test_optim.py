@@ -7,6 +7,7 @@ import pickle
 import runpy
 import sys
 import types
+import warnings
 
 import harness
 import pytest
@@ -945,6 +946,21 @@ def test_small_steps_move_weights_in_bfloat16(narrow):
             optimizer.step()
     assert (stuck == 1.0).all()
     assert abs(p.double().mean().item() - (1 - 50e-4)) < 2.0**-9  # half a unit in the last place
+
+
+@pytest.mark.parametrize("dtype, part", [(torch.bfloat16, "0.00390625"), (torch.float16, "0.000488281")])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_the_constructor_warns_where_small_steps_are_lost(name, dtype, part):
+    def make(dtype, **narrow):
+        getattr(optim, name)([torch.nn.Parameter(torch.ones(10, dtype=dtype))], lr=1e-4, **narrow)
+
+    with pytest.warns(UserWarning, match=f"parameters in {dtype} lose every update below {part} of their size"):
+        make(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(torch.float32)
+        for kept in ("stochastic", "kahan", "master"):
+            make(dtype, **NARROW[kept][1])
 
 
 def digits_loss(dtype, **narrow) -> float:

@@ -1,6 +1,7 @@
 """What every optimizer shares: gathering lists, states, and one call of the op per parameter group."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import ClassVar
@@ -86,6 +87,15 @@ class FusedStep(torch.optim.Optimizer):
             if name not in self.defaults and isinstance(param_group, dict) and param_group.get(name, value) != value:
                 raise ValueError(f"{type(self).__name__}: {name} is of all groups together, and no option of one")
         super().add_param_group(param_group)
+        if not self._exact and self._options["rounding"] == "nearest":
+            self._warn_of_lost_updates()
+
+    def _warn_of_lost_updates(self) -> None:
+        narrow = {p.dtype for p in self.param_groups[-1]["params"] if p.requires_grad} & {*_narrow.ROUNDED}
+        for dtype in sorted(narrow, key=str):
+            lost = f"parameters in {dtype} lose every update below {torch.finfo(dtype).eps / 2:g} of their size"
+            kept = "rounding='stochastic' or 'kahan', or master_weights=True, keeps them"
+            warnings.warn(f"{type(self).__name__}: {lost}; {kept}", stacklevel=2)
 
     def _set_for_a_run(self, **options) -> None:
         """Changes options after construction; None stands for what the constructor was given."""
