@@ -1,5 +1,6 @@
 """``fusedtrain train --model``: options, files and refusals; the processes are real, the images tiny."""
 
+import copy
 import errno
 import json
 import os
@@ -16,9 +17,22 @@ from torch import nn
 
 from fusedtrain import optim
 from fusedtrain.cli import main
-from fusedtrain.train import InputError, SmallNet, TrainConfig, checkpoint_file, digits, options, run
+from fusedtrain.train import (
+    Batches,
+    FrozenNorms,
+    InputError,
+    SmallNet,
+    TrainConfig,
+    Trainer,
+    checkpoint_file,
+    digits,
+    freeze,
+    options,
+    run,
+    unfreeze,
+)
 from fusedtrain.train.distributed import World
-from fusedtrain.train.groups import freeze, parameter_groups
+from fusedtrain.train.groups import parameter_groups
 
 
 def command(*arguments: str, cwd) -> subprocess.CompletedProcess:
@@ -353,5 +367,35 @@ def test_frozen_parameters_do_not_learn_and_stand_in_no_group():
     model = small()
     assert freeze(model, ["0.*"]) == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
     assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == 6
-    with pytest.raises(InputError, match="no parameter is left to learn"):
-        freeze(model, ["*"])
+    for everything in (["*"], ["1.*", "2.*"]):
+        with pytest.raises(InputError, match="no parameter is left to learn"):
+            freeze(model, everything)
+    assert all(p.requires_grad for p in model[1:].parameters())  # nothing was changed
+    with pytest.raises(InputError, match=r"freeze: patterns must be a list, got '1\.\*'"):
+        freeze(model, "1.*")
+
+
+def test_frozen_parameters_learn_again_where_their_names_match():
+    model = small()
+    freeze(model, ["0.*", "1.*"])
+    assert unfreeze(model, ["1.?.bias", "1.*"]) == ["1.0.bias", "1.1.bias", "1.0.weight", "1.1.weight"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        f"0.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")
+    ]
+    with pytest.raises(InputError, match=r"unfreeze: no parameter matches '3\.\*'"):
+        unfreeze(model, ["3.*"])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_norms_of_frozen_layers_keep_their_statistics(fused):
+    model = SmallNet(10, layers="fused" if fused else "stock")
+    frozen = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)][:-1]
+    freeze(model, [f"{name}.*" for name in frozen])
+    before = copy.deepcopy(dict(model.named_buffers()))
+    torch.manual_seed(0)
+    batches = Batches(torch.randn(16, 1, 16, 16), torch.randint(10, (16,)), 8, shuffle=False)
+    config = TrainConfig(epochs=2, device="cpu")
+    optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, config, callbacks=[FrozenNorms()]).fit(batches, batches)
+    moved = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert len(moved) == 1 and len(frozen) > 2 and not moved & {*frozen}

@@ -218,7 +218,6 @@ RULES = (
     Rule("timm.layers.global_context.GlobalContext"),
     Rule("timm.layers.split_attn.SplitAttn"),
     Rule("timm.layers.squeeze_excite.SqueezeExciteCl"),
-    Rule("timm.models.hgnet.EseModule"),
 )
 _BY_STOCK: dict[str, list[Rule]] = {}
 for _rule in RULES:

@@ -8,6 +8,7 @@ from fusedtrain.train.config import TrainConfig
 from fusedtrain.train.data import Batches, load_digits
 from fusedtrain.train.distributed import Distributed
 from fusedtrain.train.errors import InputError
+from fusedtrain.train.groups import FrozenNorms, freeze, unfreeze
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.nonfinite import NonFiniteError
@@ -34,6 +35,7 @@ __all__ = [
     "EarlyStopping",
     "Epoch",
     "EpochSampler",
+    "FrozenNorms",
     "History",
     "InputError",
     "Logging",
@@ -47,5 +49,7 @@ __all__ = [
     "StopSignals",
     "TrainConfig",
     "Trainer",
+    "freeze",
     "load_digits",
+    "unfreeze",
 ]

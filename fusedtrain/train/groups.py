@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fusedtrain.train.callbacks import Callback
 from fusedtrain.train.errors import InputError, require
 
 
@@ -13,22 +14,57 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Stops the parameters whose names match from learning, for fine-tuning; returns their names.
 
     Args:
-        model: changed in place. BatchNorms of frozen layers still gather statistics while the model trains.
+        model: changed in place. BatchNorms of frozen layers still gather statistics while the model trains, unless
+            :class:`FrozenNorms` is among the callbacks.
         patterns: as in ``fnmatch``: "blocks.[0-3].*", "*.bn1.*".
 
     Raises:
         InputError: a pattern matches no parameter, or nothing is left to learn.
     """
-    frozen = []
-    for pattern in patterns:
-        found = [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
-        require(bool(found), f"freeze: no parameter matches {pattern!r}")
-        frozen += found
+    frozen = _matching("freeze", model, patterns)
+    if all(name in frozen or not p.requires_grad for name, p in model.named_parameters()):
+        raise InputError("freeze: no parameter is left to learn")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InputError("freeze: no parameter is left to learn")
     return frozen
+
+
+def unfreeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Lets the parameters whose names match learn; returns their names.
+
+    Args:
+        model: changed in place. In a run, ``on_epoch_start`` of a callback is the place for it, on one process; an
+            optimizer that was made without them gets them by ``add_param_group``.
+        patterns: as for :func:`freeze`.
+
+    Raises:
+        InputError: a pattern matches no parameter.
+    """
+    names = _matching("unfreeze", model, patterns)
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
+    return names
+
+
+def _matching(what: str, model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    require(not isinstance(patterns, str), f"{what}: patterns must be a list, got {patterns!r}")
+    names, matching = [name for name, _ in model.named_parameters()], {}
+    for pattern in patterns:
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        require(bool(found), f"{what}: no parameter matches {pattern!r}")
+        matching |= dict.fromkeys(found)
+    return list(matching)
+
+
+class FrozenNorms(Callback):
+    """Keeps normalisations in evaluation whose parameters are all frozen: their running statistics stay, and are what
+    they normalise by."""
+
+    def on_epoch_start(self, trainer, epoch: int) -> None:
+        for module in trainer.model.modules():
+            own = list(module.parameters(recurse=False))
+            if getattr(module, "running_mean", None) is not None and own and not any(p.requires_grad for p in own):
+                module.eval()
 
 
 def parameter_groups(
