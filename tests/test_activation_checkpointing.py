@@ -1,5 +1,7 @@
 """Activation checkpointing: memory as measured, the same numbers, blocks that fit a budget."""
 
+import functools
+
 import harness
 import pytest
 import torch
@@ -17,7 +19,7 @@ from fusedtrain.train import (
     TrainConfig,
     Trainer,
 )
-from fusedtrain.train.activation import Block, choose, matching, peak
+from fusedtrain.train.activation import Block, choose, matching, measure, measure_batch, peak
 
 CHILD = """
 import json, sys
@@ -130,9 +132,45 @@ def test_the_cheapest_blocks_that_suffice_are_chosen():
     assert choose(1000, blocks, 950) == ["a"]
     assert choose(1000, blocks, 900) == ["a"]
     assert choose(1000, blocks, 860) == ["a", "b"]  # c or d, computed again, would stand beside one that is kept
-    assert peak(1000, blocks, blocks[2:]) == 650 + 200 + 200
+    assert peak(1000, blocks, {"c", "d"}) == 650 + 200 + 200
     with pytest.raises(InputError, match="with every block computed again"):
         choose(1000, blocks, 849)
+
+
+def test_a_block_that_is_called_often_is_chosen_for_all_its_calls():
+    blocks = [Block("a", 100, 1.0), Block("b", 100, 9.0)] * 3
+    assert peak(700, blocks, {"a"}) == 100 + 2 * 100 + 200 and choose(700, blocks, 500) == ["a"]
+    assert choose(700, blocks, 300) == ["a", "b"]
+
+    class Repeats(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList([Block2d(4), Block2d(4)]), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = x[:, :1].expand(-1, 4, -1, -1)
+            for block in [*self.blocks, *self.blocks]:
+                x = block(x)
+            return self.head(x.mean((2, 3)))
+
+    images, _ = next(iter(data(8, 8)))
+    whole, _ = measure(Repeats(), functools.partial(Repeats(), images))
+    activation = ActivationCheckpointing(activation_budget_gib=0.7 * whole / 2**30)
+    config = TrainConfig(epochs=1, device="cpu", activation_checkpointing=activation)
+    model = Repeats()
+    Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), config).fit(data(8, 8))
+    assert [name for name, module in model.blocks.named_children() if "forward" in vars(module)] != []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_batch_keeps_is_told_from_four_of_its_samples(precision):
+    run = make({}, channels=16, precision=precision)
+    batch = next(iter(data(24, 24, size=16)))
+    step = lambda part: run.training_step(part)  # noqa: E731
+    few, blocks = measure_batch(run.model, step, batch)
+    whole, exact = measure(run.model, lambda: step(batch))
+    assert few == whole and [(b.name, b.bytes) for b in blocks] == [(b.name, b.bytes) for b in exact]
+    assert len(exact) == 4 and min(block.bytes for block in exact) > 0
 
 
 def test_a_later_trainer_decides_anew():

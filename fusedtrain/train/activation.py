@@ -27,8 +27,8 @@ class ActivationCheckpointing:
         checkpoint_modules: patterns of module names, as in ``fnmatch``: "blocks.*"; a module in a chosen one is not
             chosen again.
         activation_budget_gib: GiB that activations may take, for batches like the first: blocks are measured with
-            two of its samples, and those that cost the least time for what they save are chosen until it fits. 0: no
-            budget.
+            two and four of its samples, and those that cost the least time for what they save are chosen until it fits.
+            0: no budget.
     """
 
     checkpoint_modules: tuple[str, ...] = ()
@@ -121,21 +121,41 @@ def candidates(model: nn.Module) -> list[str]:
     return [name for name in found if not any(name.startswith(other + ".") for other in found)]
 
 
+def size_of(batch) -> int:
+    """Returns the number of samples of a batch; 0 where nothing tells it."""
+    return next((len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+
+
 def part_of(batch, samples: int):
-    """Returns the first samples of a batch, and by how much the batch is larger."""
-    sizes = [len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
-    size = sizes[0] if sizes else samples
-    if size <= samples:
-        return batch, 1.0
-    small = tree_map(lambda t: t[:samples] if isinstance(t, Tensor) and t.dim() and len(t) == size else t, batch)
-    return small, size / samples
+    """Returns copies of the first samples of a batch: views would keep all of it."""
+    size = size_of(batch)
+    ours = lambda t: isinstance(t, Tensor) and t.dim() and len(t) == size  # noqa: E731
+    return tree_map(lambda t: t[:samples].clone() if ours(t) else t, batch)
 
 
-def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Block]]:
+def measure_batch(model: nn.Module, step, batch) -> tuple[int, list[Block]]:
+    """As :func:`measure` of ``step(batch)``, from a few of its samples: the bytes are taken to be a constant, such as
+    weights in another dtype, and as many for each sample."""
+    size = size_of(batch)
+    if size <= 4:
+        return measure(model, lambda: step(batch))
+    few, some = part_of(batch, 2), part_of(batch, 4)
+    (less, fewer), (more, blocks) = measure(model, lambda: step(few)), measure(model, lambda: step(some))
+    if [block.name for block in fewer] != [block.name for block in blocks]:  # what runs depends on the samples
+        less, fewer = more // 2, [Block(block.name, block.bytes // 2, 0.0) for block in blocks]
+
+    def of_all(less: int, more: int) -> int:
+        return max(more, less + (more - less) * (size - 2) // 2)
+
+    blocks = [Block(b.name, of_all(a.bytes, b.bytes), b.seconds) for a, b in zip(fewer, blocks)]
+    return of_all(less, more), blocks
+
+
+def measure(model: nn.Module, forward) -> tuple[int, list[Block]]:
     """Runs ``forward()`` once to warm up and once under observation.
 
     Returns:
-        The bytes that all of it keeps for backward, times ``scale``, and the same for each candidate.
+        The bytes that all of it keeps for backward, and the same for each call of a candidate.
     """
     forward()
     storages: dict[int, int] = {}
@@ -154,7 +174,7 @@ def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Bl
         before, start = vars(module).pop("_measured")
         inputs = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
         own = sum(size for pointer, size in storages.items() if pointer not in inputs) - before
-        blocks.append(Block(name, int(scale * max(0, own)), time.perf_counter() - start))
+        blocks.append(Block(name, max(0, own), time.perf_counter() - start))
         kept.append(output)
 
     with contextlib.ExitStack() as stack:
@@ -166,19 +186,19 @@ def measure(model: nn.Module, forward, scale: float = 1.0) -> tuple[int, list[Bl
             storages[p.untyped_storage().data_ptr()] = 0
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
         kept.append(forward())
-    return int(scale * sum(storages.values())), blocks
+    return sum(storages.values()), blocks
 
 
-def peak(total: int, blocks: list[Block], chosen: list[Block]) -> int:
-    """Returns the bytes of activations at their peak, when ``chosen`` of the ``blocks``, in their order, are computed
-    again in backward.
+def peak(total: int, blocks: list[Block], chosen: set[str]) -> int:
+    """Returns the bytes of activations at their peak, when those of the ``blocks``, in their order, whose names are
+    ``chosen`` are computed again in backward.
 
     There the blocks behind are gone, those in front are still kept, and a chosen one takes twice what it keeps: its
     activations at once, beside what passes through and the gradients.
     """
     kept = most = total - sum(block.bytes for block in blocks)
     for block in blocks:
-        if block in chosen:
+        if block.name in chosen:
             most = max(most, kept + 2 * block.bytes)
         else:
             kept += block.bytes
@@ -186,13 +206,19 @@ def peak(total: int, blocks: list[Block], chosen: list[Block]) -> int:
 
 
 def choose(total: int, blocks: list[Block], budget: int) -> list[str]:
-    """Returns the blocks to compute again so that the :func:`peak` fits into ``budget`` bytes, for little time.
+    """Returns the blocks to compute again so that the :func:`peak` fits into ``budget`` bytes, for little time: all
+    calls of a block, or none.
 
     Raises:
         InputError: it does not fit with all of them either.
     """
-    chosen: list[Block] = []
-    left = sorted(blocks, key=lambda block: block.seconds / max(1, block.bytes))
+    names = list(dict.fromkeys(block.name for block in blocks))
+    seconds, saved = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    for block in blocks:
+        seconds[block.name] += block.seconds
+        saved[block.name] += block.bytes
+    chosen: set[str] = set()
+    left = sorted(names, key=lambda name: seconds[name] / max(1, saved[name]))
     while peak(total, blocks, chosen) > budget:
         if not left:
             least = peak(total, blocks, chosen)
@@ -200,8 +226,8 @@ def choose(total: int, blocks: list[Block], budget: int) -> list[str]:
                 f"activation_budget_gib: {budget / 2**30:.3g} is too small: with every block computed again the"
                 f" activations of this batch take {least / 2**30:.3g}"
             )
-        chosen.append(left.pop(0))
+        chosen.add(left.pop(0))
     # What another block has made unnecessary goes again, the most expensive first.
-    while spare := [b for b in chosen if peak(total, blocks, [other for other in chosen if other is not b]) <= budget]:
-        chosen.remove(max(spare, key=lambda block: block.seconds))
-    return [block.name for block in blocks if block in chosen]
+    while spare := [name for name in chosen if peak(total, blocks, chosen - {name}) <= budget]:
+        chosen.remove(max(spare, key=seconds.get))
+    return [name for name in names if name in chosen]

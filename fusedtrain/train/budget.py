@@ -12,12 +12,13 @@ def fit(trainer, train: Iterable) -> None:
     if not budget:
         return
     activation.unwrap(model)
-    batch, scale = activation.part_of(trainer.to_device(next(iter(train))), samples=2)
+    batch = trainer.to_device(next(iter(train)))
     model.train()
     with trainer.bare(), untouched(model):
-        total, blocks = activation.measure(model, lambda: trainer.training_step(batch), scale)
+        total, blocks = activation.measure_batch(model, trainer.training_step, batch)
     names = trainer.world.decide(activation.choose(total, blocks, int(budget * 2**30)))
     activation.wrap(model, names)
     if trainer.world.rank == 0:
         kept = f"activations of {total / 2**30:.3g} GiB"
-        print(f"{trainer.title}  {kept}: {len(names)} of {len(blocks)} blocks are computed again", flush=True)
+        of = len({block.name for block in blocks})
+        print(f"{trainer.title}  {kept}: {len(names)} of {of} blocks are computed again", flush=True)
