@@ -69,6 +69,16 @@ def test_half_precision_does_not_overflow(device, backend):
     assert grad_norm([torch.full((10000,), 6e4, dtype=torch.float16, device=device)]).isfinite()
 
 
+@harness.needs_memory(5)
+def test_more_than_2_to_the_31_elements(device, kernels):
+    harness.skip_unless_runs(kernels, device, "grad_norm")
+    if harness.interpreted(kernels, device):
+        pytest.skip("too much for Triton's interpreter")
+    g = torch.zeros(2**31 + 9, dtype=torch.bfloat16, device=device)
+    g[0], g[-1] = 3.0, 4.0
+    assert grad_norm([g]) == 5.0
+
+
 def test_operator_agrees_with_schema_and_fake(device, kernels):
     harness.skip_unless_runs(kernels, device, "grad_norm")
     grads = make(device, [(3, 4), (9000,)], [torch.float32] * 2)

@@ -129,6 +129,18 @@ def test_any_shape_and_geometry(device, backend, size, groups, kernel, stride, p
     harness.assert_op_as_good_as_torch(function(*args), reference_of(*args), inputs, "grouped_conv2d")
 
 
+@harness.needs_memory(21)
+@dense_layouts
+def test_more_than_2_to_the_31_elements(device, layout):
+    if reason := harness.why_not("cpu", device, "grouped_conv2d"):
+        pytest.skip(reason)
+    inputs = make(device, (3, 64, 64), (4, 16, 16), layout=layout, dtype=torch.bfloat16)
+    inputs["x"][1] = 0
+    with fusedtrain.use_backend("cpu"):
+        calls = function(groups=4), lambda counts, x, w, b: reference_of(groups=4)(x, w, b)
+        properties.assert_thousands_of_images_are_as_good_as_torch(*calls, inputs, "cpu", device)
+
+
 def test_a_weight_of_any_strides(device, backend):
     for dtype in harness.DTYPES[:2]:
         inputs = make(device, dtype=dtype)
