@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import platform
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from fusedtrain.train import (
     Trainer,
     checkpoint_file,
 )
+from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.weights import load_canonical, read_weights
 
 SCRIPT = Path(__file__).parent / "kill_resume.py"
@@ -188,6 +190,35 @@ def test_an_update_that_is_left_out_leaves_the_whole_state(kind):
         states.append(run.model.state_dict() | averages | moments)
     assert run.skipped == 1
     assert_same(*states)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_that_is_stopped_behind_a_batch_that_will_be_skipped_loses_nothing(tmp_path, precision):
+    """It stood in the buffers already, and no checkpoint holds what is not finite."""
+    good = list(Batches(*images(32, 2), 4, shuffle=False))
+    batches = [*good[:4], (torch.full_like(good[0][0], torch.nan), good[0][1]), *good[5:]]
+
+    class Data(list):
+        def __iter__(self):
+            for index, batch in enumerate(batches):
+                if [index] == self:
+                    signal.raise_signal(signal.SIGTERM)
+                yield batch
+
+        def __len__(self):
+            return len(batches)
+
+    def run(directory, data) -> dict:
+        options = {"nonfinite": "skip", "accumulation": 3, "precision": precision, "checkpoint": directory}
+        made = trainer(net(), epochs=2, **options)
+        made.fit(data)
+        return made.model.state_dict() | {"skipped": torch.tensor(made.skipped)}
+
+    whole = run(tmp_path / "whole", Data())
+    assert whole["skipped"] == 2
+    with pytest.raises(Preempted):
+        run(tmp_path / "stopped", Data([5]))
+    assert_same(whole, run(tmp_path / "stopped", Data()))
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])

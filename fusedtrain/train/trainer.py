@@ -121,9 +121,10 @@ class Trainer:
         self._autocast = config.precision.autocast(self.device)
         self.update = Update(optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
-        # Such a checkpoint cannot hold half a group: every process has gradients of its own, or a part of each.
+        # Such a checkpoint cannot hold half a group: every process has gradients of its own, or a part of each, or what
+        # is not finite has reached buffers.
         parted = self.world.size > 1 or config.distributed.strategy == "fsdp"
-        self._undoes = parted and config.accumulation.accumulate > 1
+        self._undoes = (parted or may_skip) and config.accumulation.accumulate > 1
         self._buffers = Buffers(self.model) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
