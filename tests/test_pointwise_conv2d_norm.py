@@ -108,6 +108,36 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(calls, cas
     assert len(calls) == (count if takes(dtype) else 0)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_derivatives_of_torch_func_are_those_of_stock_layers(training, layout):
+    inputs = make((2, 16, 80, 80), 48, layout=layout)  # large enough for the gradients of both to be taken as one
+    leaves, along = tuple(inputs.values()), tuple(torch.ones_like(t) for t in inputs.values())
+
+    def of(kind):
+        def call(*leaves):
+            x, w, *affine = leaves
+            norm = *((None, None) if training else (torch.zeros(48), torch.ones(48))), *affine, training, 0.3, 1e-3
+            if kind is stock:
+                return F.silu(F.batch_norm(F.conv2d(x, w), *norm)).square().mean()
+            return pointwise_conv2d_norm(x, w, None, *norm, act="silu").square().mean()
+
+        return call
+
+    for transform in (
+        lambda function: torch.func.grad(function, argnums=(0, 1, 2, 3))(*leaves),
+        lambda function: torch.func.jvp(function, leaves, along),
+    ):
+        expected = transform(of(stock))
+        for name in (None, "reference"):
+            with fusedtrain.use_backend(name):
+                assert all(map(torch.equal, transform(of(ours)), expected))
+    with fusedtrain.use_backend("reference"), torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(t, d).requires_grad_() for t, d in zip(leaves, along)]
+        made = [torch.autograd.forward_ad.unpack_dual(of(kind)(*duals)).tangent for kind in (ours, stock)]
+        assert torch.equal(*made)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "out"),

@@ -74,7 +74,8 @@ def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: 
     """Whether backward takes both as one: on a CPU where the gradient of x comes from the kernel, too."""
     if bias is not None or stride != [1, 1] or z.dtype not in _AS_ONE or _common.is_less(z.numel(), _LARGE):
         return False
-    if not _common.needs_autograd(weight):  # before other sizes, which an exported graph leaves open
+    # Before other sizes, which an exported graph leaves open. needs_autograd() would refuse what stock operators run.
+    if not _common.records(weight) or torch.compiler._is_exporting_flag or torch.jit.is_tracing():
         return False
     if not _by_kernel(z, x.shape[1]):
         return False
