@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 from fusedtrain import optim
 from fusedtrain.train import (
@@ -320,6 +322,57 @@ def case_nested(folder: Path) -> dict:
             history = run.fit(data(32, 4), data(11, 4))
             epochs = [vars(epoch)["metrics"] for epoch in history.epochs]
             found[f"{strategy} {name}"] = {"losses": history.step_losses, "epochs": epochs}
+    return found
+
+
+def case_sharding(folder: Path) -> dict:
+    """Every rank begins with weights and buffers of its own. ``to(device)`` copies, as it does from host to GPU: the
+    addresses tell what is on the device when a unit is sharded."""
+    found, to, shard = {}, torch.Tensor.to, fsdp.fully_shard
+
+    def copying(t, *args, **kwargs):
+        moved = to(t, *args, **kwargs)
+        device = bool(args) and isinstance(args[0], torch.device)
+        return moved.clone() if device and not hasattr(t, "device_mesh") else moved
+
+    for strategy in ("ddp", "fsdp"):
+        model, units = nested(), []
+        torch.manual_seed(RANK)
+        for t in (*model.parameters(), *model.buffers()):
+            nn.init.uniform_(t) if t.is_floating_point() else t.fill_(RANK)
+        names, optimizer = {m: name for name, m in model.named_modules()}, torch.optim.SGD(model.parameters(), lr=0.1)
+        held = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+        loss = nn.CrossEntropyLoss()
+        loss.add_module("model", model)  # as one that looks at the weights
+
+        def sharding(unit, held=held, units=units, names=names, **options):
+            units.append((names[unit], [name for name, (p, address) in held.items() if p.data_ptr() != address]))
+            return shard(unit, **options)
+
+        with mock.patch.object(torch.Tensor, "to", copying), mock.patch.object(fsdp, "fully_shard", sharding):
+            options = config(distributed=Distributed(strategy, timeout=60.0))
+            run = Trainer(model, loss, optimizer, options)
+        state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+        found[strategy] = {
+            "units": units,
+            "kept": all(p.data_ptr() == address for p, address in held.values()),
+            "state": {name: t.tolist() for name, t in state.items()},
+            "losses": run.fit(data(16, 4)).step_losses,
+        }
+    return found
+
+
+def case_tied(folder: Path) -> dict:
+    """A block shares its weight with a layer outside of the list."""
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Sequential(Block(), Block()), nn.Linear(16, 16), nn.Linear(16, 4))
+        model[2].weight = model[1][0].linear.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = config(distributed=Distributed(strategy, timeout=60.0))
+        history = Trainer(model, nn.CrossEntropyLoss(), optimizer, options).fit(data(32, 4))
+        found[strategy] = {"losses": history.step_losses, "one": model[2].weight is model[1][0].linear.weight}
     return found
 
 

@@ -37,6 +37,7 @@ def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
+    cases += ("sharding", "tied")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -213,6 +214,25 @@ def test_lists_of_lists_of_blocks_are_sharded_and_go_on_bitwise_with_their_norms
         whole, cut = (torch.load(two["folder"] / f"nested-{strategy}-{name}.pt") for name in ("whole", "cut"))
         assert whole.keys() == cut.keys() == ranks.nested().state_dict().keys()
         assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_model_is_sharded_unit_by_unit_with_the_values_of_rank_0(two):
+    """The device never holds more than one whole unit, whoever still holds the parameters of before."""
+    model = ranks.nested()
+    blocks = [name for name, module in model.named_modules() if isinstance(module, ranks.Block)]
+    own = {name: [f"{name}.{p}" for p, _ in model.get_submodule(name).named_parameters()] for name in blocks}
+    own["2"] = ["2.weight", "2.bias"]
+    for found in two["sharding"]:
+        assert found["fsdp"]["units"][-1] == ["", []] and found["fsdp"]["kept"] and found["ddp"]["units"] == []
+        assert sorted(found["fsdp"]["units"][:-1]) == sorted([name, names] for name, names in own.items())
+        assert found["fsdp"]["state"] == found["ddp"]["state"] == two["sharding"][0]["ddp"]["state"]
+        assert found["fsdp"]["losses"] == pytest.approx(found["ddp"]["losses"])
+
+
+def test_blocks_that_share_weights_with_others_are_sharded_with_them(two):
+    for found in two["tied"]:
+        assert found["ddp"]["one"] and found["fsdp"]["one"]
+        assert found["fsdp"]["losses"] == pytest.approx(found["ddp"]["losses"])
 
 
 def test_parameters_that_several_processes_would_not_average_are_refused(two):

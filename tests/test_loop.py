@@ -1141,6 +1141,11 @@ def test_a_model_that_is_wrapped_is_refused_with_the_reason():
         (lambda: nn.Linear(16, 4), torch.optim.LBFGS, r"LBFGS.step\(\) asks for more than a gradient \(.*'closure'\)"),
         (lambda: nn.LazyLinear(4), torch.optim.SGD, r"1 \(LazyLinear\) takes its shape from the first batch: run one"),
         (lambda: nn.LazyBatchNorm1d(), torch.optim.SGD, r"1 \(LazyBatchNorm1d\) takes its shape from"),
+        (
+            lambda: nn.Linear(16, 4, device="meta"),
+            torch.optim.SGD,
+            r"1 \(Linear\) is on the meta device, .*: make room with model.to_empty\(device='cpu'\) and load",
+        ),
         (lambda: nn.Embedding(4, 4, sparse=True), torch.optim.SGD, r"1 \(Embedding\) makes sparse gradients"),
         (lambda: nn.EmbeddingBag(4, 4, sparse=True), optim.SGD, r"1 \(EmbeddingBag\) makes sparse gradients"),
     ],

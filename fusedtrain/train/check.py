@@ -26,6 +26,11 @@ def check_parts(model: nn.Module, optimizer: Optimizer) -> None:
                 f"{layer} takes its shape from the first batch: run one through the model, model(inputs), before the"
                 " optimizer is made"
             )
+        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise InputError(
+                f"{layer} is on the meta device, where nothing has a value: make room with model.to_empty(device='cpu')"
+                " and load or initialise all weights and buffers before the optimizer is made"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise InputError(f"{layer} makes sparse gradients, which the Trainer does not take: use sparse=False")
     try:  # of the class: a scheduler wraps the method of the instance

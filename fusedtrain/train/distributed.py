@@ -5,6 +5,7 @@ import datetime
 import os
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedtrain.nn import BatchNorm2d, SyncBatchNormAct
 from fusedtrain.optim._fused import reshard
@@ -214,7 +216,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
-    """FSDP2: one shard unit per block, and the rest."""
+    """FSDP2: one shard unit per block, and the rest. One unit after the other goes to the device, with the values of
+    rank 0, and leaves there what this process keeps of it: the whole model need not have room."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -222,9 +225,16 @@ def _shard(model: nn.Module, optimizer: Optimizer, world: World) -> nn.Module:
         raise InputError("strategy fsdp shards the parameters: the optimizer must not have made a step before")
     mesh = init_device_mesh(world.device.type, (world.size,))
     old = {id(p): name for name, p in model.named_parameters()}
-    for unit in _units(model):
+    for unit in [*_units(model), model]:
+        whole = [(p, p.data) for p in unit.parameters() if not is_traceable_wrapper_subclass(p)]
+        for p, data in whole:
+            p.data = data.to(world.device)
+            dist.broadcast(p.data, 0)
         fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        for p, data in whole:  # the optimizer still holds it, and others may
+            p.data = data
+    model.to(world.device)  # what torch leaves where it is
+    world.share_buffers(model)
     new = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [new[old[id(p)]] if id(p) in old else p for p in group["params"]]
@@ -235,17 +245,24 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """The children, with parameters, of lists and sequences: where these hold blocks in turn, the blocks."""
-    found, inside = [], set()
+    """The children, with parameters, of lists and sequences: where these hold blocks in turn, the blocks. What shares
+    a parameter with others must stay in one unit with them, the outermost."""
+    found, inside, uses = [], set(), _uses(model)
     for parent in model.modules():  # the outer before the inner
         if not isinstance(parent, _LISTS) or parent in inside:
             continue
         for child in parent:
             holds = sum(p.numel() for p in child.parameters())
-            if holds and child not in inside and not _holds_blocks(child):
+            alone = all(count == uses[p] for p, count in _uses(child).items())
+            if holds and alone and child not in inside and not _holds_blocks(child):
                 found.append(child)
                 inside.update(child.modules())
     return found
+
+
+def _uses(model: nn.Module) -> Counter:
+    """In how many modules each parameter stands."""
+    return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
 
 def _holds_blocks(module: nn.Module) -> bool:

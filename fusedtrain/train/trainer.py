@@ -100,14 +100,14 @@ class Trainer:
             )
         if self.world.rank == 0:
             config.precision.warn_where_slow(self.device)
-        # torch shards contiguous weights alone; images stay as they are.
-        weights = torch.contiguous_format if self.world.sharded else self.memory_format
-        self.model = sync_batchnorm(model.to(self.device, config.precision.dtype, memory_format=weights), self.world)
-        if isinstance(loss, nn.Module):
-            loss.to(self.device, config.precision.dtype)
+        # torch shards contiguous weights alone; images stay as they are. The device may have no room for all of them.
+        device, weights = (None, torch.contiguous_format) if self.world.sharded else (self.device, self.memory_format)
+        self.model = sync_batchnorm(model.to(device, config.precision.dtype, memory_format=weights), self.world)
         activation.unwrap(self.model)  # what an earlier Trainer has wrapped
         activation.wrap(self.model, activation.matching(self.model, config.activation_checkpointing.checkpoint_modules))
         self._wrapped, self._wrapped_for = self.world.wrap(self.model, optimizer), self._learning()
+        if isinstance(loss, nn.Module):
+            loss.to(self.device, config.precision.dtype)
         if config.compile is not None:
             _keep_compiled_functions()
             self.model.compile(mode=config.compile)  # in place: the names of the state_dict stay
