@@ -1,5 +1,6 @@
 """The loop on one process and on two: accumulation, precision, schedules, averages, resume."""
 
+import contextlib
 import copy
 import io
 import json
@@ -40,7 +41,9 @@ from fusedtrain.train import (
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.meter import Late
 from fusedtrain.train.preemption import Preempted
+from fusedtrain.train.profile import Spans
 from fusedtrain.train.progress import Progress
+from fusedtrain.train.saving import Saving
 from fusedtrain.train.schedule import join, load
 from fusedtrain.train.weights import read_weights
 
@@ -1126,6 +1129,31 @@ def test_a_trace_and_a_table_show_the_spans(tmp_path):
     assert run.spans.seconds == seconds  # nothing is counted after the end
     run.spans.seconds |= {"forward": 3 * sum(seconds.values())}
     assert "forward 7" in str(run.spans)
+
+
+@pytest.mark.parametrize("failing", ["", "the preparation", "a step"])
+def test_on_a_gpu_every_span_is_a_range_of_nvtx_that_ends(tmp_path, monkeypatch, failing):
+    """The CPU's PyTorch has no NVTX: calls are noted in its place."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(None))
+    run = make(net(), profile=Profile(tmp_path, profile_wait=0, profile_steps=1), epochs=1)
+    run.spans = Spans(torch.device("cuda"))
+
+    def fail(*args):
+        raise ValueError("it fails")
+
+    if failing:
+        owner = (Saving, "resume") if failing == "the preparation" else (run, "training_step")
+        monkeypatch.setattr(*owner, fail)
+    with pytest.raises(ValueError, match="it fails") if failing else contextlib.nullcontext():
+        run.fit(data(), data())
+    assert set(calls[1::2]) == {None} and None not in calls[::2] and len(calls) % 2 == 0  # one ends, then one begins
+    names, step = calls[::2], ["copy", "forward", "backward", "data", "optimizer"]
+    if not failing:
+        at = names.index("copy")
+        assert names[at : at + len(step)] == step and {"evaluation", "checkpoint"} <= set(names)
+    assert make(net()).spans._nvtx is False
 
 
 def test_a_model_that_is_wrapped_is_refused_with_the_reason():

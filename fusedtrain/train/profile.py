@@ -1,4 +1,5 @@
-"""Where the time goes: spans of every step, always summed up, on request traced by torch.profiler and NVTX."""
+"""Where the time goes: spans of every step, always summed up, on a GPU ranges of NVTX, on request traced by
+torch.profiler."""
 
 import time
 import warnings
@@ -34,21 +35,29 @@ class Profile:
 class Spans:
     """The stages of a run follow each other; :meth:`enter` ends one and begins the next.
 
-    Seconds are those of the CPU: on a GPU, which runs behind, work shows where the CPU waits for it. While a trace is
-    made, every span is also a range of torch.profiler and, on a GPU, of NVTX.
+    Seconds are those of the CPU: on a GPU, which runs behind, work shows where the CPU waits for it. There every span
+    is also a range of NVTX, which does nothing unless a tool such as Nsight Systems has started the process; while a
+    trace is made, one of torch.profiler.
+
+    Args:
+        device: of the run.
     """
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
         self.seconds = dict.fromkeys(SPANS, 0.0)
         self.tracing = False
         self.usage = None  # a fusedtrain.monitor.StageUsage, where what the stages use is wanted
-        self._name, self._start, self._range = None, 0.0, None
+        self._name, self._start, self._range, self._nvtx = None, 0.0, None, device.type == "cuda"
 
     def enter(self, name: str | None) -> None:
         """Ends the stage that runs, if any, and begins ``name``; None: time is not counted from here."""
         now = time.perf_counter()
         if self._name is not None:
             self.seconds[self._name] += now - self._start
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+        if self._nvtx and name is not None:
+            torch.cuda.nvtx.range_push(name)
         self._name, self._start = name, now
         if self.usage is not None:
             self.usage.enter(name)
@@ -56,17 +65,12 @@ class Spans:
             self._mark(name)
 
     def _mark(self, name: str | None) -> None:
-        nvtx = torch.cuda.is_available()
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-            if nvtx:
-                torch.cuda.nvtx.range_pop()
         if self.tracing and name is not None:
             self._range = torch.profiler.record_function(name)
             self._range.__enter__()
-            if nvtx:
-                torch.cuda.nvtx.range_push(name)
 
     def __str__(self) -> str:
         total = sum(self.seconds.values()) or 1.0

@@ -128,7 +128,7 @@ class Trainer:
         self._buffers = Buffers(self.model) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
-        self._stop, self.spans = Stops(self.world), Spans()
+        self._stop, self.spans = Stops(self.world), Spans(self.device)
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
         self.feed: Feed | None = None  # the training data of a fit
@@ -295,6 +295,7 @@ class Trainer:
             Preempted: a signal came; the state was saved.
         """
         with self._stop, contextlib.ExitStack() as self.held:
+            self.held.callback(self.spans.enter, None)
             with self._stop.interruptible():  # so far there is nothing to save
                 self._prepare(train, valid)
             self._stop.together()
