@@ -354,6 +354,20 @@ def test_products_without_tf32_leave_the_settings_readable():
         torch._C._set_cudnn_allow_tf32(before[1])
 
 
+def test_products_use_tf32_as_torch_says_unless_told():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for products, convolutions in (("high", True), ("highest", True), ("highest", False)):
+            torch.set_float32_matmul_precision(products)
+            torch._C._set_cudnn_allow_tf32(convolutions)
+            Precision().set_tf32(torch.device("cuda"))
+            assert torch.get_float32_matmul_precision() == products
+            assert torch.backends.cudnn.allow_tf32 is convolutions
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch._C._set_cudnn_allow_tf32(before[1])
+
+
 # --- schedules, averages, the best epoch ------------------------------------------------------------------------------
 
 

@@ -320,12 +320,14 @@ def test_options_are_never_half_written(tmp_path, monkeypatch):
 
 def test_options_survive_yaml(tmp_path):
     words = "--model x --milestones 3 5 --schedule multistep --strategy fsdp --loggers jsonl tensorboard --lr 1e-4"
+    words += " --tf32 False"
     chosen = run.parse(words.split())
     options.write_yaml(tmp_path / "o.yaml", chosen)
     assert options.read_yaml(tmp_path / "o.yaml", run.Options) == chosen
     assert run.parse(["--config", str(tmp_path / "o.yaml")]) == chosen
     (tmp_path / "w.yaml").write_text("workers: 4\n")
     assert run.parse(["--config", str(tmp_path / "w.yaml")]).workers == "4"
+    assert chosen.train.precision.tf32 is False and run.Options().train.precision.tf32 is None
     assert chosen.train.schedule.milestones == (3, 5) and chosen.train.logging.loggers == ("jsonl", "tensorboard")
 
 

@@ -24,13 +24,15 @@ class Precision:
         precision: fp32; bf16 or fp16: autocast. fp16 scales the loss, so that small gradients do not become zero, and
             leaves out the steps whose gradients overflow. fp64: weights, batches and all else in float64, slow, to
             compare with.
-        tf32: on GPUs that have it, fp32 matrix products and convolutions keep 10 bits of the mantissa, and are faster.
+        tf32: whether, on GPUs that have it, fp32 matrix products and convolutions keep 10 bits of the mantissa, and are
+            faster; for the whole process. None leaves torch's settings as they are: its own are convolutions with, and
+            products without.
         init_scale: first loss scale of fp16; it halves at every overflow.
         growth_interval: steps without overflow after which the loss scale of fp16 doubles.
     """
 
     precision: Name = "fp32"
-    tf32: bool = False
+    tf32: bool | None = None
     init_scale: float = 65536.0
     growth_interval: int = 2000
 
@@ -42,8 +44,8 @@ class Precision:
         require(self.growth_interval > 0, f"growth_interval must be at least 1, got {self.growth_interval}")
 
     def set_tf32(self, device: torch.device) -> None:
-        """Lets fp32 products use TF32 or not, for the whole process."""
-        if device.type == "cuda":
+        """Lets fp32 products use TF32 or not, for the whole process, where that is said."""
+        if device.type == "cuda" and self.tf32 is not None:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # Of all its ops: after one alone, torch cannot read it. torch.backends.cudnn.allow_tf32 calls this too, but
             # not after disable_global_flags().
