@@ -39,6 +39,7 @@ from fusedtrain.train import (
     saving,
 )
 from fusedtrain.train import precision as train_precision
+from fusedtrain.train.cudnn import SIZES
 from fusedtrain.train.meter import Late
 from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.profile import Spans
@@ -366,6 +367,27 @@ def test_products_use_tf32_as_torch_says_unless_told():
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch._C._set_cudnn_allow_tf32(before[1])
+
+
+def test_cudnn_tries_its_algorithms_while_images_have_few_sizes():
+    """The setting can be read without a GPU."""
+    cudnn = torch.backends.cudnn
+    run, before = make(net()), cudnn.benchmark
+    batches = [(torch.zeros(2 + size % 2, 1, size, 4), torch.zeros(2)) for size in (*range(1, SIZES + 1), 1, 2)]
+    try:
+        for was in (False, True):
+            cudnn.benchmark = was
+            for on in (False, True):
+                with run._benchmark.during(on):
+                    for batch in batches:
+                        run.to_device(batch)
+                        assert cudnn.benchmark is on
+                    run.to_device({"images": [torch.zeros(3, 9, 4)], "size": torch.zeros(2, 7)})
+                    run.to_device((torch.zeros(2, 1, 99, 4), torch.zeros(2)))
+                    assert cudnn.benchmark is (on and was)  # what somebody else has switched on stays on
+                assert cudnn.benchmark is was
+    finally:
+        cudnn.benchmark = before
 
 
 # --- schedules, averages, the best epoch ------------------------------------------------------------------------------

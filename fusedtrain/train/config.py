@@ -37,7 +37,8 @@ class TrainConfig:
             others, such as the last of an epoch, are made as always. For one GPU and an optimizer of
             ``fusedtrain.optim``, with ``capturable=True`` where it has that. What ``training_step`` decides or draws on
             the CPU stays as it was at the capture, hooks of the optimizer are not called.
-        cudnn_benchmark: let cuDNN try its algorithms, once per shape.
+        cudnn_benchmark: let cuDNN try its algorithms, once per shape, as long as a run has images of no more than eight
+            sizes.
         max_grad_norm: clip the L2 norm of all gradients together to this; None does not.
         ema_decay: keep averages of the weights; evaluation and the saved weights are those, with the buffers, such as
             running means, of the model as it is: ``torch.optim.swa_utils.update_bn`` makes new ones. None does not.

@@ -20,6 +20,7 @@ from fusedtrain.train import activation, budget, check, graphs, schedule
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.config import TrainConfig, resolve_device
+from fusedtrain.train.cudnn import Benchmark
 from fusedtrain.train.distributed import World, refuse_wrapped, sync_batchnorm
 from fusedtrain.train.ema import averages
 from fusedtrain.train.errors import InputError
@@ -128,6 +129,7 @@ class Trainer:
         self._buffers = Buffers(self.model) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
+        self._benchmark = Benchmark()
         self._stop, self.spans = Stops(self.world), Spans(self.device)
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
@@ -347,7 +349,7 @@ class Trainer:
         self.update.discard()  # what is left of other runs, or of a backward before this one
         self.group.clear()
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = config.cudnn_benchmark
+            self.held.enter_context(self._benchmark.during(config.cudnn_benchmark))
         seed_all(config.seed + self.world.rank)
         self.feed = Feed(train, self.world)
         # A feed refuses what cannot work.
@@ -511,6 +513,7 @@ class Trainer:
 
     def to_device(self, batch):
         """Returns the batch with its tensors on the device, images in the memory format of the run."""
+        self._benchmark.see(batch)
         return check.to_device(batch, self.device, self.memory_format, self.config.precision.dtype)
 
     def no_gradients(self):
