@@ -47,7 +47,7 @@ class Trainer:
 
     Args:
         model: bare: not wrapped, and not what ``torch.compile`` returns; ``config.compile`` compiles it. Moved to the
-            device in place.
+            device in place; of several processes with strategy fsdp, from where it is, unit by unit in shards.
         loss: takes outputs (in float32 at least) and targets, returns the mean over the batch, e.g.
             ``torch.nn.CrossEntropyLoss()``.
         optimizer: over the model's parameters; its learning rates are the peaks of the schedule.
@@ -60,7 +60,8 @@ class Trainer:
 
     Raises:
         InputError: the optimizer holds none of the model's parameters or needs a closure, the device does not exist, or
-            the model is wrapped or compiled already, or has layers without a shape or with sparse gradients.
+            the model is wrapped or compiled already, or has layers without a shape, on the meta device or with sparse
+            gradients.
         TypeError: ``optimizer`` is no optimizer.
     """
 
