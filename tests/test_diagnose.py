@@ -285,6 +285,96 @@ def test_a_remedy_keeps_its_class_and_leaves_nothing_behind(name):
     assert seen["check"].kind in remedies.CLASSES
 
 
+# With options that reach beyond a parameter and its group.
+COUNTED = {
+    "RMSprop": {"lr": 0.001, "momentum": 0.9, "centered": True},
+    "RMSpropTF": {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.1},
+    "Lamb": {"lr": 0.01, "eps": 1.0, "weight_decay": 0.1, "max_grad_norm": 0.01},
+    "Lion": {"weight_decay": 0.1},
+    "Adan": {"weight_decay": 0.1},
+    "NvNovoGrad": {"weight_decay": 0.1, "amsgrad": True},
+}
+
+
+def stock_optimizer(zoo, name):
+    import timm.optim
+
+    return getattr(torch.optim if name in vars(torch.optim) else timm.optim, name)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_our_counterpart_steps_in_for_an_optimizer_and_leaves_it_as_it_was(zoo, name):
+    def form(values):
+        return {k: (type(v), v.dtype if isinstance(v, torch.Tensor) else None) for k, v in values.items()}
+
+    def plan(driver):
+        (optimizer,), remedy = driver.instrument.optimizers, remedies.FusedOptimizer(ours=True)
+        yield Run(4, collect=2**20, parts=True)
+        driver.instrument.settle()
+        groups, states = optimizer.param_groups, optimizer.state.values()
+        before = [*map(form, groups), *map(form, states)]
+        assert remedy.why_not(driver) is None
+        remedy.apply(driver)
+        assert type(optimizer.step.__self__).__name__ == remedies.counterpart(optimizer)
+        assert type(optimizer.step.__self__).__module__.startswith("fusedtrain.optim")
+        remedy.undo(driver)
+        check = yield from verify.check_losses(driver, remedy, ())
+        assert check.holds, check
+        yield Run(1, Arm((remedy,)))
+        snapshot = verify.Snapshot(driver)  # which counts steps as ours does
+        yield Run(1, parts=True)
+        snapshot.restore()
+        assert "step" not in vars(optimizer) and [*map(form, groups), *map(form, states)] == before
+
+    run(plan, lambda params: stock_optimizer(zoo, name)(params, **COUNTED[name]))
+
+
+def test_a_snapshot_holds_how_many_steps_a_group_took(zoo):
+    def plan(driver):
+        (optimizer,) = driver.instrument.optimizers
+        yield Run(2, collect=2**20, parts=True)
+        driver.instrument.settle()
+        snapshot, count = verify.Snapshot(driver), optimizer.param_groups[0]["step"]
+        yield Run(3)
+        assert optimizer.param_groups[0]["step"] == count + 3
+        snapshot.restore()
+        assert optimizer.param_groups[0]["step"] == count and type(count) is int
+        yield Run(1)
+
+    run(plan, stock_optimizer(zoo, "Adan"))
+
+
+class OwnRMSprop(torch.optim.RMSprop):
+    """May step otherwise."""
+
+
+def optimizers_to_replace(*optimizers):
+    watched = types.SimpleNamespace(by_hand=[], roots=[nn.Linear(8, 8)], optimizers=list(optimizers))
+    return types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
+
+
+def test_an_optimizer_that_may_step_otherwise_is_left_to_advice(monkeypatch):
+    w, ours = [torch.ones(2)], remedies.FusedOptimizer(ours=True)
+    known = torch.optim.RMSprop(w)
+    assert ours.why_not(optimizers_to_replace(known)) is None
+    unknown = torch.optim.RMSprop(w)
+    unknown.defaults["warm_up"] = 3
+    for optimizer in (OwnRMSprop(w), unknown, torch.optim.RMSprop(w, differentiable=True)):
+        driver = optimizers_to_replace(known, optimizer)
+        said = ours.why_not(driver)
+        assert said == f"there is no fused form of {type(optimizer).__module__}.{type(optimizer).__name__}"
+        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {}, fused_step=0.1)
+        found = next(rule for rule in rules.RULES if rule.name == "optimizer").look(facts, driver)
+        assert not found.remedies and f"{type(optimizer).__name__}.step() takes 400 ms" in found.evidence
+        assert "of fusedtrain.optim Adam, AdamW, SGD, RMSprop, RMSpropTF," in found.advice
+    mixed = optimizers_to_replace(known, torch.optim.AdamW(w))
+    assert ours.why_not(mixed) is None and remedies.FusedOptimizer(ours=False).why_not(mixed) is not None
+    fused = optimizers_to_replace(fusedtrain.optim.RMSprop(w))
+    assert all(remedies.FusedOptimizer(ours).why_not(fused) == "the optimizer is fused already" for ours in (0, 1))
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    assert ours.why_not(optimizers_to_replace(known)) is None, "timm need not be installed"
+
+
 def test_debugging_aids_are_off_for_a_trial():
     def state():
         on = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -1840,6 +1930,50 @@ def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):
     assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.02)  # the logger"
     assert all(finding["predicted_gain"] <= 1 for finding in report["findings"])
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+REPLACED = """
+import sys
+sys.path.insert(0, sys.argv[1])  # where the tests are
+import torch
+from fusedtrain.diagnose import measure, remedies, verify  # the test's patience
+measure.BLOCK, measure.SAMPLING, measure.LOADING, measure.PAIRS, verify.PAIRS = 0.03, 0.1, 0.2, 2, 8
+remedies.Compile.why_not = staticmethod(lambda driver: "not in this test")
+if sys.argv[2] == "Lamb":
+    from zoo import Zoo
+    Zoo()
+    import timm.optim as from_timm
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(100)])
+optimizer = OPTIMIZER
+loader = torch.utils.data.DataLoader(torch.rand(64, 8), 4)
+while True:
+    for rows in loader:
+        optimizer.zero_grad()
+        model(rows).square().sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("RMSprop", "torch.optim.RMSprop(model.parameters(), lr=1e-5, foreach=False)"),
+        ("Lamb", "from_timm.Lamb(model.parameters(), lr=1e-5, foreach=False)"),
+    ],
+)
+def test_an_optimizer_that_torch_has_not_fused_is_replaced_by_ours(zoo, tmp_path, name, made):
+    train = tmp_path / "train.py"
+    train.write_text(REPLACED.replace("OPTIMIZER", made))
+    arguments = [str(ROOT / "tests"), name]
+    report = script.diagnose_script(str(train), arguments, steps=10, verify=True, fresh=False)
+    (finding,) = [finding for finding in report["findings"] if finding["rule"] == "optimizer"]
+    (remedy,) = finding["remedies"]
+    (change,) = remedy["changes"]
+    assert change["before"] == made and change["after"] == f"fusedtrain.optim.{name}{made[made.index('(') :]}"
+    (verdict,) = [verdict for verdict in report["verified"] if verdict["remedy"] == "fusedtrain.optim"]
+    assert verdict["accepted"] and verdict["losses"]["hold"], verdict
+    assert {"remedy": "FusedOptimizer", "arguments": {"ours": True}} in report["accepted"]
 
 
 SPAWNS = """

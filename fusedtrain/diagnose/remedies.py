@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
-from fusedtrain import _allocator
+from fusedtrain import _allocator, optim
 from fusedtrain.diagnose.batches import LoaderSource
 from fusedtrain.diagnose.drive import Driver
 from fusedtrain.diagnose.instrument import non_blocking, replace, with_non_blocking, wrap
 from fusedtrain.diagnose.lines import Change, before_optimizer, edit_argument, edit_call, edit_loader
 from fusedtrain.nn.fuse import fuse, unfuse
+from fusedtrain.optim._fused import FusedStep
 
 CLASSES = ("bitwise", "last bit", "tolerance")
 
@@ -322,26 +323,30 @@ class FusedOptimizer(Remedy):
 
     kind = "last bit"
     STOCK = ("Adam", "AdamW", "SGD", "Adagrad")
-    OURS = ("Adam", "AdamW", "SGD")
 
     def __init__(self, ours: bool):
         self.ours = ours
         self.name = "fusedtrain.optim" if ours else "optimizer(fused=True)"
-        self.how = "take the optimizer of that name from fusedtrain.optim" if ours else "give the optimizer fused=True"
+        self.how = "take its counterpart from fusedtrain.optim" if ours else "give the optimizer fused=True"
 
     @classmethod
-    def has_form(cls, optimizer) -> bool:
-        """Returns whether there is a fused form of an optimizer."""
-        return any(type(optimizer) is getattr(torch.optim, name) for name in cls.STOCK)
+    def without_form(cls, optimizers: list) -> list:
+        """Returns the optimizers that keep the others from being fused too; none where one of both remedies suits."""
+        lacking = [[o for o in optimizers if not cls(ours).has_form(o)] for ours in (False, True)]
+        return min(lacking, key=len)
+
+    def has_form(self, optimizer) -> bool:
+        """Returns whether there is a fused form of an optimizer, or it is one."""
+        stock = any(type(optimizer) is getattr(torch.optim, name) for name in self.STOCK)
+        return isinstance(optimizer, FusedStep) or (_ours(optimizer) is not None if self.ours else stock)
 
     def why_not(self, driver: Driver) -> str | None:
-        names = self.OURS if self.ours else self.STOCK
         for optimizer in driver.instrument.optimizers:
-            if not any(type(optimizer) is getattr(torch.optim, name) for name in names):
+            if isinstance(optimizer, FusedStep) or any(group.get("fused") for group in optimizer.param_groups):
+                return "the optimizer is fused already"
+            if not self.has_form(optimizer):
                 return f"there is no fused form of {type(optimizer).__module__}.{type(optimizer).__name__}"
             for group in optimizer.param_groups:
-                if group.get("fused"):
-                    return "the optimizer is fused already"
                 if group.get("capturable") or group.get("differentiable"):
                     return "the optimizer is capturable or differentiable"
                 if any(not p.is_floating_point() or p.dtype is torch.float16 for p in group["params"]):
@@ -354,16 +359,17 @@ class FusedOptimizer(Remedy):
         self._before = []
         for optimizer in driver.instrument.optimizers:
             flags = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
-            self._before.append((optimizer, vars(optimizer).get("step"), flags))
+            twin = _ours(optimizer) if self.ours else None
+            self._before.append((optimizer, vars(optimizer).get("step"), flags, twin))
             if self.ours:
-                optimizer.step = _ours(optimizer).step
+                optimizer.step = twin.step
             else:
                 for group in optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
-                _place_counters(optimizer, on_device=True)
+            _place_counters(optimizer, on_device=True)
 
     def undo(self, driver: Driver) -> None:
-        for optimizer, step, flags in self._before:
+        for optimizer, step, flags, twin in self._before:
             if self.ours:
                 if step is None:
                     del optimizer.step
@@ -372,7 +378,7 @@ class FusedOptimizer(Remedy):
             else:
                 for group, (fused, foreach) in zip(optimizer.param_groups, flags):
                     group["fused"], group["foreach"] = fused, foreach
-                _place_counters(optimizer, on_device=False)
+            _place_counters(optimizer, on_device=False, whole=self.ours and twin._step_is_int)
 
     def changes(self, driver: Driver) -> list[Change]:
         found = []
@@ -381,24 +387,52 @@ class FusedOptimizer(Remedy):
             change = edit_call(site, (name,), type(optimizer), **({} if self.ours else {"fused": True}))
             if change and self.ours:
                 arguments = change.before[change.before.index("(") :]
-                change = Change(change.file, change.line, change.before, f"fusedtrain.optim.{name}{arguments}")
+                change = Change(
+                    change.file, change.line, change.before, f"fusedtrain.optim.{counterpart(optimizer)}{arguments}"
+                )
             if change and not self.ours and "foreach" in change.before:
                 change = edit_call(site, (name,), type(optimizer), foreach=None, fused=True)
             found += [change] if change else []
         return found
 
 
-def _place_counters(optimizer, on_device: bool) -> None:
-    for p, state in optimizer.state.items():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(p.device if on_device else "cpu")
+def _place_counters(optimizer, on_device: bool, whole: bool = False) -> None:
+    """Moves counts of steps to the device of the parameters or back, there as ints with ``whole``."""
+    counted = [(group, group["params"][0]) for group in optimizer.param_groups if group["params"]]
+    for counts, p in (*counted, *((state, p) for p, state in optimizer.state.items())):
+        if isinstance(counts.get("step"), Tensor):
+            counts["step"] = int(counts["step"]) if whole else counts["step"].to(p.device if on_device else "cpu")
 
 
-def _ours(optimizer):
-    """Returns our optimizer of the same name on the same groups and states."""
-    from fusedtrain import optim
+# Ours, by the module and the name of the class whose arguments and states it has.
+COUNTERPARTS = {
+    **{("torch.optim", name): name for name in ("Adam", "AdamW", "SGD", "RMSprop")},
+    **{("timm.optim", name): name for name in ("RMSpropTF", "Lamb", "Lion", "Adan")},
+    ("timm.optim", "NvNovoGrad"): "NovoGrad",
+}
 
-    twin = getattr(optim, type(optimizer).__name__)([torch.zeros(1)], lr=1.0)
+
+def counterpart(optimizer) -> str | None:
+    """Returns the name in fusedtrain.optim of what an optimizer of exactly this class may be replaced by."""
+    for (module, name), ours in COUNTERPARTS.items():
+        if type(optimizer) is getattr(sys.modules.get(module), name, None):
+            return ours
+    return None
+
+
+def _ours(optimizer) -> FusedStep | None:
+    """Returns our counterpart on the same groups and states; None where it does not know the same options."""
+    name = counterpart(optimizer)
+    if name is None:
+        return None
+    cls = getattr(optim, name)
+    known = inspect.signature(cls).parameters
+    try:
+        twin = cls([torch.zeros(1)], **{k: value for k, value in optimizer.defaults.items() if k in known})
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    if twin.defaults.keys() != optimizer.defaults.keys():
+        return None
     twin.param_groups, twin.state, twin.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
     twin.stands_for = optimizer
     return twin

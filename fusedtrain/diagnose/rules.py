@@ -14,6 +14,7 @@ from fusedtrain.diagnose.drive import Driver, ranks
 from fusedtrain.diagnose.instrument import Site
 from fusedtrain.diagnose.measure import Facts, call_cost, fault_cost, fused_step
 from fusedtrain.diagnose.remedies import (
+    COUNTERPARTS,
     Allocator,
     BFloat16,
     ChannelsLast,
@@ -468,8 +469,8 @@ def _optimizer_rule() -> Rule:
     )
 
     def look(facts: Facts, driver: Driver) -> Finding | str:
-        steps = driver.instrument.by_hand
-        steps = steps or [(o, "step") for o in driver.instrument.optimizers if not FusedOptimizer.has_form(o)]
+        lacking = FusedOptimizer.without_form(driver.instrument.optimizers)
+        steps = driver.instrument.by_hand or [(optimizer, "step") for optimizer in lacking]
         return _without_fused(facts, driver, *steps[0]) if steps else of_torch.look(facts, driver)
 
     return Rule("optimizer", look, of_torch.candidates)
@@ -497,7 +498,9 @@ def _without_fused(facts: Facts, driver: Driver, owner: object, name: str) -> Fi
         "the optimizer carries out many operations, one tensor after the other",
         evidence,
         gain,
-        advice="take one of torch.optim with fused=True, or of fusedtrain.optim: one pass over memory for all tensors",
+        advice="take one that updates all tensors in one pass over memory: "
+        f"{', '.join(FusedOptimizer.STOCK)} of torch.optim with fused=True, or of fusedtrain.optim"
+        f" {', '.join(COUNTERPARTS.values())}; another rule is another training, and yours to choose",
         lines=lines_of(facts, "optimizer"),
     )
 

@@ -26,6 +26,22 @@ ROUNDINGS = (
 )
 
 
+def _kept(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _put_back(values: dict, kept: dict) -> None:
+    """Writes what was kept into the tensors that are there; a remedy may count steps in tensors, or in numbers."""
+    for name, value in kept.items():
+        there = values.get(name)
+        if isinstance(there, Tensor) and value is not None:
+            there.copy_(torch.as_tensor(value))
+        elif isinstance(there, (int, float)) and isinstance(value, Tensor):
+            values[name] = type(there)(value)
+        else:
+            values[name] = _kept(value)
+
+
 class Snapshot:
     """The state of the training: weights, buffers, gradients, optimizer states, random numbers."""
 
@@ -37,10 +53,15 @@ class Snapshot:
         self.tensors = [(t, t.detach().clone()) for t in tensors.values()]
         self.grads = [(t, None if t.grad is None else t.grad.detach().clone()) for t in tensors.values() if t.is_leaf]
         self.states = [
-            (optimizer, p, name, value.clone() if isinstance(value, Tensor) else value)
+            (optimizer, p, {name: _kept(value) for name, value in state.items()})
             for optimizer in self.optimizers
             for p, state in optimizer.state.items()
-            for name, value in state.items()
+        ]
+        self.counts = [
+            (group, {"step": _kept(group["step"])})
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if "step" in group
         ]
         self.by_hand = [(owner, self._copy(vars(owner))) for owner, _ in driver.instrument.by_hand]
         self.random = random_state()
@@ -56,11 +77,10 @@ class Snapshot:
             tensor.copy_(value)
         for tensor, grad in self.grads:
             tensor.grad = None if grad is None else grad.to(tensor.dtype, copy=True)  # a remedy may change the dtype
-        for optimizer, p, name, value in self.states:
-            if isinstance(value, Tensor):
-                optimizer.state[p][name].copy_(value)
-            else:
-                optimizer.state[p][name] = value
+        for optimizer, p, state in self.states:
+            _put_back(optimizer.state[p], state)
+        for group, count in self.counts:
+            _put_back(group, count)
         for owner, values in self.by_hand:
             vars(owner).update(self._copy(values))
         set_random_state(self.random)
