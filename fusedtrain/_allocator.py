@@ -37,9 +37,14 @@ def preloaded() -> str | None:
     return next((path for path in libraries if "malloc" in os.path.basename(path)), None)
 
 
+def settings() -> dict:
+    """Returns the allocator in use, and its settings."""
+    malloc = preloaded() or " ".join(platform.libc_ver()).strip() or "system"
+    return {"malloc": malloc, "tunables": os.environ.get("GLIBC_TUNABLES")}
+
+
 def describe() -> dict:
-    """Returns the allocator in use, its settings, and whether large blocks suffer page faults, as measured now."""
-    preload = preloaded()
+    """Returns :func:`settings`, and whether large blocks suffer page faults, as measured now."""
     faults = faults_per_mib()
     if faults is None:
         verdict = "not measured: this system does not count them"
@@ -47,12 +52,7 @@ def describe() -> dict:
         verdict = "no: freed memory is reused"
     else:
         verdict = "yes: every large tensor is mapped anew; fusedtrain train sets GLIBC_TUNABLES against it"
-    return {
-        "malloc": preload or " ".join(platform.libc_ver()).strip() or "system",
-        "tunables": os.environ.get("GLIBC_TUNABLES"),
-        "faults_per_mib": faults,
-        "page_faults": verdict,
-    }
+    return settings() | {"faults_per_mib": faults, "page_faults": verdict}
 
 
 def faults_per_mib() -> float | None:

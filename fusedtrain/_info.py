@@ -10,7 +10,14 @@ import torch
 from fusedtrain import _allocator, _extension, backend
 from fusedtrain.ops import _common
 
-_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TRITON_INTERPRET")
+_VARIABLES = (
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",  # its name before torch 2.9
+    "TRITON_INTERPRET",
+)
 
 
 def info(as_json: bool = False) -> dict:
@@ -35,19 +42,30 @@ def collect() -> dict:
     return {
         "versions": _versions(),
         "build": _build(),
-        "cpu": {
-            "vendor": _extension.BUILD_INFO.get("cpu_vendor"),
-            "family": _extension.BUILD_INFO.get("cpu_family"),
-            "isa": _extension.BUILD_INFO.get("isa_active"),
-            "torch_isa": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        },
-        "gpus": _gpus(),
+        "cpu": cpu(),
+        "gpus": [gpu(i) for i in range(torch.cuda.device_count())],
         "backends": _backends(),
         "allocator": _allocator.describe(),
-        "environment": _environment(),
+        "environment": environment(),
     }
+
+
+def cpu() -> dict:
+    """Returns the processor, the instructions that the kernels and torch use of it, and the number of threads."""
+    return {
+        "vendor": _extension.BUILD_INFO.get("cpu_vendor"),
+        "family": _extension.BUILD_INFO.get("cpu_family"),
+        "isa": _extension.BUILD_INFO.get("isa_active"),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def gpu(index: int) -> dict:
+    """Returns name, compute capability and memory of a GPU."""
+    p = torch.cuda.get_device_properties(index)
+    return {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
 
 
 def _version(package: str) -> str | None:
@@ -77,14 +95,6 @@ def _build() -> dict:
     return {"extension": "loaded", **{k: v for k, v in _extension.BUILD_INFO.items() if k not in _OF_THE_CPU}}
 
 
-def _gpus() -> list[dict]:
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
-        for p in properties
-    ]
-
-
 def _backends() -> dict[str, str]:
     """Name -> "available", or why it is not; asked of the same functions that choose a backend for an op."""
     cpu = torch.empty(1, 1, 1, 1)
@@ -100,7 +110,8 @@ def _backends() -> dict[str, str]:
     return {name: reasons[name] or "available" for name in backend.BACKENDS}
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Returns the environment variables that are set and that speed depends on."""
     names = sorted(name for name in os.environ if name.startswith("FUSEDTRAIN_") or name in _VARIABLES)
     return {name: os.environ[name] for name in names}
 
@@ -113,14 +124,15 @@ def _text(found: dict) -> str:
             entries = {str(i): entry for i, entry in enumerate(entries)}
         if not entries:
             lines.append("  none")
-        lines += [f"  {name:<{_WIDTH}} {_value(value)}" for name, value in entries.items()]
+        lines += [f"  {name:<{_WIDTH}} {value_text(value)}" for name, value in entries.items()]
     return "\n".join(lines)
 
 
 _WIDTH = 16
 
 
-def _value(value) -> str:
+def value_text(value) -> str:
+    """Returns a value of :func:`collect` as text."""
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, dict):

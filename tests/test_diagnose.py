@@ -9,6 +9,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -37,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fusedtrain
+from fusedtrain import _info
 from fusedtrain._waits import TeamWaits, Waits
 from fusedtrain.diagnose import (
     batches,
@@ -54,7 +56,7 @@ from fusedtrain.diagnose import (
 )
 from fusedtrain.diagnose import report as report_text
 from fusedtrain.diagnose.constants import Constants
-from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
+from fusedtrain.diagnose.diagnosis import Diagnosis, gpu_settings, machine, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
@@ -1751,6 +1753,33 @@ def test_the_report_is_plain_json(slow_reader, capsys):
     report.show()
     out = capsys.readouterr().out
     assert "waits for the data loader" in out and "num_workers" in out and "All together" in out
+    found, info = report["machine"], _info.collect()
+    assert {name: found[name] for name in info["cpu"]} == info["cpu"] | {"cores": measure.cores(), "threads": 1}
+    assert found["allocator"].items() <= info["allocator"].items() and found["environment"] == info["environment"]
+    assert found["gpu"] is None or found["gpu"]["name"] == found["device"]
+    assert f"torch's for {found['torch_isa']}, 1 thread on" in out
+    page = html.page(report)
+    assert html.escape(report_text.machine_text(found)) in page and "<td>torch_isa</td>" in page
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_of_a_gpu_it_is_said_how_it_multiplies(tf32, monkeypatch, request):
+    matmul = torch.backends.cuda.matmul
+    request.addfinalizer(functools.partial(setattr, matmul, "fp32_precision", matmul.fp32_precision))
+    matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    of_a_gpu = {"name": "A GPU", "capability": "9.0", "memory_gib": 80.0}
+    monkeypatch.setattr(_info, "gpu", lambda index: of_a_gpu)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", tf32)
+    settings = gpu_settings(0)
+    assert settings == of_a_gpu | {
+        **{"tf32_matmul": tf32, "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32"},
+        **{"cudnn_benchmark": tf32, "allocator": "native"},
+    }
+    said = report_text.machine_text(machine() | {"gpu": settings})
+    on = "on" if tf32 else "off"
+    assert said.startswith(f"A GPU, compute capability 9.0, 80.0 GiB, TF32 {on} for matmuls and ")
+    assert f"cudnn.benchmark {on}; " in said and said.endswith(f"torch {torch.__version__}")
 
 
 def test_a_trainer_is_diagnosed_through_its_fit(monkeypatch):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from fusedtrain import _allocator, _info
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.batches import CachedSource
@@ -59,6 +60,7 @@ class Diagnosis:
         self.combined: Paired | None = None
         self.timeline: list[list[tuple[str, float, float]]] = []
         self.failure = ""
+        self.machine: dict = {}  # as the script uses it, before any remedy
         self.examined = True  # whether causes were looked for
         self.early: list[Step] = []  # what was measured of the run as it is before causes are looked for
         self.keep_state, self.before = restore, None
@@ -109,7 +111,7 @@ class Diagnosis:
         return True
 
     def _plan(self, driver: Driver):
-        self.driver, self.inputs = driver, driver.instrument.inputs
+        self.driver, self.inputs, self.machine = driver, driver.instrument.inputs, machine()
         self.before = verify.Snapshot(driver) if self.keep_state else None
         self.stage("warming up")
         sizes = yield from measure.warm_up(driver)
@@ -276,10 +278,25 @@ def ranked(findings: list[Finding]) -> list[Finding]:
 
 def machine() -> dict:
     """What the numbers depend on."""
+    gpu = gpu_settings(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        "device": "cpu" if gpu is None else gpu["name"],
         "processor": platform.processor() or platform.machine(),
-        "cores": cores(),
-        "threads": torch.get_num_threads(),
+        **_info.cpu(),
+        "cores": cores(),  # that this process may use
+        "allocator": _allocator.settings(),
+        "gpu": gpu,
+        "environment": _info.environment(),
+    }
+
+
+def gpu_settings(index: int) -> dict:
+    """What the speed of a GPU depends on."""
+    return _info.gpu(index) | {
+        # Not allow_tf32: torch does not tell it once fp32_precision was set.
+        "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "allocator": torch.cuda.get_allocator_backend(),
     }

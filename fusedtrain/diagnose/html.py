@@ -2,7 +2,8 @@
 
 from html import escape
 
-from fusedtrain.diagnose.report import headline, losses_text, overhead_text, waited_text
+from fusedtrain._info import value_text
+from fusedtrain.diagnose.report import headline, losses_text, machine_text, overhead_text, waited_text
 from fusedtrain.diagnose.rules import count_text
 
 COLOURS = {
@@ -39,13 +40,12 @@ summary { cursor: pointer; }
 def page(report: dict) -> str:
     """Returns the page."""
     step = report["step_ms"]
-    machine = report["machine"]
     sections = [
         f"<h1>fusedtrain diagnose <code>{escape(report['script'])}</code></h1>",
         f'<p class="lead{"" if report["bottleneck"] else " well"}"><b>{escape(headline(report))}</b></p>',
-        f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g})"
-        f" on {escape(machine['device'])}, {count_text(machine['threads'], 'thread')},"
-        f" {count_text(machine['cores'], 'core')}, torch {escape(machine['torch'])}. {overhead_text(report)}.</p>",
+        f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g})."
+        f" {overhead_text(report)}.</p>",
+        f'<p class="soft">{escape(machine_text(report["machine"]))}</p>',
         f'<p class="soft">{waited_text(report)}</p>' if report["waited"] >= 0.01 else "",
         _noise(report),
         "<h2>Where a step goes</h2>",
@@ -61,6 +61,8 @@ def page(report: dict) -> str:
         _operations(report),
         "<h2>Looked at, no finding</h2>",
         _table(("rule", "what was seen"), [(rule, reason) for rule, reason in report["checked"].items()]),
+        "<h2>The machine</h2>",
+        _table(("what", "value"), [(name, value_text(value)) for name, value in report["machine"].items()]),
     ]
     body = "\n".join(section for section in sections if section)
     title = escape(f"Diagnosis of {report['script']}")

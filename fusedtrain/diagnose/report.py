@@ -11,14 +11,12 @@ ENDED = "the script ended before all was measured"
 
 def to_json(diagnosis, script: str) -> dict:
     """Returns everything that was found, of plain types only. Times are milliseconds, gains shares of the step."""
-    from fusedtrain.diagnose.diagnosis import machine
-
     facts, driver = diagnosis.facts, diagnosis.driver
     rates = sorted(facts.rates.values(), key=lambda rate: rate.workers)
     current = getattr(driver.loader, "num_workers", 0)
     return {
         "script": script,
-        "machine": machine(),
+        "machine": diagnosis.machine,
         "steps": facts.watched,
         "bare_steps": len(facts.steps) - facts.watched,
         "step_ms": _ms_interval(facts.step),
@@ -109,6 +107,24 @@ def losses_text(verified: dict) -> str:
     return f"{verified['class']}: " + ("holds" if losses["hold"] else losses["note"] or "does not hold")
 
 
+def machine_text(machine: dict) -> str:
+    """Returns what the numbers depend on, in a line."""
+    gpu, malloc, on = machine["gpu"], machine["allocator"], ("off", "on")
+    threads, cores = count_text(machine["threads"], "thread"), count_text(machine["cores"], "core")
+    said = (
+        f"{machine['vendor'] or machine['processor']} CPU,"
+        f" {'kernels for ' + machine['isa'] if machine['isa'] else 'without our kernels'}, torch's for"
+        f" {machine['torch_isa']}, {threads} on {cores}, {malloc['malloc']}"
+        f"{' with GLIBC_TUNABLES' * (malloc['tunables'] is not None)}; torch {machine['torch']}"
+    )
+    if gpu is None:
+        return said
+    return (
+        f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB, TF32 {on[gpu['tf32_matmul']]}"
+        f" for matmuls and {on[gpu['tf32_cudnn']]} for cuDNN, cudnn.benchmark {on[gpu['cudnn_benchmark']]}; {said}"
+    )
+
+
 def waited_text(report: dict) -> str:
     """Returns what was left out of the times, where other processes took the core."""
     return f"Other processes had the core for {report['waited']:.0%} of the time; that is left out of all times."
@@ -166,6 +182,7 @@ def show(report: dict) -> None:
         f"{step['value']:.3g} ms per step [{step['low']:.3g}, {step['high']:.3g}]; {overhead_text(report)}",
         markup=False,
     )
+    console.print(f"  {machine_text(report['machine'])}", markup=False, style="dim")
     if report["waited"] >= 0.01:
         console.print(f"  {waited_text(report)}", markup=False, style="dim")
     if report["noisy"]:
