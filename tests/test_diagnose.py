@@ -56,9 +56,10 @@ from fusedtrain.diagnose import (
 )
 from fusedtrain.diagnose import report as report_text
 from fusedtrain.diagnose.constants import Constants
-from fusedtrain.diagnose.diagnosis import Diagnosis, gpu_settings, machine, ranked
+from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
+from fusedtrain.diagnose.machine import gpu_settings, machine
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
 from fusedtrain.diagnose.statistics import Paired, bootstrap
 
@@ -1566,6 +1567,40 @@ def test_a_device_that_idles_waits_for_what_holds_the_cpu_up():
     assert look(gpu_facts(0.95, forward=4.0), None).startswith("with cached batches the device works 95%")
     others = [found, rules.Finding("optimizer", "", "", 0.3), rules.Finding("syncs", "", "", 0.1)]
     assert [f.rule for f in ranked(others)] == ["optimizer", "launches", "syncs"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "matmul", "cudnn", "calls"),
+    [
+        ("9.0", False, True, 'torch.set_float32_matmul_precision("high")'),
+        ("8.0", True, False, "torch.backends.cudnn.allow_tf32 = True"),
+        (
+            *("12.0", False, False),
+            'torch.set_float32_matmul_precision("high") and torch.backends.cudnn.allow_tf32 = True',
+        ),
+        ("8.6", True, True, None),
+        ("7.5", False, False, None),
+    ],
+)
+def test_float32_products_without_tf32_are_an_option_where_the_gpu_has_it(capability, matmul, cudnn, calls):
+    found = rules.without_tf32({"capability": capability, "tf32_matmul": matmul, "tf32_cudnn": cudnn})
+    assert isinstance(found, rules.Finding) == (calls is not None), found
+    if calls is not None:
+        assert found.advice == calls and found.option and not found.cost
+        assert ("matrix products" in found.cause, "convolutions" in found.cause) == (not matmul, not cudnn)
+
+
+def test_what_tf32_advice_says_sets_what_it_names(request):
+    flags = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    request.addfinalizer(functools.partial(torch.set_float32_matmul_precision, flags[0]))
+    request.addfinalizer(functools.partial(setattr, torch.backends.cudnn, "allow_tf32", flags[1]))
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    assert "tf32" not in (matmul.fp32_precision, conv.fp32_precision)
+    for _, call in rules.TF32.values():
+        exec(call, {"torch": torch})
+    assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", "tf32")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
 """The whole plan of a diagnosis, from warm-up to verified remedies."""
 
-import platform
 from collections.abc import Callable
 
-import torch
-
-from fusedtrain import _allocator, _info
-from fusedtrain.data.workers import cores
 from fusedtrain.diagnose import measure, verify
 from fusedtrain.diagnose.batches import CachedSource
 from fusedtrain.diagnose.drive import SETTLING, Driver, agree
 from fusedtrain.diagnose.instrument import Step
+from fusedtrain.diagnose.machine import machine
 from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
@@ -274,29 +270,3 @@ def ranked(findings: list[Finding]) -> list[Finding]:
         return -(own if behind else cost), behind
 
     return sorted(findings, key=rank)
-
-
-def machine() -> dict:
-    """What the numbers depend on."""
-    gpu = gpu_settings(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-    return {
-        "torch": torch.__version__,
-        "device": "cpu" if gpu is None else gpu["name"],
-        "processor": platform.processor() or platform.machine(),
-        **_info.cpu(),
-        "cores": cores(),  # that this process may use
-        "allocator": _allocator.settings(),
-        "gpu": gpu,
-        "environment": _info.environment(),
-    }
-
-
-def gpu_settings(index: int) -> dict:
-    """What the speed of a GPU depends on."""
-    return _info.gpu(index) | {
-        # Not allow_tf32: torch does not tell it once fp32_precision was set.
-        "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "allocator": torch.cuda.get_allocator_backend(),
-    }

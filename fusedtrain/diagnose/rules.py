@@ -12,6 +12,7 @@ from torch import nn
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver, ranks
 from fusedtrain.diagnose.instrument import Site
+from fusedtrain.diagnose.machine import gpu_settings
 from fusedtrain.diagnose.measure import Facts, call_cost, fault_cost, fused_step
 from fusedtrain.diagnose.remedies import (
     COUNTERPARTS,
@@ -42,6 +43,10 @@ SPARE = 0.5  # of the computing time that loading a batch may take, where more w
 LARGE = 0.25  # of the step: what takes less and nothing was found against is no bottleneck
 LOOP = 16  # times in a step that a module carries out a line of a loop
 LAST = "channels_last already"
+TF32 = {  # by the name of the setting: what it is on for, and how to set it
+    "tf32_matmul": ("matrix products", 'torch.set_float32_matmul_precision("high")'),
+    "tf32_cudnn": ("convolutions", "torch.backends.cudnn.allow_tf32 = True"),
+}
 FAULT = 0.2e-6  # seconds that a page fault takes at the very least
 LASTS = 24 * 3600  # seconds of training that memory has to last for
 
@@ -541,6 +546,34 @@ def _half(facts: Facts, driver: Driver) -> list[Remedy] | str:
     return [facts.keep(BFloat16())] if models(driver) else "no module was called"
 
 
+def _tf32(facts: Facts, driver: Driver) -> Finding | str:
+    if not torch.cuda.is_initialized():
+        return "n/a: no GPU is in use"
+    if driver.instrument.autocast:
+        return "autocast is in use"
+    if not any(p.dtype is torch.float32 for model in models(driver) for p in model.parameters()):
+        return "no weights are float32"
+    return without_tf32(gpu_settings(torch.cuda.current_device()))
+
+
+def without_tf32(gpu: dict) -> Finding | str:
+    """What there is to say on float32 products, by :func:`gpu_settings`."""
+    if int(gpu["capability"].partition(".")[0]) < 8:
+        return f"n/a: compute capability {gpu['capability']} has no TF32"
+    off = [both for name, both in TF32.items() if not gpu[name]]
+    if not off:
+        return "on already"
+    things, calls = zip(*off)
+    return Finding(
+        "tf32",
+        f"float32 {' and '.join(things)} run without TF32",
+        f"compute capability {gpu['capability']} multiplies float32 faster with 10 bits of the mantissa; not tried",
+        0.0,
+        advice=" and ".join(calls),
+        option=True,
+    )
+
+
 def _compile(facts: Facts, driver: Driver) -> list[Remedy] | str:
     if not facts.thorough:
         return "compiling takes seconds to minutes: --verify tries it, last"
@@ -759,6 +792,7 @@ RULES = (
     probed("slow_16_bit", "16-bit arithmetic is slower than float32 here", _slow_16_bit),
     probed("float64", "float64 arithmetic, of which float32 takes half the time and memory", _float64),
     probed("half_precision", "float32 arithmetic where bfloat16 is faster", _half, option=True),
+    Rule("tf32", _tf32),
     probed("compile", "operations run one by one where torch.compile joins them", _compile, option=True),
     probed("cudnn", "cuDNN takes its first guess of an algorithm", _cudnn),
     Rule("batch_size", _batch_size),
