@@ -35,7 +35,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fusedtrain
 from fusedtrain import _info
@@ -58,6 +58,7 @@ from fusedtrain.diagnose import report as report_text
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
+from fusedtrain.diagnose.host import COPIED, MOVED, NUMBERS, HostTensors
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.machine import gpu_settings, machine
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
@@ -1093,6 +1094,55 @@ def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
     assert isinstance(rules._constants(facts, driver), str)
 
 
+def test_what_is_made_on_the_host_is_told_by_its_line():
+    numbers, made, first = torch.rand(4), HostTensors(), sys._getframe().f_lineno + 1
+    with made:
+        torch.tensor([1.0, 2.0])
+        torch.as_tensor(data=[1, 2])
+        torch.tensor(numbers.numpy())
+        torch.zeros(3).to("meta")
+        torch.rand(3).to(device="meta", dtype=torch.float64)
+        # From here on nothing is lost.
+        torch.as_tensor(numbers.numpy())
+        torch.tensor(1.0)
+        torch.zeros(3).to(torch.float64)
+        torch.zeros(3, device="meta").to("meta")
+        (torch.zeros(3) + 1).to("meta")
+        default_collate([(1, 2.0), (3, 4.0)])  # torch's own lines
+    found = {(site.line - first, kind) for site, kind in made.seconds}
+    assert found == {(1, NUMBERS), (2, NUMBERS), (3, COPIED), (4, MOVED), (5, MOVED)}
+    assert {site.file for site, _ in made.seconds} == {__file__} and min(made.seconds.values()) > 0
+
+
+def test_tensors_made_on_the_host_are_the_cause_and_not_the_code_around_them():
+    line, other = Site("train.py", 7), Site("train.py", 8)
+    facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.75}, None, {})
+    facts.lines, facts.made = [("rest", line, 0.75)], [(line, NUMBERS, 0.5), (other, COPIED, 0.01)]
+    driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
+    found, around = rules._host_tensors(facts, driver), rules._own_code(facts, driver)
+    assert (found.gain, found.lines, around.gain) == (0.5, ((line, 0.5),), 0.25)
+    assert (
+        "Python numbers" in found.cause and "copies" not in found.cause and found.advice == rules.HOST_ADVICE[NUMBERS]
+    )
+    facts.made[0] = (line, COPIED, 0.7)
+    assert "tensors are made there on the host: 70.0%" in rules._own_code(facts, driver)
+    assert "torch.as_tensor" in rules._host_tensors(facts, driver).advice
+    facts.made = [(other, COPIED, 0.01)]
+    assert rules._host_tensors(facts, driver) == "lines that make tensors on the host take 1.0% of a step"
+
+
+def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    watched = types.SimpleNamespace(copies={"count": 4, "pageable": 4, "blocking": 4, "bytes": 4})
+    driver, line = types.SimpleNamespace(instrument=watched, loader=None), Site("train.py", 7)
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"copy": 0.5}, None, {}, made=[(line, MOVED, 0.25)])
+    assert rules._copies(facts, driver).gain == 0.25
+    found = rules._host_tensors(facts, driver)
+    assert found.lines == ((line, 0.25),) and "device=" in found.advice
+    facts.parts["copy"] = 0.25
+    assert rules._copies(facts, driver).endswith("; 25% of the step are copies of what it makes itself")
+
+
 KEEPS = """
 import torch
 torch.manual_seed(0)
@@ -1713,6 +1763,22 @@ def test_a_larger_batch_is_held_against_its_memory(slow_reader):
         f["evidence"] for f in report["findings"] if f["rule"] == "batch_size"
     )
     assert re.search(r"for 4 times the batch; a step needs [\d,]+ and [\d,]+ MiB", said)
+
+
+def test_tensors_made_of_lists_are_named_with_their_line():
+    model = Net()
+    optimizer, table = torch.optim.SGD(model.parameters(), lr=0.01, fused=True), [[0.5] * 64] * 256
+    train = step_of(model, optimizer)
+
+    def step(batch):
+        weights = torch.tensor(table)
+        train((batch[0] * weights.mean(), batch[1]))
+
+    data = TensorDataset(torch.rand(64, 3, 8, 8), torch.arange(64) % 10)
+    report = fusedtrain.diagnose(step, DataLoader(data, 4), steps=10)
+    assert report["bottleneck"] == "host_tensors", report["findings"]
+    first = report["findings"][0]
+    assert first["lines"][0]["text"] == "weights = torch.tensor(table)" and "array from the start" in first["advice"]
 
 
 def test_the_model_is_put_back(slow_reader):

@@ -17,7 +17,7 @@ SHARED = 4
 # What is cured by other means too, and rather by these: they are the cause in the script's own lines.
 RATHER = {
     "fuse": ("layout", "slow_16_bit", "float64"),
-    "launches": ("own_code", "python_loop", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
+    "launches": ("own_code", "host_tensors", "python_loop", "syncs", "optimizer", "fuse", "zero_grad", "batch_size"),
     "batch_size": ("python_loop",),
 }
 BOTTLENECK = 0.1  # of the step: what costs less is listed, and is no bottleneck
@@ -171,6 +171,7 @@ class Diagnosis:
             self.stage("sampling lines")
             yield from measure.sample(driver, facts, sizes, arm)
             yield from measure.constants(driver, facts, arm)
+            yield from measure.host_tensors(driver, facts, sizes, arm)
             self.stage("torch.profiler")
             yield from measure.profile(driver, facts, cached)
         if replicas(driver):

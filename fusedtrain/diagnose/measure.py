@@ -28,6 +28,7 @@ from fusedtrain.diagnose.batches import CachedSource, LoaderSource, map_batch
 from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.drive import Driver, agree, ranks
 from fusedtrain.diagnose.growth import Growth, Watch
+from fusedtrain.diagnose.host import HostTensors
 from fusedtrain.diagnose.instrument import PARTS, Site, Step, is_users, place, running
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, WholeBatches, clone_loader, models, why_not_clone
@@ -43,6 +44,7 @@ BUDGET = 0.008  # share of the time that watching steps in parts may take; switc
 CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
+TURNS = 5  # in which what is made on the host is timed
 GRAPHS = 5  # steps whose backward passes are followed
 GROWTH = 4  # runs of steps between which memory is looked at
 STALL = 3.0  # times the median: a step that something held up
@@ -90,6 +92,7 @@ class Facts:
     graphs: list[tuple[int, int]] = field(default_factory=list)  # operations of backward passes, and of earlier steps
     growth: Growth | None = None
     constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
+    made: list[tuple[Site, str, float]] = field(default_factory=list)  # on the host: line, kind, share of the step
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all
@@ -525,8 +528,7 @@ def compiled(model: nn.Module) -> bool:
 
 def constants(driver: Driver, facts: Facts, arm: Arm):
     """Finds what every step computes anew from what does not change."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if ranks() > 1 or torch.cuda.is_initialized() or (dynamo is not None and dynamo.utils.counters):
+    if ranks() > 1 or torch.cuda.is_initialized() or compiles():
         return  # neither the exchange nor compiled code is for other eyes, and a launch is no computing
     with Constants() as numbered:
         yield Run(1, arm)
@@ -534,6 +536,27 @@ def constants(driver: Driver, facts: Facts, arm: Arm):
             numbered.next_step()
             (step,) = yield Run(1, arm)
         facts.constants = [(site, s / step.wall) for site, s in numbered.seconds.most_common(4) if site is not None]
+
+
+def host_tensors(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
+    """Finds the lines that make tensors on the host in most steps, and what share of those they take."""
+    if compiles():
+        return  # it would be compiled again
+    turns = []
+    for _ in range(TURNS):
+        with HostTensors() as made:
+            steps = yield Run(sizes.period, arm)
+        wall = sum(step.wall for step in steps)  # of the same steps, which take longer so
+        turns.append(Counter({key: seconds / wall for key, seconds in made.seconds.items()}))
+    usual = {key: median(shares[key] for shares in turns) for key in set().union(*turns)}
+    found = [(site, kind, share) for (site, kind), share in usual.items() if share]
+    facts.made = agree(sorted(found, key=lambda line: -line[2])[:8])
+
+
+def compiles() -> bool:
+    """Returns whether torch.compile made anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters)
 
 
 def profile(driver: Driver, facts: Facts, arm: Arm):

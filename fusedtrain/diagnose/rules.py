@@ -11,6 +11,7 @@ from torch import nn
 
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver, ranks
+from fusedtrain.diagnose.host import COPIED, MOVED, NUMBERS
 from fusedtrain.diagnose.instrument import Site
 from fusedtrain.diagnose.machine import gpu_settings
 from fusedtrain.diagnose.measure import Facts, call_cost, fault_cost, fused_step
@@ -43,6 +44,11 @@ SPARE = 0.5  # of the computing time that loading a batch may take, where more w
 LARGE = 0.25  # of the step: what takes less and nothing was found against is no bottleneck
 LOOP = 16  # times in a step that a module carries out a line of a loop
 LAST = "channels_last already"
+HOST_ADVICE = {
+    NUMBERS: "keep numbers in a tensor or an array from the start: of lists every number is converted by itself",
+    COPIED: "torch.as_tensor or torch.from_numpy where nothing writes to it: torch.tensor copies",
+    MOVED: "make it on the device: device= where it is made, instead of .to() or .cuda()",
+}
 TF32 = {  # by the name of the setting: what it is on for, and how to set it
     "tf32_matmul": ("matrix products", 'torch.set_float32_matmul_precision("high")'),
     "tf32_cudnn": ("convolutions", "torch.backends.cudnn.allow_tf32 = True"),
@@ -316,10 +322,12 @@ def _copies(facts: Facts, driver: Driver) -> Finding | str:
         f"copies to the device hold the loop up for {share:.0%} of the step; {copies['pageable']} of {copies['count']}"
         f" came from pageable memory, {copies['blocking']} were blocking"
     )
-    if share < LEAST or not (copies["pageable"] or copies["blocking"]):
+    made = sum(share for _, kind, share in facts.made if kind == MOVED)  # not by the loader
+    evidence += f"; {made:.0%} of the step are copies of what it makes itself" * (made > 0)
+    if share - made < LEAST or not (copies["pageable"] or copies["blocking"]):
         return evidence
     remedies = () if why_not_clone(driver.loader) else (facts.keep(PinnedCopies(driver)),)
-    return Finding("copies", "copies to the device block the loop", evidence, share, remedies, PinnedCopies.how)
+    return Finding("copies", "copies to the device block the loop", evidence, share - made, remedies, PinnedCopies.how)
 
 
 def _syncs(facts: Facts, driver: Driver) -> Finding | str:
@@ -663,6 +671,18 @@ def _constants(facts: Facts, driver: Driver) -> Finding | str:
     return Finding("recomputed", cause, evidence, share, advice=advice, lines=tuple(facts.constants))
 
 
+def _host_tensors(facts: Facts, driver: Driver) -> Finding | str:
+    shares = {kind: sum(share for _, other, share in facts.made if other == kind) for kind in HOST_ADVICE}
+    kinds = [kind for kind in HOST_ADVICE if shares[kind] >= LEAST]
+    if not kinds:
+        return f"lines that make tensors on the host take {sum(shares.values()):.1%} of a step"
+    cause, taken = f"tensors are made {' and '.join(kinds)} in every step", sum(shares[kind] for kind in kinds)
+    advice = "; ".join(HOST_ADVICE[kind] for kind in kinds)
+    lines = tuple((site, share) for site, kind, share in facts.made if kind in kinds)
+    evidence = f"the calls that make them take {taken:.0%} of a step"
+    return Finding("host_tensors", cause, evidence, taken, advice=advice, lines=lines)
+
+
 def _growth(facts: Facts, driver: Driver) -> Finding | str:
     earlier = [old for _, old in facts.graphs]
     if not earlier or not earlier[0] or any(b <= a for a, b in itertools.pairwise(earlier)):
@@ -740,9 +760,11 @@ def count_text(count: float, thing: str) -> str:
 def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["rest"] / facts.step.value
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
-    if share < 0.1:
-        return evidence
     lines = lines_of(facts, "rest")
+    within = {site for site, _ in lines}
+    made = sum(share for site, kind, share in facts.made if site in within and kind != MOVED)  # that is a copy
+    if share - made < 0.1:
+        return evidence + f"; tensors are made there on the host: {made:.1%}" * (made > 0)
     if facts.items > 10:
         evidence += f"; about {facts.items} .item() per step"
     cause, advice = "the loop's own Python code takes the time", "see the lines below; compute on whole tensors"
@@ -752,9 +774,8 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     if fmean(step.cpu for step in facts.steps) < 0.5 * facts.step.value:  # not even half of the step on a core
         cause = "the loop waits in its own code, as for storage"
         advice = "see the lines below; read data in the workers of a DataLoader, write in a thread"
-    within = {site for site, _ in lines}
     shared = ("recomputed", sum(share for site, share in facts.constants if site in within))
-    return Finding("own_code", cause, evidence, share, advice=advice, lines=lines, shared=shared)
+    return Finding("own_code", cause, evidence, share - made, advice=advice, lines=lines, shared=shared)
 
 
 RULES = (
@@ -766,6 +787,7 @@ RULES = (
     Rule("communication", _communication),
     Rule("evaluation", _evaluation),
     Rule("recomputed", _constants),
+    Rule("host_tensors", _host_tensors),
     Rule("growing_graph", _growth),
     Rule("memory", _memory),
     Rule("own_code", _own_code),
