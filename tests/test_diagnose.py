@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import mmap
 import re
 import runpy
 import shutil
@@ -93,7 +94,7 @@ def test_bad_values_for_an_interval_are_refused(values, level):
 
 def test_a_run_that_takes_half_the_time_gains_half():
     gain = Paired((2.0, 4.0, 3.0), (1.0, 2.0, 1.5)).gain()
-    assert gain.low == gain.high == pytest.approx(0.5)
+    assert gain.low == gain.high == 0.5
 
 
 def test_one_disturbed_pair_of_eight_does_not_hide_a_gain():
@@ -519,7 +520,7 @@ def test_what_was_waited_over_many_steps_is_taken_off_the_long_ones():
     steps += [a_step({"loader": 1.0, "rest": 4.0}, False), a_step({"rest": 3.0}, False)]
     spread_waits(steps, 2.0)
     assert [round(step.seconds, 9) for step in steps] == [2.0] * 18 + [3.5, 2.5]
-    assert all(sum(step.parts.values()) == pytest.approx(step.seconds) for step in steps)
+    assert all(sum(step.parts.values()) == step.seconds for step in steps)
 
 
 def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():
@@ -605,12 +606,12 @@ def a_step(parts, watched):
 
 
 def test_the_parts_are_those_of_a_bare_step():
-    watched = [a_step({"loader": 1.0, "forward": 4.0, "backward": 4.0, "rest": 3.0}, True) for _ in range(4)]
+    watched = [a_step({"loader": 1.0, "forward": 3.5, "backward": 3.5, "rest": 3.0}, True) for _ in range(4)]
     bare = [a_step({"loader": 3.0, "rest": 8.0}, False) for _ in range(12)]
-    steps = [(step, 10.0) for step in watched] + [(step, 11.0) for step in bare]
-    parts = measure.parts_of(steps, 2.0, 10.75, alone=True)
-    assert sum(parts.values()) == pytest.approx(10.75) and parts["loader"] == 2.5, "of all steps"
-    assert parts["forward"] == parts["backward"] == pytest.approx(4 * parts["rest"]), "watching lies in the rest"
+    steps = [(step, 9.0) for step in watched] + [(step, 11.0) for step in bare]
+    parts = measure.parts_of(steps, 2.0, 10.5, alone=True)
+    assert sum(parts.values()) == 10.5 and parts["loader"] == 2.5, "of all steps"
+    assert parts["forward"] == parts["backward"] == 3.5 * parts["rest"], "watching lies in the rest"
 
 
 def test_what_holds_bare_steps_up_is_the_scripts_own_where_nothing_else_can():
@@ -619,7 +620,7 @@ def test_what_holds_bare_steps_up_is_the_scripts_own_where_nothing_else_can():
     steps = [(step, step.wall) for step in watched + bare]
     for alone, rest in ((True, 12.0), (False, 4.0)):
         parts = measure.parts_of(steps, 0.0, 20.0, alone)
-        assert parts["rest"] == pytest.approx(rest) and sum(parts.values()) == pytest.approx(20.0)
+        assert parts["rest"] == rest and sum(parts.values()) == 20.0
 
 
 def test_two_arms_take_turns():
@@ -854,7 +855,7 @@ def test_gradients_without_a_backward_pass(way):
             step()
     assert driver.optimizer is (optimizer or "grad") and not watched.by_hand and found["error"] is None
     assert found["facts"].parts["forward"] > 0 and found["facts"].parts["backward"] > 0
-    assert len(found["losses"]) == 3 and found["losses"] == pytest.approx(losses[-3:], rel=1e-6)
+    assert len(found["losses"]) == 3 and found["losses"] == losses[-3:]
 
 
 def test_a_gradient_within_the_loss_is_no_step():
@@ -918,9 +919,9 @@ def test_an_optimizer_without_a_fused_form_is_held_against_a_fused_one():
     watched = types.SimpleNamespace(by_hand=[], roots=[model], optimizers=optimizers)
     driver = types.SimpleNamespace(instrument=watched, aside=contextlib.nullcontext, loader=None)
     rule = next(rule for rule in rules.RULES if rule.name == "optimizer")
-    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.4}, None, {}, fused_step=0.1)
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"optimizer": 0.5}, None, {}, fused_step=0.125)
     finding = rule.look(facts, driver)
-    assert finding.gain == pytest.approx(0.3) and "NAdam.step() takes 400 ms" in finding.evidence
+    assert finding.gain == 0.375 and "NAdam.step() takes 500 ms" in finding.evidence
     watched.optimizers = [torch.optim.Adam(model.parameters())]
     facts.candidates = {"optimizer": "the optimizer is fused already"}
     assert rule.look(facts, driver) == "the optimizer is fused already"
@@ -1048,7 +1049,7 @@ def test_steps_that_go_back_through_all_earlier_ones_are_told_from_those_that_do
     assert isinstance(found, rules.Finding) == (carry == "all"), found
     if carry == "all":
         total, old = facts.graphs[-1]
-        assert total - old == 3 and found.gain == pytest.approx(0.9 * old / total)
+        assert total - old == 3 and found.gain == 0.9 * old / total
 
 
 def test_what_comes_out_the_same_in_every_step_is_found():
@@ -1234,7 +1235,8 @@ def test_memory_that_no_object_holds_is_seen(once):
             optimizer.step()
             if once:
                 ctypes.memset(libc.malloc(once), 1, once)
-    assert not found.held and found.size == pytest.approx(once, rel=0.2), found
+    within = mmap.PAGESIZE if once else 1  # of a page in every step: the kernel counts in pages
+    assert not found.held and abs(found.size - once) < within, found
 
 
 @pytest.mark.parametrize(
@@ -1342,11 +1344,11 @@ def test_a_line_that_a_module_carries_out_again_and_again_is_a_loop():
 def test_a_model_that_loops_in_python_is_told_from_a_small_batch():
     loop, layer = Site("model.py", 1), Site("model.py", 2)
     parts = {"forward": 0.4, "backward": 0.4, "loader": 0.0}
-    facts = measure.Facts([], measure.Interval(1.0, 1, 1), parts, None, {}, calls=1000, call_cost=0.6e-3)
-    facts.lines = [("forward", loop, 0.3), ("forward", layer, 0.1), ("backward", Site("train.py", 9), 0.4)]
+    facts = measure.Facts([], measure.Interval(1.0, 1, 1), parts, None, {}, calls=1024, call_cost=2**-11)
+    facts.lines = [("forward", loop, 0.375), ("forward", layer, 0.125), ("backward", Site("train.py", 9), 0.4)]
     facts.repeats = {loop: 200, layer: 1}
     finding = rules._python_loop(facts, None)
-    assert finding.gain == pytest.approx(0.75 * 0.6) and finding.lines == ((loop, 0.3),)
+    assert finding.gain == 0.75 * 0.5 and finding.lines == ((loop, 0.375),)
     small = rules.Finding("batch_size", "", "", 0.6)
     assert [f.rule for f in ranked([small, finding])] == ["python_loop", "batch_size"]
     facts.calls = 100  # large ones
@@ -1375,21 +1377,21 @@ def test_a_layout_that_a_model_loses_is_told_from_one_that_it_keeps():
         model(x.contiguous())
         assert facts.contiguous == names
         found = rule.look(facts, None)
-        assert found.gain == pytest.approx(0.4) if names else found == rules.LAST
+        assert found.gain == 0.4 if names else found == rules.LAST
     facts.contiguous, facts.operations = ["1"], [("aten::copy_", 0.02, 60)]
     assert rule.look(facts, None) == rules.LAST
     assert measure.compiled(nn.Sequential(torch.compile(layers[0]))) and not measure.compiled(nn.Sequential(*layers))
 
 
-@pytest.mark.parametrize(("pace", "lost"), [(0.002, 0.6), (0.0085, 0.15), (0.011, 0.12)])
+@pytest.mark.parametrize(("pace", "lost"), [(1.5, 0.75), (9.0, 0.25), (15.0, 0.125)])
 def test_what_restarts_take_is_what_the_same_workers_do_not_when_they_stay(pace, lost):
-    steps = [Step(0.0, 0.01, {"loader": 0.007 if i % 5 == 0 else 0.001}, restart=i % 5 == 0) for i in range(20)]
-    facts = measure.Facts(steps, measure.Interval(0.01, 0.01, 0.01), {}, types.SimpleNamespace(num_workers=2), {})
-    facts.cached, facts.waiting = 0.004, measure.Interval(0.6, 0.6, 0.6)
-    facts.rates = {0: measure.LoaderRate(0, 0.001, 0.0), 2: measure.LoaderRate(2, pace, None)}
-    assert rules.lost_to_restarts(facts) == pytest.approx(lost)
+    steps = [Step(0.0, 12.0, {"loader": 7.0 if i % 4 == 0 else 1.0}, restart=i % 4 == 0) for i in range(16)]
+    facts = measure.Facts(steps, measure.Interval(12.0, 12.0, 12.0), {}, types.SimpleNamespace(num_workers=2), {})
+    facts.cached, facts.waiting = 3.0, measure.Interval(0.75, 0.75, 0.75)
+    facts.rates = {0: measure.LoaderRate(0, 1.0, 0.0), 2: measure.LoaderRate(2, pace, None)}
+    assert rules.lost_to_restarts(facts) == lost
     facts.rates = {}
-    assert rules.lost_to_restarts(facts) == pytest.approx(0.12)
+    assert rules.lost_to_restarts(facts) == 0.125
 
 
 def test_groups_of_accumulated_gradients_are_compared_and_not_steps():
@@ -1446,7 +1448,7 @@ def test_what_computing_may_gain_ends_where_the_workers_cannot_follow(workers, p
     facts.cached, facts.cpu_cached = (8.0 if pace else 9.5), 8.0
     facts.rates = {} if pace is None else {0: measure.LoaderRate(0, 4.0, 0.1), 4: measure.LoaderRate(4, pace, None)}
     gain = rules.gain_of_computing(facts, 3.0)
-    assert gain == pytest.approx(min(0.3, (10 - left) / 10))
+    assert gain == min(0.3, (10 - left) / 10)
 
 
 def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
@@ -1455,7 +1457,7 @@ def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
     facts.rates = {0: measure.LoaderRate(0, 0.4, 0.4), 1: measure.LoaderRate(1, 1.6, None)}
     assert rules.gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
     facts.rates[0] = measure.LoaderRate(0, 1.5, 0.4)  # what waits takes no core
-    assert rules.gain_of_loading(facts, 1) == pytest.approx(1 - 3.4 / 4.5)
+    assert rules.gain_of_loading(facts, 1) == 1 - 3.4 / 4.5
 
 
 class Rows(Dataset):
@@ -1539,7 +1541,7 @@ def test_loading_that_nothing_helps_is_the_bottleneck_only_where_it_is_much(monk
         assert (diagnosis.bottleneck is not None) == named
         assert [r.name for r in diagnosis.findings[0].remedies] == ([remedy] if remedy else [])
         if remedy:
-            assert diagnosis.findings[0].gain == pytest.approx(0.12)
+            assert diagnosis.findings[0].gain == 0.12
 
 
 @pytest.mark.parametrize(("cost", "option", "named"), [(0.2, False, True), (0.2, True, False), (0.09, False, False)])
@@ -1554,7 +1556,7 @@ def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):
     facts = measure.Facts([], measure.Interval(10.0, 9, 11), {}, types.SimpleNamespace(num_workers=4), {})
     facts.cached, facts.cpu_cached = 5.0, 5.0
     facts.rates = {0: measure.LoaderRate(0, 15.0, 15.0), 4: measure.LoaderRate(4, 7.5, None)}
-    assert rules.gain_of_computing(facts, 3.0) == pytest.approx(0.15)  # 17 seconds of work are left for two cores
+    assert rules.gain_of_computing(facts, 3.0) == 0.15  # 17 seconds of work are left for two cores
 
 
 def test_computing_on_many_threads_takes_less_of_the_cores_when_it_is_faster(monkeypatch):
@@ -1562,7 +1564,7 @@ def test_computing_on_many_threads_takes_less_of_the_cores_when_it_is_faster(mon
     facts = measure.Facts([], measure.Interval(5.2, 5, 6), {}, types.SimpleNamespace(num_workers=4), {})
     facts.cached, facts.cpu_cached = 5.0, 38.0
     facts.rates = {0: measure.LoaderRate(0, 1.0, 1.0), 4: measure.LoaderRate(4, 0.5, None)}
-    assert rules.gain_of_computing(facts, 2.0) == pytest.approx(2.0 / 5.2)  # 3 of 5 seconds are left, on all threads
+    assert rules.gain_of_computing(facts, 2.0) == 2.0 / 5.2  # 3 of 5 seconds are left, on all threads
 
 
 @pytest.mark.parametrize(
@@ -1580,7 +1582,7 @@ def test_a_small_batch_is_named_where_no_noise_explains_it(before, after, noise,
     facts.larger = 4, measure.Paired(before, after)
     found = look(facts, None)
     assert isinstance(found, str) != named
-    assert not named or found.gain == pytest.approx(1 - max(a / 4 / b for a, b in zip(after, before)))
+    assert not named or found.gain == 1 - max(a / 4 / b for a, b in zip(after, before))
     facts.larger = 4, measure.Paired((0.0, 4.0), after)
     assert look(facts, None).startswith("not measured: ")
 
@@ -1596,7 +1598,7 @@ def test_the_device_works_where_any_of_its_streams_does():
     launch = event("aten::mm", 0, 100, DeviceType.CPU)
     launch.append_kernel("gemm", 0, 30)  # the profiler books the kernel here too
     events = [launch, event("gemm", 50, 80), event("copy", 70, 90), event("step", 0, 1000, annotation=True)]
-    assert measure.device_work([*events, event("norm", 100, 110)]) == (3, pytest.approx(50e-6))
+    assert measure.device_work([*events, event("norm", 100, 110)]) == (3, 1e-6 * 50)
     assert measure.device_work([launch]) == (0, 0.0)
 
 
@@ -1610,7 +1612,7 @@ def gpu_facts(busy, **parts):
 def test_a_device_that_idles_waits_for_what_holds_the_cpu_up():
     look = next(rule.look for rule in rules.RULES if rule.name == "launches")
     found = look(gpu_facts(0.25, forward=2.0, backward=2.0), None)
-    assert found.gain == pytest.approx(0.75) and "400 kernels" in found.evidence and "CUDA graph" in found.advice
+    assert found.gain == 0.75 and "400 kernels" in found.evidence and "CUDA graph" in found.advice
     assert look(gpu_facts(0.25, forward=1.0, rest=2.0, sync=1.0), None).startswith(
         "with cached batches the device works"
     )
