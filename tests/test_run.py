@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import harness
 import pytest
@@ -191,7 +193,11 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         (["--model", "smallnet", "--workers", "many"], "workers must be auto or a number, got 'many'"),
         (["--model", "smallnet", "--freeze", "nothing.*"], "freeze: no parameter matches 'nothing.*'"),
         (["--model", "smallnet", "--init-weights", "no.pt"], "no.pt: cannot be read: "),
-        (["--model", "smallnet", "--pretrained"], "pretrained needs a model of timm; smallnet can start from a file"),
+        (["--model", "smallnet", "--pretrained"], "pretrained: there are no weights of smallnet; it can start from a "),
+        (["--model", "smallnet", "--drop-rate", "0.1"], "drop_rate: smallnet takes none"),
+        (["--model", "smallnet", "--drop-path-rate", "0.1"], "drop_path_rate: smallnet takes none"),
+        (["--model", "resnet18", "--drop-path-rate", "1"], "drop_path_rate must lie in [0, 1), got 1.0"),
+        (["--config", "optimizer.yaml"], "optimizer.yaml: optimizer must be one of adamw, adam, sgd, lion, rmsprop, "),
         (["--config=no.yaml"], "no.yaml cannot be read: "),
         (["--config", "newer.yaml"], "newer.yaml was written by a newer version (99); this one reads up to 1"),
         (["--config", "unknown.yaml"], "unknown.yaml: train: unknown option epoch; known are epochs, "),
@@ -207,6 +213,7 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
     (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
     (tmp_path / "text.yaml").write_text("freeze: blocks.*\n")
+    (tmp_path / "optimizer.yaml").write_text("optimizer: adagrad\n")
     folders = ["high/flowers/train/red", "high/flowers/val/red", "alone/train/cats", "alone/val/cats"]
     folders += [f"kaggle/{part}_set/{name}" for part in ("training", "test") for name in ("cats", "dogs")]
     folders += [f"apart/{part}/{name}" for part in ("val", "test") for name in ("cats", "dogs")]
@@ -219,6 +226,104 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
     err = capsys.readouterr().err
     assert err.startswith(f"fusedtrain train: {message}") and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", run.OPTIMIZERS)
+def test_every_optimizer_trains_as_timm_makes_it(zoo, tmp_path, monkeypatch, name):
+    from timm.optim import create_optimizer_v2
+
+    optim.register_with_timm()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o.yaml").write_text(f"optimizer: {name}\n")
+    own = run._optimizer(options.read_yaml("o.yaml", run.Options), SmallNet(3))
+    theirs = create_optimizer_v2(SmallNet(3), f"fusedtrain{name}", lr=1e-3, weight_decay=0.05)
+    different = {"params", "weight_decay", "nesterov"}  # groups come in another order
+    kept = [{k: v for k, v in o.param_groups[0].items() if k not in different} for o in (own, theirs)]
+    assert type(own) is type(theirs) and kept[0] == kept[1]
+    assert main(["train", *DIGITS, "--epochs", "1", "--optimizer", name]) == 0
+    assert options.read_yaml("out/options.yaml", run.Options).optimizer == name
+
+
+def test_every_optimizer_of_the_package_is_an_option():
+    found = {getattr(optim, name) for name in optim.__all__}
+    assert {o for o in found if isinstance(o, type)} == set(run.OPTIMIZERS.values())
+    assert get_args(get_type_hints(run.Options)["optimizer"]) == tuple(run.OPTIMIZERS)
+    with pytest.raises(InputError, match=r"optimizer must be one of adamw, .*, novograd, got 'adagrad'"):
+        run.check(run.Options(optimizer="adagrad"))
+
+
+@pytest.mark.parametrize("name", run.OPTIMIZERS)
+def test_optimizers_that_a_graph_needs_made_for_it_are(name):
+    train = TrainConfig(cuda_graphs=True)
+    own = run._optimizer(run.Options(optimizer=name, train=train), SmallNet(3))
+    assert all(group.get("capturable", True) for group in own.param_groups)
+
+
+# Models of timm and of torchvision, which alone may be known; the rates that they take.
+DROPS = {
+    "mobilenetv3_small_050": ("timm", ("drop_rate", "drop_path_rate")),
+    "vgg11": ("timm", ("drop_rate",)),  # raises for the other
+    "hrnet_w18_small": ("timm", ("drop_rate",)),  # forgets the other
+    "efficientnet_b0": ("torchvision", ("drop_rate", "drop_path_rate")),
+    "mobilenet_v3_small": ("torchvision", ("drop_rate",)),  # forgets the other
+    "resnet18": ("torchvision", ()),
+    "convnext_tiny": ("torchvision", ("drop_path_rate",)),  # forgets the other
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_rates_of_dropout_reach_the_model_or_are_refused(zoo, monkeypatch, name):
+    package, takes = DROPS[name]
+    if package == "torchvision":
+        monkeypatch.setattr("timm.is_model", lambda model: False)
+    for option in ("drop_rate", "drop_path_rate"):
+        own = run.Options(model=name, **{option: 0.5})
+        if option not in takes:
+            with pytest.raises(InputError, match=f"^{option}: {name} .*takes "):
+                run._model(own, 3, 3)
+            continue
+        model = run._model(own, 3, 3).train()
+        generator = torch.Generator().manual_seed(0)
+        images = torch.rand(8, 3, 64, 64, generator=generator)
+        runs = []
+        for _ in range(2):  # statistics are those of the batch: nothing else differs
+            torch.manual_seed(len(runs))
+            runs.append(model(images))
+        assert not torch.equal(*runs)
+        none = run._model(run.Options(model=name, drop_rate=0.0 if "drop_rate" in takes else None), 3, 3)
+        assert not any(isinstance(m, nn.Dropout) and m.p for m in none.modules())
+
+
+# Names whose files are old (densenet121), of two versions (mnasnet0_5), or hold auxiliary heads (inception_v3).
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "densenet121", "mnasnet0_5", "inception_v3"])
+def test_weights_of_torchvision_start_a_run_with_other_classes(zoo, tmp_path, monkeypatch, recwarn, name):
+    models = zoo.torchvision.models
+    monkeypatch.setattr("timm.is_model", lambda model: False)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    given = models.get_model(name, **({"init_weights": False} if name == "inception_v3" else {}))
+    file = tmp_path / "checkpoints" / Path(models.get_model_weights(name).DEFAULT.url).name
+    torch.save(given.state_dict(), file)
+    own = run.Options(model=name, pretrained=True)
+    state = given.state_dict()
+    for classes in (5, 1000):
+        model = run._model(own, classes, 3)
+        loaded = model.state_dict()
+        other = {key for key in loaded if not torch.equal(loaded[key], state[key])}
+        assert len(other) == (2 if classes == 5 else 0) and not [w for w in recwarn if "left out" in str(w.message)]
+        assert model(torch.rand(2, 3, 96, 96)).shape == (2, classes)
+        assert not hasattr(model, "transform_input") or model.transform_input  # as these weights want images
+    file.write_bytes(b"damaged")
+    with pytest.raises(InputError, match=f"pretrained: the weights of {name} cannot be had: "):
+        run._model(own, 5, 3)
+
+
+def test_weights_of_a_model_with_versions_start_a_run(zoo, tmp_path, monkeypatch):
+    monkeypatch.setattr("timm.is_model", lambda model: False)
+    given = zoo.torchvision.models.mnasnet0_5(num_classes=3).state_dict()
+    torch.save(dict(given), tmp_path / "w.pt")
+    model = run._model(run.Options(model="mnasnet0_5", init_weights=tmp_path / "w.pt"), 3, 3)
+    assert all(torch.equal(t, given[name]) for name, t in model.state_dict().items())
 
 
 def test_weights_that_do_not_fit_or_are_not_there_say_so(zoo, tmp_path, monkeypatch, capsys):

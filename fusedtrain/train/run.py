@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import pickle
 import random
 import time
 import warnings
@@ -38,6 +40,13 @@ from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
 
 OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "lion": optim.Lion}
+OPTIMIZERS |= {"rmsprop": optim.RMSprop, "rmsproptf": optim.RMSpropTF, "lamb": optim.Lamb, "adan": optim.Adan}
+OPTIMIZERS |= {"novograd": optim.NovoGrad}
+# As timm's factory makes them.
+DEFAULTS = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9, "alpha": 0.9}}
+DEFAULTS |= {"rmsproptf": DEFAULTS["rmsprop"]}
+CAPTURABLE = ("adamw", "adam", "rmsprop")  # that a CUDA graph holds only where they were made for it
+DROPS = {"drop_rate": "dropout", "drop_path_rate": "stochastic_depth_prob"}  # timm's keywords and torchvision's
 AUXILIARY = ("googlenet", "inception_v3")  # torchvision's with a second head for training
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as timm takes them
 
@@ -57,11 +66,15 @@ class Options:
         batch_size: images per step and process.
         workers: processes that load images; auto measures.
         augment: random crops and mirror images.
-        pretrained: start from the weights that timm or torchvision downloads.
+        pretrained: start from the weights that timm or torchvision downloads, of torchvision its best ones.
         init_weights: start from this file: of timm, torchvision or an earlier run; a last layer of other classes is
             left out.
         fuse: put fused layers in the place of stock ones.
-        optimizer: of fusedtrain.optim.
+        drop_rate: dropout in front of the last layer, or wherever the model has it; None: the model's own.
+        drop_path_rate: of blocks that are left out for a sample, the most at the last one (stochastic depth); None: the
+            model's own.
+        optimizer: of fusedtrain.optim; with momentum 0.9 where timm gives one, and lamb clips to a norm of 1 where
+            ``max_grad_norm`` does not say otherwise.
         lr: peak learning rate.
         weight_decay: of weights, not of biases and norms.
         decay_all: biases and norms decay too.
@@ -84,7 +97,9 @@ class Options:
     pretrained: bool = False
     init_weights: Path | None = None
     fuse: bool = True
-    optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
+    drop_rate: float | None = None
+    drop_path_rate: float | None = None
+    optimizer: Literal["adamw", "adam", "sgd", "lion", "rmsprop", "rmsproptf", "lamb", "adan", "novograd"] = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.05
     decay_all: bool = False
@@ -220,16 +235,21 @@ def check(options: Options) -> None:
     require(options.batch_size >= 1, f"batch_size must be at least 1, got {options.batch_size}")
     require(options.size >= 1, f"size must be at least 1, got {options.size}")
     require(0 < options.lr < inf, f"lr must be positive and finite, got {options.lr}")
+    names = ", ".join(OPTIMIZERS)
+    require(options.optimizer in OPTIMIZERS, f"optimizer must be one of {names}, got {options.optimizer!r}")
     decay = options.weight_decay
     require(0 <= decay < inf, f"weight_decay must be at least 0 and finite, got {decay}")
     smoothing = options.label_smoothing
     require(0 <= smoothing < 1, f"label_smoothing must lie in [0, 1), got {smoothing}")
     for name, alpha in (("mixup", options.mixup), ("cutmix", options.cutmix)):
         require(0 <= alpha < inf, f"{name} must be at least 0 and finite, got {alpha}")
+    for name, rate in _drops(options).items():
+        require(0 <= rate < 1, f"{name} must lie in [0, 1), got {rate}")
+        require(options.model != "smallnet", f"{name}: smallnet takes none")
     mixed = options.mixup or options.cutmix
     require(not (options.train.cuda_graphs and mixed), "cuda_graphs does not go with mixup and cutmix")
     has_none = options.pretrained and options.model == "smallnet"
-    require(not has_none, "pretrained needs a model of timm; smallnet can start from a file, see init_weights")
+    require(not has_none, "pretrained: there are no weights of smallnet; it can start from a file, see init_weights")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
@@ -333,19 +353,25 @@ def _model(options: Options, classes: int, channels: int) -> nn.Module:
             state = read_weights(options.init_weights)
         except CheckpointError as error:
             raise InputError(str(error)) from None
-        own = model.state_dict()
-        fitting = {name: t for name, t in state.items() if name in own and own[name].shape == t.shape}
-        last = _last_layer(model)
-        # Old files lack the counts of batches, without which torch loads them too.
-        missing = sorted(n for n in own.keys() - fitting.keys() - last if not n.endswith("num_batches_tracked"))
-        why = "has other shapes of" if missing and missing[0] in state else "lacks"
-        require(not missing, f"init_weights: {options.init_weights} {why} {', '.join(missing[:3])} of {options.model}")
-        model.load_state_dict(fitting, strict=False)
-        if more := sorted(state.keys() - own.keys() - last):
-            listed = ", ".join(more[:3]) + (f" and {len(more) - 3} more" if len(more) > 3 else "")
-            what = f"{options.init_weights} holds what {options.model} lacks"
-            warnings.warn(f"init_weights: {what}, which is left out: {listed}", stacklevel=2)
+        _start_from(model, state, "init_weights", options.init_weights, options.model)
     return model
+
+
+def _start_from(model: nn.Module, state: dict, option: str, source, name: str) -> None:
+    """Loads weights, but for a last layer of other classes; InputError where they lack others, or have other shapes."""
+    own = model.state_dict()
+    fitting = {name: t for name, t in state.items() if name in own and own[name].shape == t.shape}
+    last = _last_layer(model)
+    # Old files lack the counts of batches, without which torch loads them too.
+    missing = sorted(n for n in own.keys() - fitting.keys() - last if not n.endswith("num_batches_tracked"))
+    why = "has other shapes of" if missing and missing[0] in state else "lacks"
+    require(not missing, f"{option}: {source} {why} {', '.join(missing[:3])} of {name}")
+    own.update(fitting)  # with the versions of its modules, which some of torchvision's ask for
+    model.load_state_dict(own)
+    if more := sorted(state.keys() - own.keys() - last):
+        listed = ", ".join(more[:3]) + (f" and {len(more) - 3} more" if len(more) > 3 else "")
+        what = f"{source} holds what {name} lacks"
+        warnings.warn(f"{option}: {what}, which is left out: {listed}", stacklevel=3)
 
 
 def _last_layer(model: nn.Module) -> set[str]:
@@ -361,38 +387,99 @@ def _last_layer(model: nn.Module) -> set[str]:
 
 def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
     reasons = []
-    try:
-        import timm
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision of another torch
-        reasons.append(f"timm cannot be imported: {str(error).partition(chr(10))[0]}")
-    else:
-        if timm.is_model(options.model):
-            kind = {"pretrained": options.pretrained, "num_classes": classes, "in_chans": channels}
-            try:
-                return timm.create_model(options.model, **kind)
-            except RuntimeError as error:  # of weights that there are not, for instance
-                raise InputError(f"model: {options.model} of timm: {str(error).partition(chr(10))[0]}") from error
-        reasons.append("timm has none of this name")
-    try:
-        from torchvision import models
-
-        if options.model in models.list_models(module=models):
-            require(channels == 3, f"model: {options.model} of torchvision takes 3 channels, not {channels}")
-            require(not options.pretrained, "pretrained needs a model of timm; for torchvision's use init_weights")
-            # With auxiliary heads outputs in training are several; GoogLeNet warns of weights that nobody asked for.
-            plain = {"aux_logits": False, "init_weights": True}
-            return models.get_model(options.model, num_classes=classes, **(plain if options.model in AUXILIARY else {}))
-        reasons.append("torchvision has no classifier of this name")
-    except (ImportError, RuntimeError) as error:
-        reasons.append(f"torchvision cannot be imported: {str(error).partition(chr(10))[0]}")
+    for package, make in (("timm", _from_timm), ("torchvision", _from_torchvision)):
+        try:
+            importlib.import_module(package)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision of another torch
+            reasons.append(f"{package} cannot be imported: {_first_line(error)}")
+            continue
+        model = make(options, classes, channels)
+        if model is not None:
+            _check_drops(options, model, package)
+            return model
+        reasons.append(f"{package} has no classifier of this name")
     raise InputError(f"model: there is no {options.model!r}: {'; '.join(reasons)}")
+
+
+def _from_timm(options: Options, classes: int, channels: int) -> nn.Module | None:
+    import timm
+
+    if not timm.is_model(options.model):
+        return None
+    kind = {"pretrained": options.pretrained, "num_classes": classes, "in_chans": channels}
+    try:
+        return timm.create_model(options.model, **kind, **_drops(options))
+    except RuntimeError as error:  # of weights that there are not, for instance
+        raise InputError(f"model: {options.model} of timm: {_first_line(error)}") from error
+    except TypeError as error:
+        _refuse_drops(options, DROPS.keys(), error)
+        raise
+
+
+def _from_torchvision(options: Options, classes: int, channels: int) -> nn.Module | None:
+    from torchvision import models
+
+    name = options.model
+    if name not in models.list_models(module=models):
+        return None
+    require(channels == 3, f"model: {name} of torchvision takes 3 channels, not {channels}")
+    # With auxiliary heads outputs in training are several; GoogLeNet warns of weights that nobody asked for. Their
+    # weights want other images than those of the rest.
+    plain = {"aux_logits": False, "init_weights": True, "transform_input": options.pretrained}
+    kind = {DROPS[option]: rate for option, rate in _drops(options).items()}
+    kind |= plain if name in AUXILIARY else {}
+    try:
+        model = models.get_model(name, num_classes=classes, **kind)
+    except TypeError as error:
+        _refuse_drops(options, DROPS.values(), error)
+        raise
+    if options.pretrained:
+        try:
+            state = models.get_model(name, weights="DEFAULT").state_dict()
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # the last two: of a damaged file
+            raise InputError(f"pretrained: the weights of {name} cannot be had: {_first_line(error)}") from error
+        own = model.state_dict()
+        state = {key: t for key, t in state.items() if key in own}  # the auxiliary heads have some too
+        _start_from(model, state, "pretrained", "torchvision's file", name)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _drops(options: Options) -> dict[str, float]:
+    """Returns the rates of dropout that were asked for."""
+    return {name: rate for name in DROPS if (rate := getattr(options, name)) is not None}
+
+
+def _refuse_drops(options: Options, keywords: Iterable[str], error: TypeError) -> None:
+    """Raises InputError where a model was not made for one of these keywords that it does not take."""
+    for option, keyword in zip(DROPS, keywords):
+        require(f"'{keyword}'" not in str(error), f"{option}: {options.model} takes no {keyword}")
+
+
+def _check_drops(options: Options, model: nn.Module, package: str) -> None:
+    """Raises InputError for a rate that the model has taken and forgotten, as some do."""
+    modules = list(model.modules())
+    dropout = [m.p for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+    dropout += [m.drop_rate for m in modules if isinstance(getattr(m, "drop_rate", None), float)]
+    depth = [m.drop_prob for m in modules if isinstance(getattr(m, "drop_prob", None), float)]
+    depth += [m.p for m in modules if type(m).__name__ == "StochasticDepth"]
+    for option, rate in _drops(options).items():
+        if option == "drop_rate":
+            taken = rate in dropout or not (rate or any(dropout))
+        else:  # blocks have up to the rate, but for what float32 makes of it
+            most = max(depth, default=0.0)
+            taken = most <= rate * (1 + 1e-6) and bool(most) == bool(rate)
+        require(taken, f"{option}: {options.model} of {package} takes none")
 
 
 def _optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     own = groups.parameter_groups(model, options.lr, options.weight_decay, not options.decay_all, options.layer_decay)
-    momentum = {"momentum": 0.9} if options.optimizer == "sgd" else {}
-    capturable = {"capturable": True} if options.train.cuda_graphs and options.optimizer.startswith("adam") else {}
-    return OPTIMIZERS[options.optimizer](own, lr=options.lr, **momentum, **capturable)
+    name, graphs = options.optimizer, options.train.cuda_graphs
+    capturable = {"capturable": True} if graphs and name in CAPTURABLE else {}
+    return OPTIMIZERS[name](own, lr=options.lr, **DEFAULTS.get(name, {}), **capturable)
 
 
 def _mix(options: Options, classes: int):
@@ -401,7 +488,7 @@ def _mix(options: Options, classes: int):
     try:
         from torchvision.transforms import v2
     except (ImportError, RuntimeError) as error:
-        raise InputError(f"mixup and cutmix need torchvision: {str(error).partition(chr(10))[0]}") from None
+        raise InputError(f"mixup and cutmix need torchvision: {_first_line(error)}") from None
     kinds = ((v2.MixUp, options.mixup), (v2.CutMix, options.cutmix))
     ways = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
     return ways[0] if len(ways) == 1 else v2.RandomChoice(ways)
