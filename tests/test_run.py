@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -142,18 +143,18 @@ def test_a_run_does_not_go_on_with_classes_of_other_names(photos, tmp_path, monk
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_auxiliary_heads_of_torchvision_are_left_out(zoo, monkeypatch, recwarn, name):
     monkeypatch.setattr("timm.is_model", lambda model: False)
-    model = run._model(run.Options(model=name), 3, 3).train()
+    model = run.network(run.Options(model=name), 3, 3).train()
     outputs = model(torch.rand(2, 3, 96, 96))
     assert outputs.shape == (2, 3) and not [w for w in recwarn if "initialization" in str(w.message)]
     with pytest.raises(InputError, match="torchvision has no classifier of this name"):
-        run._model(run.Options(model="fcn_resnet50"), 3, 3)
+        run.network(run.Options(model="fcn_resnet50"), 3, 3)
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s"])
 def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, name):
     given = zoo.timm.create_model(name, num_classes=5)
     torch.save(given.state_dict(), tmp_path / "w.pt")
-    model = run._model(run.Options(model=name, init_weights=tmp_path / "w.pt"), 3, 3)
+    model = run.network(run.Options(model=name, init_weights=tmp_path / "w.pt"), 3, 3)
     state, own = given.state_dict(), model.state_dict()
     other = {name for name in own if own[name].shape != state[name].shape}
     assert {name.split(".")[0] for name in other} == {"head", "head_dist"}
@@ -280,9 +281,9 @@ def test_rates_of_dropout_reach_the_model_or_are_refused(zoo, monkeypatch, name)
         own = run.Options(model=name, **{option: 0.5})
         if option not in takes:
             with pytest.raises(InputError, match=f"^{option}: {name} .*takes "):
-                run._model(own, 3, 3)
+                run.network(own, 3, 3)
             continue
-        model = run._model(own, 3, 3).train()
+        model = run.network(own, 3, 3).train()
         generator = torch.Generator().manual_seed(0)
         images = torch.rand(8, 3, 64, 64, generator=generator)
         runs = []
@@ -290,7 +291,7 @@ def test_rates_of_dropout_reach_the_model_or_are_refused(zoo, monkeypatch, name)
             torch.manual_seed(len(runs))
             runs.append(model(images))
         assert not torch.equal(*runs)
-        none = run._model(run.Options(model=name, drop_rate=0.0 if "drop_rate" in takes else None), 3, 3)
+        none = run.network(run.Options(model=name, drop_rate=0.0 if "drop_rate" in takes else None), 3, 3)
         assert not any(isinstance(m, nn.Dropout) and m.p for m in none.modules())
 
 
@@ -307,7 +308,7 @@ def test_weights_of_torchvision_start_a_run_with_other_classes(zoo, tmp_path, mo
     own = run.Options(model=name, pretrained=True)
     state = given.state_dict()
     for classes in (5, 1000):
-        model = run._model(own, classes, 3)
+        model = run.network(own, classes, 3)
         loaded = model.state_dict()
         other = {key for key in loaded if not torch.equal(loaded[key], state[key])}
         assert len(other) == (2 if classes == 5 else 0) and not [w for w in recwarn if "left out" in str(w.message)]
@@ -315,14 +316,14 @@ def test_weights_of_torchvision_start_a_run_with_other_classes(zoo, tmp_path, mo
         assert not hasattr(model, "transform_input") or model.transform_input  # as these weights want images
     file.write_bytes(b"damaged")
     with pytest.raises(InputError, match=f"pretrained: the weights of {name} cannot be had: "):
-        run._model(own, 5, 3)
+        run.network(own, 5, 3)
 
 
 def test_weights_of_a_model_with_versions_start_a_run(zoo, tmp_path, monkeypatch):
     monkeypatch.setattr("timm.is_model", lambda model: False)
     given = zoo.torchvision.models.mnasnet0_5(num_classes=3).state_dict()
     torch.save(dict(given), tmp_path / "w.pt")
-    model = run._model(run.Options(model="mnasnet0_5", init_weights=tmp_path / "w.pt"), 3, 3)
+    model = run.network(run.Options(model="mnasnet0_5", init_weights=tmp_path / "w.pt"), 3, 3)
     assert all(torch.equal(t, given[name]) for name, t in model.state_dict().items())
 
 
@@ -398,10 +399,10 @@ def test_weights_that_the_model_has_no_layer_for_are_named(tmp_path, recwarn):
         r"smallnet lacks, which is left out: blocks.5.bn1.bias, blocks.5.bn1.num_batches_tracked, .* and \d+ more"
     )
     with pytest.warns(UserWarning, match=left_out):
-        model = run._model(own, 10, 1)
+        model = run.network(own, 10, 1)
     assert torch.equal(model.conv_stem.weight, state["conv_stem.weight"])
     torch.save(state, tmp_path / "deeper.pt")
-    run._model(own, 10, 1)
+    run.network(own, 10, 1)
     assert not recwarn  # a last layer of other classes is meant to be left out
 
 
@@ -436,14 +437,17 @@ def test_options_survive_yaml(tmp_path):
     assert chosen.train.schedule.milestones == (3, 5) and chosen.train.logging.loggers == ("jsonl", "tensorboard")
 
 
+def names_of_options() -> list[str]:
+    parts = [part for part in (run.Options(), TrainConfig(), *vars(TrainConfig()).values()) if is_dataclass(part)]
+    found = [own.name for part in parts for own in fields(part) if not is_dataclass(getattr(part, own.name))]
+    return [f"--{name.replace('_', '-')}" for name in found]
+
+
 def test_every_option_of_the_loop_is_on_the_command_line_with_its_default(capsys):
     with pytest.raises(SystemExit):
         run.parse(["--help"])
     text = capsys.readouterr().out
-    for part in (run.Options(), TrainConfig(), *vars(TrainConfig()).values()):
-        for name in getattr(part, "__dataclass_fields__", ()):
-            if not hasattr(getattr(part, name), "__dataclass_fields__"):
-                assert f"--{name.replace('_', '-')}" in text, name
+    assert [name for name in names_of_options() if name not in text] == []
     assert text.count("(default: ") > 50
 
 

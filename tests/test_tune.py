@@ -21,6 +21,9 @@ import fusedtrain
 import fusedtrain.data.workers
 from fusedtrain import _tuned, backend, tune
 from fusedtrain.cli import main
+from fusedtrain.train import ActivationCheckpointing, Precision, TrainConfig, run
+from fusedtrain.train import options as train_options
+from fusedtrain.train.distributed import World
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
 from fusedtrain.tune import command
@@ -226,7 +229,10 @@ def test_a_range_test_of_a_folder_takes_its_training_part_and_sees_that_it_has_c
             (tmp_path / "photos" / part / name).mkdir(parents=True)
         for i in range(8):
             Image.new("RGB", (8, 8), (30 * i, 200 * index, 9)).save(tmp_path / "photos" / "train" / name / f"{i}.png")
-    assert command._float_images(str(tmp_path / "photos"), 8).classes == ["a", "b"]
+    images = command._images(str(tmp_path / "photos"), 8, command._normalized)
+    mean, std = torch.tensor(run.MEAN), torch.tensor(run.STD)
+    assert images.classes == ["a", "b"]
+    assert torch.equal(images[0][0][:, 3, 3], (torch.tensor([0.0, 0.0, 9.0]) / 255 - mean) / std)
     assert len(command._dataset(str(tmp_path / "photos"), 8)) == 16
     code = """
         import torch
@@ -244,12 +250,21 @@ def test_a_range_test_of_a_folder_takes_its_training_part_and_sees_that_it_has_c
     assert found[0] == found[1] != found[2]
 
 
-def test_a_range_test_that_tells_nothing_says_so():
+def test_a_range_test_that_tells_nothing_says_so(tmp_path):
     flat, empty = tune.Target(image=(1, 8, 8), device="cpu"), [(torch.full((1, 8, 8), float("nan")), 0)] * 8
     with pytest.raises(tune.TuneError, match="0 < lowest < highest"):
         tune.tune_lr(flat, empty, lowest=1.0, highest=0.1)
     with pytest.raises(tune.TuneError, match=r"the loss is nan at step 1, with a learning rate of 1\.0e-06"):
         tune.tune_lr(flat, empty, batch_size=4, data_key="empty")
+    code = """
+        import torch
+        class Net(torch.nn.Linear):
+            def forward(self, x): return super().forward(x.flatten(1)) + (0 * self.weight).sqrt().sum()  # slope: NaN
+        def net(): return Net(64, 10)
+    """
+    steep, zeros = f"{write(tmp_path / 'steep.py', code)}:net", [(torch.zeros(1, 8, 8), 0)] * 8
+    with pytest.raises(tune.TuneError, match=r"step 1 of epoch 1 was not made: the gradient of weight .* not finite"):
+        tune.tune_lr(tune.Target(steep, (1, 8, 8), device="cpu"), zeros, batch_size=4, data_key="zeros")
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
@@ -735,17 +750,18 @@ def test_what_was_killed_goes_on_from_what_was_kept(what, gated, cache, capsys, 
     ("arguments", "message"),
     [
         (["batch-size", "--image", "3x32"], "--image must be CxHxW, 3x224x224 for instance, got '3x32'"),
-        (["batch-size", "--image", "3x8x8"], "the small network takes images of one channel, got 3"),
+        (["batch-size", "--optimizer", "sgd", "--lr", "-1"], "lr must be positive and finite, got -1.0"),
+        (["batch-size", "--bogus", "3"], "Unrecognized options: --bogus"),
+        (["lr", "--config", "none.yaml"], "none.yaml cannot be read: "),
+        (["lr", "--drop-rate", "0.1"], "drop_rate: smallnet takes none"),
+        (["lr", "--model", "net.py:net", "--drop-rate", "0.1"], "rates of dropout are for models by name, net.py:net"),
         (["batch-size", "--device", "tpu"], "device must be auto, cpu or cuda, got 'tpu'"),
         (["batch-size", "--smallest", "9", "--largest", "8"], "smallest and largest must be 1 or more and in order"),
         (["lr", "--image", "3x8x8"], "the digits have one channel and are square"),
         (["backend", "--layers", "stock"], "--layers stock has no fused ops to choose backends for"),
         (["search", "none.yaml"], "the space cannot be read: "),
-        (
-            ["lr", "--data", "nowhere"],
-            "images of a folder become 3xNxN, --image is (1, 32, 32): pass --model and --im",
-        ),
-        (["lr", "--data", "nowhere", "--model", "resnet18", "--image", "3x64x32"], "images of a folder become 3xNxN"),
+        (["lr", "--data", "nowhere"], "--data: there is no folder nowhere"),
+        (["lr", "--data", ".", "--image", "3x64x32", "--classes", "2"], "images of a folder become 3xNxN, --image is "),
     ],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(capsys, arguments, message):
@@ -754,13 +770,177 @@ def test_what_cannot_be_tuned_is_said_in_one_line(capsys, arguments, message):
     assert err.startswith("fusedtrain tune: ") and message in err and err.count("\n") == 1
 
 
-def test_a_network_of_timm_is_tuned_by_its_name(zoo, capsys):
-    network = ["--model", "test_efficientnet", "--image", "1x32x32", "--classes", "10", "--device", "cpu"]
+@pytest.mark.parametrize(
+    ("name", "image"), [("test_efficientnet", "1x32x32"), ("shufflenet_v2_x0_5", "3x32x32"), ("small", "3x8x8")]
+)
+def test_networks_are_tuned_by_the_names_that_training_knows(zoo, tmp_path, capsys, name, image):
+    from PIL import Image
+
+    network = ["--model", name, "--image", image, "--classes", "10", "--device", "cpu"]
+    if image[0] == "3":
+        for index in range(2):
+            (tmp_path / "photos" / f"{index}").mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (8, 8), (90 * index, 30 * i, 9)).save(tmp_path / "photos" / f"{index}" / f"{i}.png")
+        network += ["--data", str(tmp_path / "photos")]
     assert main(["tune", "lr", *network, "--steps", "10", "--batch-size", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 1e-6 <= found["suggested"] <= 1 and found["lowest_loss_at"] >= found["suggested"]
-    with pytest.raises(tune.TuneError, match="timm has no model 'no_such_network'"):
+    with pytest.raises(tune.TuneError, match=r"there is no 'no_such_network': timm has no .*; torchvision has no"):
         tune.Target("no_such_network", (1, 32, 32), device="cpu").build()
+
+
+# Options of training that make another step, and those that do not.
+STEPS = ["--model smallnet --optimizer lamb", "--weight-decay 0.1", "--decay-all", "--layer-decay 0.5", "--no-fuse"]
+STEPS += ["--freeze conv_stem.*", "--ema-decay 0.9", "--max-grad-norm 0.5", "--accumulate 2", "--precision fp16"]
+STEPS += ["--checkpoint-modules blocks.1", "--activation-budget-gib 1", "--compile default", "--seed 3", "--tf32"]
+STEPS += ["--label-smoothing 0.1", "--mixup 0.2", "--cutmix 0.2", "--nonfinite skip", "--no-channels-last"]
+STEPS += ["--model resnet18 --drop-rate 0.1", "--model resnet18 --drop-path-rate 0.1", "--model resnet18 --pretrained"]
+OTHERS = ["--epochs 3", "--lr 0.5", "--batch-size 8", "--workers 2", "--no-augment", "--output o", "--profile"]
+OTHERS += ["--schedule constant --warmup-epochs 0", "--stop-patience 3", "--directory d", "--log-every 2"]
+OTHERS += ["--strategy fsdp", "--sync-batchnorm", "--no-resume", "--mode max"]
+
+
+def target_of(words: str) -> tune.Target:
+    args, args.others = command._parser().parse_known_args(["batch-size", *words.split()])
+    return command._target(args, command._options(args))
+
+
+def test_what_was_measured_is_known_for_the_same_steps_alone(tmp_path):
+    known = json.dumps(target_of("").key())
+    assert {json.dumps(target_of(words).key()) for words in OTHERS} == {known}
+    keys = [json.dumps(target_of(words).key()) for words in STEPS]
+    assert len({known, *keys}) == len(STEPS) + 1
+    for width in (4, 8):
+        torch.save(torch.nn.Linear(width, 2).state_dict(), tmp_path / "w.pt")
+        keys.append(json.dumps(target_of(f"--init-weights {tmp_path / 'w.pt'}").key()))
+    assert len({known, *keys}) == len(STEPS) + 3
+    assert tune.Target("small").key() == tune.Target().key() == tune.Target("smallnet").key()
+    here = tune.Target().resolve_device()
+    assert tune.Target(device=str(here)).key() == tune.Target(device="auto").key()
+
+
+def test_the_options_of_a_run_are_those_that_are_tuned(tmp_path):
+    for name in ("cats", "dogs", "owls"):
+        (tmp_path / "photos" / "train" / name).mkdir(parents=True)
+        (tmp_path / "photos" / "train" / name / "0.png").touch()
+    own = run.Options(data=str(tmp_path / "photos"), size=48, optimizer="lion", fuse=False)
+    own = dataclasses.replace(own, train=TrainConfig(ema_decay=0.5, precision="bf16", device="cpu"))
+    train_options.write_yaml(tmp_path / "o.yaml", own)
+    found = target_of(f"--config {tmp_path / 'o.yaml'} --weight-decay 0.1 --optimizer adan")
+    options = found.options
+    assert (found.image, found.classes, options.optimizer) == ((3, 48, 48), 3, "adan")
+    assert (options.train.precision.precision, options.train.device, options.train.ema_decay) == ("bf16", "cpu", 0.5)
+    assert options.weight_decay == 0.1 and not options.fuse
+    train_options.write_yaml(tmp_path / "o.yaml", run.Options(model="resnet18", size=16))
+    found = target_of(f"--config {tmp_path / 'o.yaml'}")
+    assert (found.image, found.classes, found.options.model) == ((1, 16, 16), 10, "resnet18")
+    assert (target_of("--model resnet18").image, target_of("--model resnet18").classes) == ((3, 224, 224), 1000)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--optimizer lamb --ema-decay 0.9 --accumulate 2 --max-grad-norm 0.1 --layer-decay 0.5 --freeze conv_stem.*",
+        "--optimizer rmsproptf --checkpoint-modules blocks.1 --weight-decay 0.5 --precision bf16 --label-smoothing 0.1",
+        "--optimizer sgd --decay-all --precision fp16 --no-fuse --mixup 0.2",
+    ],
+)
+def test_what_is_tuned_is_the_step_of_training(zoo, words):
+    words += " --lr 1 --schedule constant --warmup-epochs 0 --epochs 1 --device cpu --batch-size 8"
+    options = run.parse(words.split())
+    theirs = run.build(options, World(options.train.distributed, torch.device("cpu")))[0]
+    wanted = target_of(words)
+    ours, batch = wanted.build(), None
+    for trainer in (theirs, ours):
+        batch = batch or wanted.batch(8, trainer)
+        trainer.fit([batch] * 4)
+    states = []
+    for trainer in (theirs, ours):
+        averages = trainer.averages.state_dict() if trainer.averages else {}
+        states.append(trainer.model.state_dict() | {f"average of {name}": t for name, t in averages.items()})
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 50
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_averages_of_the_weights_count_in_the_memory_of_a_batch(tmp_path):
+    path = write(
+        tmp_path / "wide.py",
+        """
+        import torch
+        layers = [torch.nn.Flatten(), torch.nn.Linear(48, 2**18), torch.nn.Linear(2**18, 10)]
+        def net(): return torch.nn.Sequential(*layers)
+        """,
+    )
+    weights = 4 * (48 + 10) * 2**18  # bytes
+    peaks = []
+    for decay in (None, 0.9):
+        options = run.Options(train=TrainConfig(ema_decay=decay))
+        wide = tune.Target(f"{path}:net", (3, 4, 4), device="cpu", options=options)
+        peaks.append(sizes._trial(wide, 2, 1, None)["peak_bytes"])
+    assert peaks[1] - peaks[0] > weights / 2
+
+
+def test_activations_beyond_their_budget_do_not_fit():
+    options = run.Options(
+        train=TrainConfig(activation_checkpointing=ActivationCheckpointing(activation_budget_gib=0.01))
+    )
+    small = tune.Target(image=(1, 32, 32), device="cpu", options=options)
+    found = tune.tune_batch_size(small, largest=4096, steps=1)
+    assert found["largest"] < 4096 and "activation_budget_gib: 0.01 is too small: with every bl" in found["limit"]
+
+
+def test_a_range_test_with_dropout_and_a_loss_scale_goes_on_bit_by_bit(zoo, tmp_path):
+    path = write(
+        tmp_path / "drops.py",
+        """
+        import torch
+        def net(): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(), torch.nn.Linear(64, 10))
+        """,
+    )
+    scaled = Precision("fp16", init_scale=2.0**24)  # which falls at the first steps
+    options = run.Options(mixup=0.2, train=TrainConfig(precision=scaled, ema_decay=0.5, accumulation=2))
+    drops = tune.Target(f"{path}:net", (1, 8, 8), device="cpu", options=options)
+    digits, numbers = fusedtrain.data.digits(size=8), {"steps": 30, "batch_size": 8}
+    whole = tune.tune_lr(drops, digits, **numbers, data_key="digits")
+    assert len(whole["losses"]) == 30
+
+    class Stopped(Exception):
+        pass
+
+    def stop(line):
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        tune.tune_lr(drops, digits, **numbers, data_key="again", progress=stop)
+    lines = []
+    assert tune.tune_lr(drops, digits, **numbers, data_key="again", progress=lines.append) == whole
+    assert lines == ["goes on after step 20"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_range_test(models, number):
+    calls = iter(range(100))
+
+    class Signalled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if next(calls) == 9:
+                os.kill(os.getpid(), number)
+            return torch.zeros(3, 4, 4), 0
+
+    kind = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    with pytest.raises(kind):
+        tune.tune_lr(target(models, "hungry"), Signalled(), steps=20, batch_size=1, data_key="signalled")
+
+
+@pytest.mark.parametrize("what", ["loader", "search"])
+def test_options_of_training_are_not_for_every_tuner(what, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", what, "x.yaml" if what == "search" else "--data=x", "--ema-decay", "0.9"])
+    assert "unrecognized arguments: --ema-decay 0.9" in capsys.readouterr().err
 
 
 def test_a_function_is_named_by_its_file(models):

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from torch import nn
 
 import fusedtrain
 from fusedtrain import data as fdata
 from fusedtrain import optim
+from fusedtrain._extras import need
 from fusedtrain.data import folder
 from fusedtrain.train import groups, parity
 from fusedtrain.train.callbacks import Callback, Callbacks
@@ -110,7 +110,7 @@ class Options:
     cutmix: float = 0.0
     output: Path | None = None
     profile: bool = False
-    train: tyro.conf.OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def parse(arguments: list[str], prog: str = "fusedtrain train --model NAME") -> Options:
@@ -122,7 +122,8 @@ def parse(arguments: list[str], prog: str = "fusedtrain train --model NAME") -> 
         default = read_yaml(Path(arguments[at + 1]), Options)
         del arguments[at : at + 2]
     extra = {} if default is None else {"default": default}
-    return parse_command(Options, arguments, prog, config=(tyro.conf.OmitArgPrefixes,), **extra)
+    config = (need("tyro", "train").conf.OmitArgPrefixes,)
+    return parse_command(Options, arguments, prog, config=config, **extra)
 
 
 def _split(word: str) -> list[str]:
@@ -162,23 +163,24 @@ def run(options: Options) -> History:
 def compare(options: Options, ranks: int, updates: int) -> parity.Report:
     """Compares ``ranks`` processes with one, see :mod:`fusedtrain.train.parity`."""
     check(options)
-    train = dataclasses.replace(
+    train = steps_alone(
         options.train,
         device="cpu",
         precision="fp64",
         compile=None,
         cuda_graphs=False,
         ema_decay=None,
-        early_stopping=EarlyStopping(),
-        weights=None,
-        best_weights=None,
         distributed=dataclasses.replace(options.train.distributed, bf16_compress=False),
-        checkpoint=Checkpoint(),
-        logging=Logging(),
-        profile=Profile(),
     )
     options = dataclasses.replace(options, workers="0", train=train)
     return parity.compare(functools.partial(_part, options), ranks, updates)
+
+
+def steps_alone(train: TrainConfig, **changes) -> TrainConfig:
+    """Returns the loop without what it writes, and without ends before the last epoch."""
+    nothing = {"weights": None, "best_weights": None, "checkpoint": Checkpoint(), "logging": Logging()}
+    nothing |= {"profile": Profile(), "early_stopping": EarlyStopping()}
+    return dataclasses.replace(train, **nothing, **changes)
 
 
 def _part(options: Options, factor: int) -> tuple["Classifier", Iterable]:
@@ -194,17 +196,29 @@ def build(options: Options, world: World) -> tuple["Classifier", Iterable, Itera
         listed = names if classes <= 10 else [*names[:9], "...", names[-1]]
         print(f"{classes} classes: {', '.join(listed)}")
     torch.manual_seed(options.train.seed)
-    model = _model(options, classes, channels)
+    trainer = classifier(options, network(options, classes, channels), classes, shown=world.rank == 0)
+    return trainer, _loader(train, options, world, True), _loader(valid, options, world, False)
+
+
+def classifier(options: Options, model: nn.Module, classes: int, shown: bool = False) -> "Classifier":
+    """Returns what trains a model of stock layers, which it changes in place.
+
+    Args:
+        options: all of them, but the data and the name of the model.
+        model: takes images, returns logits ``[N, classes]``.
+        classes: of the targets.
+        shown: print how many layers are fused.
+    """
     if options.freeze:
         groups.freeze(model, options.freeze)
     if options.fuse:
         fused = fusedtrain.fuse(model)
-        if world.rank == 0:
+        if shown:
             print(f"fused {len(fused.swapped)} of {len(fused)} candidate layers")
     loss = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
     trainer = Classifier(model, loss, _optimizer(options, model), options.train, title=options.model)
     trainer.mix = _mix(options, classes)
-    return trainer, _loader(train, options, world, True), _loader(valid, options, world, False)
+    return trainer
 
 
 class OptionsFile(Callback):
@@ -243,7 +257,7 @@ def check(options: Options) -> None:
     require(0 <= smoothing < 1, f"label_smoothing must lie in [0, 1), got {smoothing}")
     for name, alpha in (("mixup", options.mixup), ("cutmix", options.cutmix)):
         require(0 <= alpha < inf, f"{name} must be at least 0 and finite, got {alpha}")
-    for name, rate in _drops(options).items():
+    for name, rate in drops(options).items():
         require(0 <= rate < 1, f"{name} must lie in [0, 1), got {rate}")
         require(options.model != "smallnet", f"{name}: smallnet takes none")
     mixed = options.mixup or options.cutmix
@@ -343,18 +357,29 @@ def _loader(dataset, options: Options, world: World, training: bool):
     )
 
 
-def _model(options: Options, classes: int, channels: int) -> nn.Module:
+def network(options: Options, classes: int, channels: int) -> nn.Module:
+    """Returns the model of that name, of stock layers, with the weights that it starts from.
+
+    Raises:
+        InputError: there is none of that name, it takes no such images or rates, or there are no such weights.
+    """
     if options.model == "smallnet":
         model = SmallNet(classes, channels, layers="stock")
     else:
         model = _from_zoo(options, classes, channels)
-    if options.init_weights is not None:
-        try:
-            state = read_weights(options.init_weights)
-        except CheckpointError as error:
-            raise InputError(str(error)) from None
-        _start_from(model, state, "init_weights", options.init_weights, options.model)
+    start(options, model)
     return model
+
+
+def start(options: Options, model: nn.Module) -> None:
+    """Loads ``options.init_weights`` where that is given."""
+    if options.init_weights is None:
+        return
+    try:
+        state = read_weights(options.init_weights)
+    except CheckpointError as error:
+        raise InputError(str(error)) from None
+    _start_from(model, state, "init_weights", options.init_weights, options.model)
 
 
 def _start_from(model: nn.Module, state: dict, option: str, source, name: str) -> None:
@@ -408,7 +433,7 @@ def _from_timm(options: Options, classes: int, channels: int) -> nn.Module | Non
         return None
     kind = {"pretrained": options.pretrained, "num_classes": classes, "in_chans": channels}
     try:
-        return timm.create_model(options.model, **kind, **_drops(options))
+        return timm.create_model(options.model, **kind, **drops(options))
     except RuntimeError as error:  # of weights that there are not, for instance
         raise InputError(f"model: {options.model} of timm: {_first_line(error)}") from error
     except TypeError as error:
@@ -426,7 +451,7 @@ def _from_torchvision(options: Options, classes: int, channels: int) -> nn.Modul
     # With auxiliary heads outputs in training are several; GoogLeNet warns of weights that nobody asked for. Their
     # weights want other images than those of the rest.
     plain = {"aux_logits": False, "init_weights": True, "transform_input": options.pretrained}
-    kind = {DROPS[option]: rate for option, rate in _drops(options).items()}
+    kind = {DROPS[option]: rate for option, rate in drops(options).items()}
     kind |= plain if name in AUXILIARY else {}
     try:
         model = models.get_model(name, num_classes=classes, **kind)
@@ -448,7 +473,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _drops(options: Options) -> dict[str, float]:
+def drops(options: Options) -> dict[str, float]:
     """Returns the rates of dropout that were asked for."""
     return {name: rate for name in DROPS if (rate := getattr(options, name)) is not None}
 
@@ -466,7 +491,7 @@ def _check_drops(options: Options, model: nn.Module, package: str) -> None:
     dropout += [m.drop_rate for m in modules if isinstance(getattr(m, "drop_rate", None), float)]
     depth = [m.drop_prob for m in modules if isinstance(getattr(m, "drop_prob", None), float)]
     depth += [m.p for m in modules if type(m).__name__ == "StochasticDepth"]
-    for option, rate in _drops(options).items():
+    for option, rate in drops(options).items():
         if option == "drop_rate":
             taken = rate in dropout or not (rate or any(dropout))
         else:  # blocks have up to the rate, but for what float32 makes of it

@@ -13,7 +13,7 @@ from torch import Tensor
 import fusedtrain
 from fusedtrain import _files, _tuned, backend, ops
 from fusedtrain.ops import _common
-from fusedtrain.tune.target import Target, TuneError
+from fusedtrain.tune.target import Target, TuneError, wait
 
 # Those that layers call, but for the two that move running statistics: batch_norm_act and depthwise_bn_act_se.
 OPS = (
@@ -59,11 +59,11 @@ def tune_backend(
     """
     if batch_size < 1:
         raise TuneError(f"batch_size must be at least 1, got {batch_size}")
-    training = target.build()
-    calls = _calls(training, batch_size)
+    trainer = target.build(compile=None, cuda_graphs=False)
+    calls = _calls(trainer, target.batch(batch_size, trainer)[0])
     if not calls:
-        raise TuneError(f"{target.model} calls none of {', '.join(OPS)}: there is nothing to choose")
-    origin, found = _tuned.origin(training.device.type), []
+        raise TuneError(f"{target.options.model} calls none of {', '.join(OPS)}: there is nothing to choose")
+    origin, found = _tuned.origin(trainer.device.type), []
     for call in calls:
         entry = None if fresh else _known(origin, call.keys)
         if entry is None:
@@ -130,7 +130,7 @@ class _Blank:
         return x.requires_grad_(value.requires_grad)
 
 
-def _calls(training, batch_size: int) -> list[_Call]:
+def _calls(trainer, images: Tensor) -> list[_Call]:
     """Runs one forward pass and returns the distinct calls of ops in it."""
     found: dict[str, _Call] = {}
 
@@ -144,15 +144,9 @@ def _calls(training, batch_size: int) -> list[_Call]:
 
         return call
 
-    images, _ = training.batch(batch_size)
-    images = images.to(memory_format=torch.channels_last)
-    enabled = training.target.precision == "bf16"
-    with (
-        _replaced({op: spy(op, getattr(ops, op)) for op in OPS}),
-        fusedtrain.use_backend(None),
-        torch.autocast(training.device.type, torch.bfloat16, enabled=enabled),
-    ):
-        training.model(images)
+    trainer.model.train()
+    with _replaced({op: spy(op, getattr(ops, op)) for op in OPS}), fusedtrain.use_backend(None):
+        trainer.forward(images)
     return list(found.values())
 
 
@@ -228,17 +222,12 @@ def _seconds(run: Callable, repeats: int, device: torch.device) -> float:
     # On one thread the time of the core is that of the work, whoever else wants the core.
     alone = torch.get_num_threads() == 1 and device.type != "cuda"
     clock = time.thread_time if alone else time.perf_counter
-    _wait(device)
+    wait(device)
     start = clock()
     for _ in range(repeats):
         run()
-    _wait(device)
+    wait(device)
     return (clock() - start) / repeats
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # which need not be the current one
 
 
 def _known(origin: dict, keys: list[tuple]) -> dict | None:

@@ -11,17 +11,21 @@ from statistics import median
 
 import torch
 
+from fusedtrain.train.callbacks import Callbacks
+from fusedtrain.train.errors import InputError
 from fusedtrain.train.memory import available, private
 from fusedtrain.tune.state import State
-from fusedtrain.tune.target import Target, TuneError, end_with_parent
+from fusedtrain.tune.target import Observer, Target, TuneError, end_with_parent, wait
 
 WARM_UP = 2  # steps; the optimizer's state comes with the first, allocators settle in the second
+WARM_UP_OF_GRAPHS = 6  # with torch.compile or CUDA graphs, which are made meanwhile
 # What torch, its libraries and the C++ runtime say when an allocation fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "could not create a primitive", "MemoryError")
 # cuBLAS and cuDNN make their handles and choose among algorithms by what is left of a GPU.
 OUT_OF_MEMORY += ("STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED", "unable to find an engine to execute")
 # What the dynamic linker says of a library that a first step loads.
 OUT_OF_MEMORY += ("failed to map segment", "cannot map zero-fill pages", "cannot change memory protections")
+OUT_OF_MEMORY += ("activation_budget_gib",)  # of which activations would take more
 
 
 def tune_batch_size(
@@ -40,8 +44,8 @@ def tune_batch_size(
     process of its own, which may die of memory.
 
     Args:
-        target: what is trained, on random images.
-        smallest, largest: sizes to look between.
+        target: what is trained, on random images, by the steps of ``fusedtrain train`` on one process.
+        smallest, largest: sizes to look between, of micro-batches where ``accumulate`` is more than 1.
         memory: bytes that the process may have; None allows nine tenths of what is free on a CPU (so that its end does
             not come from the system's choice of a victim), and all of a GPU.
         steps: timed ones, after two to warm up.
@@ -63,7 +67,7 @@ def tune_batch_size(
         # In quarters of a GiB: the free memory is never the same twice, and a search must find its results again.
         memory = max(1, int(0.9 * available() / 2**28)) * 2**28
     limits = {"smallest": smallest, "largest": largest, "steps": steps}
-    state = State("batch-size", {**target.key(), **limits, "torch": torch.__version__}, fresh=fresh)
+    state = State("batch-size", {**target.key(), **limits}, fresh=fresh)
 
     def fits(size: int) -> bool:
         known = state.get(size)
@@ -141,7 +145,9 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results) -
         with _within(memory) if limited else contextlib.nullcontext():
             found = _run(target, size, steps)
         results.send(found)
-    except Exception as error:
+    except Exception as caught:
+        # The check of the first batch passes on what the model says.
+        error = caught.__cause__ if isinstance(caught, InputError) and caught.__cause__ else caught
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
             text in str(error) for text in OUT_OF_MEMORY
@@ -170,18 +176,32 @@ def _within(memory: int):
 
 
 def _run(target: Target, size: int, steps: int) -> dict:
-    training = target.build()
-    images, targets = training.batch(size)
-    seconds = []
-    for _ in range(WARM_UP + steps):
-        start = time.perf_counter()
-        training.step(images, targets)
-        training.wait()
-        seconds.append(time.perf_counter() - start)
-    if training.device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(training.device)
+    trainer = target.build()
+    train = trainer.config
+    warm_up = WARM_UP if train.compile is None and not train.cuda_graphs else WARM_UP_OF_GRAPHS
+    clock, micro_batches = Clock(), train.accumulation.accumulate
+    trainer.callbacks = Callbacks([clock])
+    trainer.fit([target.batch(size, trainer)] * (micro_batches * (warm_up + steps)))
+    seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:])]
+    if trainer.device.type == "cuda":
+        peak = torch.cuda.max_memory_reserved(trainer.device)
     else:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"fits": True, "seconds_per_sample": median(seconds[WARM_UP:]) / size, "peak_bytes": peak}
+    return {
+        "fits": True,
+        "seconds_per_sample": median(seconds[warm_up - 1 :]) / (micro_batches * size),
+        "peak_bytes": peak,
+    }
+
+
+class Clock(Observer):
+    """When the steps of a Trainer have ended."""
+
+    def __init__(self):
+        self.ends: list[float] = []
+
+    def on_step_end(self, trainer) -> None:
+        wait(trainer.device)
+        self.ends.append(time.perf_counter())

@@ -2,13 +2,19 @@
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 import sys
 from pathlib import Path
 
+import torch
+
 from fusedtrain import _files
-from fusedtrain.tune.target import OPTIMIZERS, Target, TuneError, load
+from fusedtrain.train import run as training
+from fusedtrain.train.errors import InputError
+from fusedtrain.train.precision import PRECISIONS
+from fusedtrain.tune.target import LAYERS, Target, TuneError, load
 
 TUNERS = {
     "batch-size": "the largest batch that fits, and the one that is fastest per sample",
@@ -18,6 +24,8 @@ TUNERS = {
     "backend": "the fastest backend of each op of a model, kept for this machine",
 }
 
+OTHERS = """OPTIONS are those of fusedtrain train --model NAME --help: what changes a step of it counts here, such as
+--ema-decay, --weight-decay, --accumulate, --freeze or --checkpoint-modules."""
 
 SPACE = """SPACE.yaml, for instance:
 
@@ -38,11 +46,14 @@ SPACE = """SPACE.yaml, for instance:
 def main(arguments: list[str]) -> int:
     """Runs one tuner and returns the exit status: 0, 1 for a missing package or a file that cannot be read or written,
     2 for bad input, 130 for Ctrl-C."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args, args.others = parser.parse_known_args(arguments)
+    if args.others and not hasattr(args, "config"):
+        parser.error(f"unrecognized arguments: {' '.join(args.others)}")
     try:
         with _stdout_is_stderr():
             result = args.run(args)
-    except (TuneError, ValueError) as error:
+    except (InputError, ValueError) as error:  # of the latter: TuneError
         return _fail(str(error), 2)
     except OSError as error:  # a folder that cannot be written to, a full disk
         return _fail(str(error), 1)
@@ -64,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="what to tune", required=True, metavar="WHAT")
     adders = {"batch-size": _batch_size, "loader": _loader, "lr": _lr, "search": _search, "backend": _backend}
     for name, text in TUNERS.items():
-        command = commands.add_parser(name, help=text, description=f"Find {text}.")
+        # Without abbreviations: --mode is an option of training, and --model begins like that.
+        command = commands.add_parser(name, help=text, description=f"Find {text}.", allow_abbrev=False)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         adders[name](command)
     return parser
@@ -93,18 +105,18 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _add_target(command, model: str = "small") -> None:
+def _add_target(command) -> None:
+    command.usage, command.epilog = f"fusedtrain tune {command.prog.split()[-1]} [options] OPTIONS", OTHERS
+    command.add_argument("--config", metavar="FILE", help="options.yaml of a run of fusedtrain train, to begin with")
+    command.add_argument("--model", help="as for train, or FILE.py:FUNCTION (default: smallnet)")
     command.add_argument(
-        "--model", default=model, help="name of timm, small, or FILE.py:FUNCTION (default: %(default)s)"
+        "--image", metavar="CxHxW", help="size of an image (default: of --data or --config; 1x32x32, 3x224x224)"
     )
-    command.add_argument(
-        "--image", default=None, metavar="CxHxW", help="size of an image (default: 1x32x32, 3x224x224)"
-    )
-    command.add_argument("--classes", type=int, default=None, help="of the targets (default: 10 for small, else 1000)")
-    command.add_argument("--layers", choices=("fused", "stock"), default="fused", help="(default: fused)")
-    command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
-    command.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default: fp32)")
-    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
+    command.add_argument("--classes", type=int, help="of the targets (default: of --data or --config; 10, 1000)")
+    command.add_argument("--layers", choices=LAYERS, help="(default: fused)")
+    command.add_argument("--optimizer", choices=training.OPTIMIZERS, help="(default: adamw)")
+    command.add_argument("--precision", choices=PRECISIONS, help="(default: fp32)")
+    command.add_argument("--device", help="auto, cpu, cuda or cuda:INDEX (default: auto)")
     _add_fresh(command)
 
 
@@ -112,17 +124,29 @@ def _add_fresh(command) -> None:
     command.add_argument("--fresh", action="store_true", help="measure again instead of going on")
 
 
-def _target(args) -> Target:
-    small = args.model == "small"
-    text = args.image or ("1x32x32" if small else "3x224x224")
+def _options(args) -> training.Options:
+    """Returns the options of training, but for those that a Target takes by itself."""
+    words = ([] if args.config is None else ["--config", args.config]) + args.others
+    options = training.parse(words) if words else training.Options()
+    data = getattr(args, "data", None)
+    return options if data is None else dataclasses.replace(options, data=data)
+
+
+def _target(args, options: training.Options) -> Target:
+    images = options.data != "digits"
+    small = (args.model or options.model) in ("small", "smallnet") or args.config is not None
+    side = options.size if images else min(options.size, 32)  # as training takes the digits
+    text = args.image or (f"3x{side}x{side}" if images else f"1x{side}x{side}" if small else "3x224x224")
     try:
         image = tuple(int(side) for side in text.split("x"))
     except ValueError:
         image = ()
     if len(image) != 3:
         raise TuneError(f"--image must be CxHxW, 3x224x224 for instance, got {text!r}")
-    classes = args.classes if args.classes is not None else 10 if small else 1000
-    return Target(args.model, image, classes, args.layers, args.optimizer, args.precision, args.device)
+    classes = args.classes
+    if classes is None:
+        classes = len(_images(options.data, side).classes) if images else 10 if small else 1000
+    return Target(args.model, image, classes, args.layers, args.optimizer, args.precision, args.device, options)
 
 
 def _batch_size(command) -> None:
@@ -139,7 +163,7 @@ def _batch_size(command) -> None:
             raise TuneError(f"memory must be a positive, finite number of GiB, got {args.memory}")
         memory = None if args.memory is None else int(args.memory * 2**30)
         options = {"smallest": args.smallest, "largest": args.largest, "steps": args.steps, "memory": memory}
-        return tune_batch_size(_target(args), **options, fresh=args.fresh, progress=_progress)
+        return tune_batch_size(_target(args, _options(args)), **options, fresh=args.fresh, progress=_progress)
 
     def show(result: dict) -> str:
         return f"largest that fits: {result['largest']} ({result['limit']})\nfastest per sample: {result['fastest']}"
@@ -199,7 +223,7 @@ def _training_part(folder: str) -> Path:
 def _lr(command) -> None:
     _add_target(command)
     command.add_argument("--data", help="image folder, as for train (default: the digits of scikit-learn)")
-    command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+    command.add_argument("--batch-size", type=int, help="(default: that of --config, else 64)")
     command.add_argument("--lowest", type=float, default=1e-6, help="(default: 1e-6)")
     command.add_argument("--highest", type=float, default=1.0, help="(default: 1)")
     command.add_argument("--steps", type=int, default=100, help="(default: 100)")
@@ -207,17 +231,19 @@ def _lr(command) -> None:
     def run(args) -> dict:
         from fusedtrain.tune.lr import tune_lr
 
-        target, dataset, key = _target(args), None, None
-        if args.data is not None:
+        options = _options(args)
+        target, dataset, key = _target(args, options), None, None
+        if options.data != "digits":
             if target.image[0] != 3 or target.image[1] != target.image[2]:
-                raise TuneError(f"images of a folder become 3xNxN, --image is {target.image}: pass --model and --image")
-            dataset = _float_images(args.data, target.image[1])
+                raise TuneError(f"images of a folder become 3xNxN, --image is {target.image}")
+            dataset = _images(options.data, target.image[1], _normalized)
             key = dataset.fingerprint()
             if len(dataset.classes) > target.classes:
-                raise TuneError(f"{args.data} has {len(dataset.classes)} classes, --classes is {target.classes}")
+                raise TuneError(f"{options.data} has {len(dataset.classes)} classes, --classes is {target.classes}")
         elif target.image[0] != 1 or target.image[1] != target.image[2]:
             raise TuneError(f"the digits have one channel and are square, --image is {target.image}: pass --data")
-        numbers = {"lowest": args.lowest, "highest": args.highest, "steps": args.steps, "batch_size": args.batch_size}
+        numbers = {"lowest": args.lowest, "highest": args.highest, "steps": args.steps}
+        numbers["batch_size"] = options.batch_size if args.batch_size is None else args.batch_size
         return tune_lr(target, dataset, **numbers, data_key=key, fresh=args.fresh, progress=_progress)
 
     def show(result: dict) -> str:
@@ -227,12 +253,20 @@ def _lr(command) -> None:
     command.set_defaults(run=run, show=show)
 
 
-def _float_images(folder: str, size: int):
+def _images(folder: str, size: int, transform=None):
     from fusedtrain import data
+
+    if not Path(folder).is_dir():
+        raise TuneError(f"--data: there is no folder {folder}")
+    return data.ImageFolder(_training_part(folder), size=size, transform=transform)
+
+
+def _normalized(image):
+    """The image as training sees it, but for augmentation."""
     from fusedtrain.data.folder import to_tensor
 
-    root = _training_part(folder)
-    return data.ImageFolder(root, size=size, transform=lambda image: to_tensor(image).float().div_(127.5).sub_(1))
+    mean, std = (torch.tensor(part)[:, None, None] for part in (training.MEAN, training.STD))
+    return (to_tensor(image).float().div_(255) - mean) / std
 
 
 def _search(command) -> None:
@@ -266,14 +300,17 @@ def _search(command) -> None:
 
 def _backend(command) -> None:
     _add_target(command)
-    command.add_argument("--batch-size", type=int, default=32, help="(default: 32)")
+    command.add_argument("--batch-size", type=int, help="(default: that of --config, else 32)")
 
     def run(args) -> dict:
         from fusedtrain.tune.backend import tune_backend
 
-        if args.layers == "stock":
+        options = _options(args)
+        target, known = _target(args, options), 32 if args.config is None else options.batch_size
+        if not target.options.fuse:
             raise TuneError("--layers stock has no fused ops to choose backends for")
-        return tune_backend(_target(args), batch_size=args.batch_size, fresh=args.fresh, progress=_progress)
+        batch_size = known if args.batch_size is None else args.batch_size
+        return tune_backend(target, batch_size=batch_size, fresh=args.fresh, progress=_progress)
 
     def show(result: dict) -> str:
         changed = sum(entry["backend"] is not None for entry in result["entries"])

@@ -1,18 +1,26 @@
 """The learning rate range test: the rate rises from step to step, and the loss tells which rates learn."""
 
 import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
 from fusedtrain import _files
+from fusedtrain.train.callbacks import Callbacks
+from fusedtrain.train.errors import InputError
+from fusedtrain.train.nonfinite import NonFiniteError
+from fusedtrain.train.preemption import Preempted
+from fusedtrain.train.rng import rng_state, set_rng_state
 from fusedtrain.tune.state import State
-from fusedtrain.tune.target import Target, TuneError
+from fusedtrain.tune.target import Observer, Target, TuneError
 
 KEEP_EVERY = 20  # steps between two saved states
 SMOOTHING = 0.9  # of the loss from step to step
 DIVERGED = 4.0  # times the lowest smoothed loss
+EARLIEST = 5  # steps before which a loss that is not finite is an error
 
 
 def tune_lr(
@@ -30,11 +38,12 @@ def tune_lr(
     """Trains with a rate that rises from ``lowest`` to ``highest`` and suggests one.
 
     Args:
-        target: what is trained.
+        target: what is trained, by the steps of ``fusedtrain train`` on one process. With ``layer_decay`` the rates are
+            those of the last layers, as ``lr`` is there.
         dataset: map-style, gives (image, class); None takes the digits that come with scikit-learn.
         lowest, highest: learning rates; between them they rise geometrically.
         steps: updates; the test ends before when the loss diverges.
-        batch_size: as in the training to come: the rate depends on it.
+        batch_size: of the micro-batches, as in the training to come: the rate depends on it.
         data_key: names the dataset among the results that are kept; needed where one is given.
         fresh: start anew instead of going on where a killed test stopped.
         progress: is called with a line every 20 steps.
@@ -45,8 +54,8 @@ def tune_lr(
         and the curve: ``lrs`` and ``losses``.
 
     Raises:
-        TuneError: a number is out of range, the dataset is empty or has no name, the loss is not finite from the
-            start or never falls.
+        TuneError: a number is out of range, the dataset is empty, has no name or does not fit the model, the loss is
+            not finite from the start or never falls.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, https://arxiv.org/abs/1506.01186
     """
@@ -64,7 +73,7 @@ def tune_lr(
     if data_key is None:
         raise TuneError("a dataset needs data_key, which names it among the results that are kept")
     numbers = {"lowest": lowest, "highest": highest, "steps": steps, "batch_size": batch_size, "size": len(dataset)}
-    state = State("lr", {**target.key(), **numbers, "data": data_key, "torch": torch.__version__}, fresh=fresh)
+    state = State("lr", {**target.key(), **numbers, "data": data_key}, fresh=fresh)
     done = state.get("done")
     if done is None:
         losses = _train(target, dataset, numbers, state.path.with_suffix(".pt"), fresh, progress)
@@ -77,29 +86,89 @@ def tune_lr(
 
 def _train(target: Target, dataset, numbers: dict, kept, fresh: bool, progress) -> list[float]:
     """Returns the losses of the steps; saves everything that they depend on from time to time."""
-    training = target.build()
-    losses: list[float] = []
+    trainer = target.build()
+    test = RangeTest(trainer, numbers, kept, progress)
     if kept.exists() and not fresh:
-        saved = torch.load(kept, weights_only=True, map_location=training.device)
-        training.model.load_state_dict(saved["model"])
-        training.optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["rng"].cpu())
-        losses = saved["losses"]
-        progress(f"goes on after step {len(losses)}")
-    ratio = numbers["highest"] / numbers["lowest"]
-    order = _order(numbers["size"], numbers["batch_size"], numbers["steps"])
-    for images, targets in DataLoader(dataset, batch_sampler=order[len(losses) :]):
-        for group in training.optimizer.param_groups:
-            group["lr"] = numbers["lowest"] * ratio ** (len(losses) / (numbers["steps"] - 1))
-        losses.append(float(training.step(images, targets)))
-        if _diverged(losses):
-            break
-        if len(losses) % KEEP_EVERY == 0:
-            content = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-            content |= {"rng": torch.get_rng_state(), "losses": losses}
-            _files.write_tensors(kept, content)
-            progress(f"step {len(losses)}/{numbers['steps']}  lr {group['lr']:.2e}  loss {_smooth(losses)[-1]:.4f}")
-    return losses
+        test.saved = torch.load(kept, weights_only=True, map_location=trainer.device)
+        test.losses = test.saved["losses"]
+        progress(f"goes on after step {len(test.losses)}")
+    if len(test.losses) == numbers["steps"]:
+        return test.losses
+    trainer.callbacks = Callbacks([test])
+    accumulate = trainer.config.accumulation.accumulate
+    order = _order(numbers["size"], numbers["batch_size"], accumulate * numbers["steps"])
+    # Seeds of loaders come from a generator of their own: a test that goes on would draw another time.
+    left = DataLoader(dataset, batch_sampler=order[accumulate * len(test.losses) :], generator=torch.Generator())
+    try:
+        trainer.fit(left)
+    except Diverged:
+        pass
+    except NonFiniteError as error:
+        loss = float(trainer.last_loss)
+        if math.isfinite(loss) and len(test.losses) < EARLIEST:  # a gradient, which says what is wrong
+            raise TuneError(str(error)) from error
+        del test.losses[numbers["steps"] - 1 :]  # a GPU tells it later
+        test.losses.append(math.nan if math.isfinite(loss) else loss)
+    except InputError as error:
+        raise TuneError(str(error)) from error
+    except Preempted as stop:
+        if stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    return test.losses
+
+
+class Diverged(Exception):
+    """The loss has grown so much that larger rates need not be tried."""
+
+
+class RangeTest(Observer):
+    """Sets the rate of each step of a Trainer and keeps the losses, in a file too, with all that the next depends on.
+
+    Args:
+        trainer: with rates of the groups relative to each other.
+        numbers: lowest, highest and steps.
+        kept: the file.
+        progress: is called with a line every 20 steps.
+    """
+
+    def __init__(self, trainer, numbers: dict, kept: Path, progress: Callable[[str], None]):
+        self.parts = [group["lr"] for group in trainer.optimizer.param_groups]
+        self.numbers, self.kept, self.progress = numbers, kept, progress
+        self.losses: list[float] = []
+        self.saved: dict | None = None  # to go on from
+
+    def on_fit_start(self, trainer) -> None:
+        super().on_fit_start(trainer)
+        if self.saved is not None:
+            trainer.model.load_state_dict(self.saved["model"])
+            trainer.optimizer.load_state_dict(self.saved["optimizer"])
+            if trainer.scaler is not None:
+                trainer.scaler.load_state_dict(self.saved["scaler"])
+            set_rng_state(self.saved["rng"])
+        self._set_rates(trainer)
+
+    def on_step_end(self, trainer) -> None:
+        rate, steps = self._rate(), self.numbers["steps"]
+        self.losses.append(float(trainer.last_loss))
+        if _diverged(self.losses):
+            raise Diverged
+        if len(self.losses) % KEEP_EVERY == 0:
+            content = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+            content |= {"scaler": trainer.scaler and trainer.scaler.state_dict()}
+            _files.write_tensors(self.kept, content | {"rng": rng_state(), "losses": self.losses})
+            loss = _smooth(self.losses)[-1]
+            self.progress(f"step {len(self.losses)}/{steps}  lr {rate:.2e}  loss {loss:.4f}")
+        self._set_rates(trainer)
+
+    def _rate(self) -> float:
+        """Returns the rate of the next step."""
+        lowest, highest, steps = (self.numbers[name] for name in ("lowest", "highest", "steps"))
+        return lowest * (highest / lowest) ** (len(self.losses) / (steps - 1))
+
+    def _set_rates(self, trainer) -> None:
+        for group, part in zip(trainer.optimizer.param_groups, self.parts):
+            group["lr"] = part * self._rate()
 
 
 def _order(size: int, batch_size: int, steps: int) -> list[list[int]]:
@@ -127,7 +196,7 @@ def _diverged(losses: list[float]) -> bool:
 
 def _judge(lrs: list[float], losses: list[float], steps: int) -> dict:
     finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    if finite < 5:
+    if finite < EARLIEST:
         raise TuneError(f"the loss is {losses[finite]} at step {finite + 1}, with a learning rate of {lrs[finite]:.1e}")
     smooth = _smooth(losses[:finite])
     at = min(range(finite), key=smooth.__getitem__)

@@ -1,4 +1,4 @@
-"""What is tuned: a model by name, its images, and a training step of it."""
+"""What is tuned: a model by name, its images, and the training step that ``fusedtrain train`` makes of it."""
 
 import contextlib
 import ctypes
@@ -9,16 +9,24 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fusedtrain.train import run
+from fusedtrain.train.callbacks import Callback
 from fusedtrain.train.config import resolve_device
+from fusedtrain.train.distributed import Distributed
 from fusedtrain.train.errors import InputError
+from fusedtrain.train.schedule import Schedule
 
-OPTIMIZERS = ("adamw", "sgd")
+LAYERS = ("fused", "stock")
+# What of the options leaves a step, its memory and what it learns as they are; the tuners set rates and sizes.
+WITHOUT_EFFECT = ("data", "size", "batch_size", "workers", "augment", "lr", "output", "profile")
+PACKAGES = ("fusedtrain", "torch", "timm", "torchvision")  # another version may measure otherwise
 
 
 class TuneError(ValueError):
@@ -29,121 +37,133 @@ class TuneError(ValueError):
 class Target:
     """A model and how it is trained; plain values, so that it can go to another process.
 
+    What is None is as ``options`` have it; what is not None replaces it there.
+
     Args:
-        model: a name of timm, "small" for the network of ``fusedtrain train``, or ``FILE.py:NAME`` of a function
+        model: a name that ``fusedtrain train`` knows, "small" for its smallnet, or ``FILE.py:NAME`` of a function
             without arguments that returns a module.
         image: channels, height and width of the images.
         classes: of the targets; a model of your own must return as many logits.
         layers: "fused" swaps layers by :func:`fusedtrain.fuse`, "stock" does not.
-        optimizer: "adamw" or "sgd" (with momentum).
-        precision: "fp32", or "bf16" for autocast.
+        optimizer: of ``fusedtrain train``: "adamw", "sgd", ...
+        precision: "fp32", "bf16", "fp16" or "fp64".
         device: "auto", "cpu", "cuda" or "cuda:1".
+        options: of ``fusedtrain train``, for all else that makes a step. Without effect are those of the data, the
+            schedule, the results and several processes.
 
     Raises:
         TuneError: a value is out of range.
     """
 
-    model: str = "small"
+    model: str | None = None
     image: tuple[int, int, int] = (1, 32, 32)
     classes: int = 10
-    layers: str = "fused"
-    optimizer: str = "adamw"
-    precision: str = "fp32"
-    device: str = "auto"
+    layers: str | None = None
+    optimizer: str | None = None
+    precision: str | None = None
+    device: str | None = None
+    options: run.Options = field(default_factory=run.Options)
 
     def __post_init__(self):
-        choices = {"layers": ("fused", "stock"), "optimizer": OPTIMIZERS, "precision": ("fp32", "bf16")}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise TuneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.layers not in (None, *LAYERS):
+            raise TuneError(f"layers must be one of {', '.join(LAYERS)}, got {self.layers!r}")
         if len(self.image) != 3 or min(self.image) < 1 or self.classes < 1:
             raise TuneError(f"image must be channels, height and width, got {self.image}, with {self.classes} classes")
+        options, model = self.options, self.model or self.options.model
+        own = {"model": "smallnet" if model == "small" else model, "optimizer": self.optimizer or options.optimizer}
+        own["fuse"] = options.fuse if self.layers is None else self.layers == "fused"
+        alone = {"epochs": 1, "schedule": Schedule("constant", warmup_epochs=0), "distributed": Distributed()}
+        try:
+            train = run.steps_alone(options.train, device=self.device or options.train.device, **alone)
+            if self.precision is not None:
+                train = replace(train, precision=replace(train.precision, precision=self.precision))
+            options = replace(options, train=train, **own)
+            run.check(options)
+        except InputError as error:
+            raise TuneError(str(error)) from None
+        if ":" in model and (options.pretrained or run.drops(options)):
+            raise TuneError(f"pretrained and rates of dropout are for models by name, {model} makes its own")
+        object.__setattr__(self, "options", options)
 
     def key(self) -> dict:
-        """Returns the values as JSON has them, which GPU it is, and which file a function is in, with its content."""
+        """Returns all that a measurement depends on, as JSON has it: the options of a step, which GPU it is, which
+        versions run, and the content of files."""
         device = self.resolve_device()
-        key = {**asdict(self), "image": list(self.image), "device": str(device)}
+        options = {name: value for name, value in asdict(self.options).items() if name not in WITHOUT_EFFECT}
+        options["init_weights"] = _content(self.options.init_weights)
+        options["train"]["device"] = str(device)
+        versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+        key = {**options, "image": list(self.image), "classes": self.classes, "versions": versions}
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             key["gpu"] = [properties.name, properties.total_memory]
-        file = Path(self.model.rpartition(":")[0])
-        if ":" in self.model and file.is_file():
-            key["file"] = [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
+        if ":" in self.options.model:
+            key["file"] = _content(Path(self.options.model.rpartition(":")[0]))
         return key
 
     def resolve_device(self) -> torch.device:
         """Returns the device that is meant; TuneError where there is none."""
         try:
-            return resolve_device(self.device)
+            return resolve_device(self.options.train.device)
         except InputError as error:
             raise TuneError(str(error)) from None
 
-    def build(self) -> "Training":
-        """Returns the model on its device with everything for a step of training."""
-        device = self.resolve_device()
-        torch.manual_seed(0)
-        model = self._model()
-        if self.layers == "fused":
-            import fusedtrain
+    def build(self, **changes) -> run.Classifier:
+        """Returns the model on its device with everything for steps of training, as ``fusedtrain train`` makes it.
 
-            fusedtrain.fuse(model)
-        model.to(device, memory_format=torch.channels_last).train()
-        return Training(self, model, device)
+        Args:
+            **changes: of ``options.train``.
 
-    def _model(self) -> nn.Module:
-        if ":" in self.model:
-            model = load(self.model)()
-            if not isinstance(model, nn.Module):
-                raise TuneError(f"{self.model} must return a module, got {type(model).__name__}")
-            return model
-        if self.model == "small":
-            if self.image[0] != 1:
-                raise TuneError(f"the small network takes images of one channel, got {self.image[0]}")
-            from fusedtrain.train import SmallNet
-
-            return SmallNet(self.classes, layers="stock")
+        Raises:
+            TuneError: there is no such model, or the options do not fit it.
+        """
+        self.resolve_device()
+        options = replace(self.options, lr=1.0, train=replace(self.options.train, **changes))
+        torch.manual_seed(options.train.seed)
         try:
-            import timm
-        except ModuleNotFoundError:
-            raise TuneError(f"model {self.model!r} needs the package timm: pip install timm") from None
-        except Exception as error:  # a torchvision of another torch, most of the time
-            raise TuneError(f"timm cannot be imported: {type(error).__name__}: {error}") from error
-        try:
-            return timm.create_model(self.model, pretrained=False, num_classes=self.classes, in_chans=self.image[0])
-        except RuntimeError as error:
-            raise TuneError(f"timm has no model {self.model!r}: {error}") from None
+            return run.classifier(options, self._model(options), self.classes)
+        except InputError as error:
+            raise TuneError(str(error)) from error
+
+    def _model(self, options: run.Options) -> nn.Module:
+        if ":" not in options.model:
+            return run.network(options, self.classes, self.image[0])
+        model = load(options.model)()
+        if not isinstance(model, nn.Module):
+            raise TuneError(f"{options.model} must return a module, got {type(model).__name__}")
+        run.start(options, model)
+        return model
+
+    def batch(self, size: int, trainer: run.Classifier) -> tuple[Tensor, Tensor]:
+        """Returns random images and targets, where and as its steps want them."""
+        images = torch.randn(size, *self.image, device=trainer.device)
+        return tuple(trainer.to_device((images, torch.randint(self.classes, (size,), device=trainer.device))))
 
 
-class Training:
-    """A model with its optimizer, and steps of it."""
+class Observer(Callback):
+    """Looks at the steps of a Trainer, whose own lines are not shown."""
 
-    def __init__(self, target: Target, model: nn.Module, device: torch.device):
-        self.target, self.model, self.device = target, model, device
-        if target.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        else:
-            self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    def on_fit_start(self, trainer) -> None:
+        trainer.progress.__exit__()  # of a bar
+        trainer.progress.shown = False
 
-    def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Returns random images and targets."""
-        images = torch.randn(size, *self.target.image, device=self.device)
-        return images, torch.randint(self.target.classes, (size,), device=self.device)
 
-    def step(self, images: Tensor, targets: Tensor) -> Tensor:
-        """One update; returns the loss before it."""
-        images = images.to(self.device, memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.target.precision == "bf16"):
-            logits = self.model(images)
-        loss = nn.functional.cross_entropy(logits.float(), targets.to(self.device))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+def _content(file: Path | None) -> list[str] | None:
+    if file is None or not file.is_file():
+        return None
+    return [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
 
-    def wait(self) -> None:
-        """Waits until the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def _installed(package: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(package))
+    return False
+
+
+def wait(device: torch.device) -> None:
+    """Waits until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # which need not be the current one
 
 
 def end_with_parent() -> None:
