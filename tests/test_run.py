@@ -32,6 +32,7 @@ from fusedtrain.train import (
     freeze,
     options,
     run,
+    schedule,
     unfreeze,
 )
 from fusedtrain.train.distributed import World
@@ -449,6 +450,14 @@ def test_every_option_of_the_loop_is_on_the_command_line_with_its_default(capsys
     text = capsys.readouterr().out
     assert [name for name in names_of_options() if name not in text] == []
     assert text.count("(default: ") > 50
+
+
+def test_the_document_lists_every_option_once_and_no_other():
+    text = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    rows = [line for line in text.partition("### Options")[2].partition("\n## ")[0].splitlines() if line[:3] == "| `"]
+    listed = [name for row in rows for name in re.findall(r"`(--[\w-]+)`", row)]
+    assert sorted(listed) == sorted(names_of_options())
+    assert all(f" {name}" in text for name in (*run.OPTIMIZERS, *schedule.SCHEDULES))
 
 
 def test_an_option_that_there_is_not_names_the_help_that_lists_the_others():
