@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -98,6 +99,8 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
     words = ["train", "--model", name, "--data", str(photos), "--size", "32", "--workers", "0", "--batch-size", "4"]
     words += ["--epochs", "1", "--warmup-epochs", "0", "--output", "out", "--mixup", "0.2", "--cutmix", "1.0"]
     words += ["--device", "cpu", "--freeze", "*.bias", "--label-smoothing", "0.1", "--layer-decay", "0.9"]
+    words += ["--cache-gib", "0.01"]
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
     assert main(words) == 0, capsys.readouterr().err
     assert "fused" in capsys.readouterr().out
     stock = {
@@ -118,6 +121,34 @@ def test_the_parts_of_a_dataset_are_known_by_their_names(photos, monkeypatch, na
     assert [target for _, target in valid.samples] == [0, 0, 1, 1]
     run.build(run.Options(data=str(photos), size=8, workers="0"), World(TrainConfig().distributed, torch.device("cpu")))
     assert "2 classes: bright, dark\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("augment", [True, False])
+@pytest.mark.parametrize("part", ["", "train"])
+def test_decoded_images_are_kept_on_the_disk(photos, tmp_path, monkeypatch, augment, part):
+    from PIL import Image
+
+    files = sorted(photos.rglob("*.jpg"))
+    for i, file in enumerate(files):
+        Image.effect_noise((40 + i, 50), 60).convert("RGB").save(file)
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+
+    def samples(cache_gib: float) -> list:
+        found, options = [], run.Options(data=str(photos / part), size=16, augment=augment, cache_gib=cache_gib)
+        for dataset in run._datasets(options)[:2]:
+            random.seed(0)
+            found += [dataset[i] for i in range(len(dataset))]
+        return found
+
+    decoded = samples(0.0)
+    assert not (tmp_path / "cache").exists()
+    for _ in range(2):
+        torch.testing.assert_close(samples(0.01), decoded, rtol=0, atol=0)
+        for file in files:  # of the same size and time, but no image any more; the first of a folder is looked at
+            status = file.stat()
+            if file.name != "0.jpg":
+                file.write_bytes(bytes(status.st_size))
+                os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_a_class_may_be_called_like_a_part(photos):
@@ -194,6 +225,8 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         (["--model", "smallnet", "--cutmix", "inf"], "cutmix must be at least 0 and finite, got inf"),
         (["--model", "smallnet", "--workers", "many"], "workers must be auto or a number, got 'many'"),
         (["--model", "smallnet", "--freeze", "nothing.*"], "freeze: no parameter matches 'nothing.*'"),
+        (["--model", "smallnet", "--freeze-norms"], "freeze_norms needs patterns of what is frozen, see freeze"),
+        (["--model", "smallnet", "--cache-gib", "-1"], "cache_gib must be at least 0 and finite, got -1.0"),
         (["--model", "smallnet", "--init-weights", "no.pt"], "no.pt: cannot be read: "),
         (["--model", "smallnet", "--pretrained"], "pretrained: there are no weights of smallnet; it can start from a "),
         (["--model", "smallnet", "--drop-rate", "0.1"], "drop_rate: smallnet takes none"),
@@ -504,6 +537,20 @@ def test_frozen_parameters_learn_again_where_their_names_match():
     ]
     with pytest.raises(InputError, match=r"unfreeze: no parameter matches '3\.\*'"):
         unfreeze(model, ["3.*"])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_norms_of_frozen_layers_keep_their_statistics_in_a_run(tmp_path, monkeypatch, fused):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *DIGITS, "--epochs", "1", "--freeze", "blocks.*", "--fuse" if fused else "--no-fuse"]
+    counts = []
+    for more in ([], ["--freeze-norms"]):
+        shutil.rmtree("out", ignore_errors=True)
+        assert main([*words, *more]) == 0
+        state = torch.load("out/weights.pt")
+        counts.append({name for name, t in state.items() if name.endswith("num_batches_tracked") and t})
+    assert {name for name in counts[0] if name.startswith("blocks.")} == counts[0] - counts[1] != set()
+    assert counts[1]
 
 
 @pytest.mark.parametrize("fused", [False, True])

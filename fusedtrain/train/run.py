@@ -66,6 +66,8 @@ class Options:
         batch_size: images per step and process.
         workers: processes that load images; auto measures.
         augment: random crops and mirror images.
+        cache_gib: GiB on the disk, for each set of a folder, in which decoded images are kept for later epochs and runs
+            (:class:`fusedtrain.data.SampleCache`); 0 decodes them every time.
         pretrained: start from the weights that timm or torchvision downloads, of torchvision its best ones.
         init_weights: start from this file: of timm, torchvision or an earlier run; a last layer of other classes is
             left out.
@@ -80,6 +82,7 @@ class Options:
         decay_all: biases and norms decay too.
         layer_decay: factor of the rate from each block to the one before it.
         freeze: patterns of parameters that do not learn.
+        freeze_norms: normalisations that are frozen as a whole keep their running statistics, and use them.
         label_smoothing: part of the target that is spread over all classes.
         mixup: alpha of mixing two images; 0 does not. Needs torchvision.
         cutmix: alpha of pasting a part of one image into another; 0 does not. Needs torchvision.
@@ -94,6 +97,7 @@ class Options:
     batch_size: int = 64
     workers: str = "auto"
     augment: bool = True
+    cache_gib: float = 0.0
     pretrained: bool = False
     init_weights: Path | None = None
     fuse: bool = True
@@ -105,6 +109,7 @@ class Options:
     decay_all: bool = False
     layer_decay: float | None = None
     freeze: tuple[str, ...] = ()
+    freeze_norms: bool = False
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -144,7 +149,8 @@ def run(options: Options) -> History:
         name = Path("runs", time.strftime(f"{options.model}-%Y%m%d-%H%M%S"))
         output = Path(world.decide(str(new_folder(name, "the output folder")) if world.rank == 0 else None))
     make_folder(output, "the output folder")
-    trainer.callbacks = Callbacks([OptionsFile(output / "options.yaml", dataclasses.replace(options, output=output))])
+    written = OptionsFile(output / "options.yaml", dataclasses.replace(options, output=output))
+    trainer.callbacks = Callbacks([written, *frozen_norms(options)])
     config = options.train
     checkpoint, logging, profile = config.checkpoint, config.logging, config.profile
     if options.profile and profile.profile_dir is None:
@@ -216,9 +222,15 @@ def classifier(options: Options, model: nn.Module, classes: int, shown: bool = F
         if shown:
             print(f"fused {len(fused.swapped)} of {len(fused)} candidate layers")
     loss = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-    trainer = Classifier(model, loss, _optimizer(options, model), options.train, title=options.model)
+    optimizer, callbacks = _optimizer(options, model), frozen_norms(options)
+    trainer = Classifier(model, loss, optimizer, options.train, callbacks=callbacks, title=options.model)
     trainer.mix = _mix(options, classes)
     return trainer
+
+
+def frozen_norms(options: Options) -> list[Callback]:
+    """Returns what holds frozen normalisations still, if that is wanted."""
+    return [groups.FrozenNorms()] if options.freeze_norms else []
 
 
 class OptionsFile(Callback):
@@ -264,6 +276,8 @@ def check(options: Options) -> None:
     require(not (options.train.cuda_graphs and mixed), "cuda_graphs does not go with mixup and cutmix")
     has_none = options.pretrained and options.model == "smallnet"
     require(not has_none, "pretrained: there are no weights of smallnet; it can start from a file, see init_weights")
+    require(options.freeze or not options.freeze_norms, "freeze_norms needs patterns of what is frozen, see freeze")
+    require(0 <= options.cache_gib < inf, f"cache_gib must be at least 0 and finite, got {options.cache_gib}")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
@@ -280,24 +294,46 @@ def _datasets(options: Options):
     try:
         parts = folder.parts(root)
         if parts is None:
-            whole = fdata.ImageFolder(root, size=options.size)
-            augmented = fdata.ImageFolder(root, size=size, transform=crop)
+            whole = _images(root, options, options.size)
+            augmented = _images(root, options, size, crop)
             order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
             count = max(1, len(whole) // 10)
             require(len(whole) > 1, f"data: {root} holds a single image")
-            _check_classes(root, whole.classes)
+            classes = _folder_of(whole).classes
+            _check_classes(root, classes)
             subset = torch.utils.data.Subset
-            return subset(augmented, order[count:]), subset(whole, order[:count]), whole.classes, 3
+            return subset(augmented, order[count:]), subset(whole, order[:count]), classes, 3
         names = f"{', '.join(folder.VALIDATION[:-1])} or {folder.VALIDATION[-1]}"
         require(parts[1] is not None, f"data: {root} has {parts[0].name}, but no {names} beside it")
-        train = fdata.ImageFolder(parts[0], size=size, transform=crop)
-        valid = fdata.ImageFolder(parts[1], size=options.size)
+        train = _images(parts[0], options, size, crop)
+        valid = _images(parts[1], options, options.size)
     except (ValueError, ModuleNotFoundError) as error:  # the second: of the package that reads images
         raise InputError(f"data: {error}") from None
-    _check_classes(parts[0], train.classes)
-    if train.classes != valid.classes:
+    classes = _folder_of(train).classes
+    _check_classes(parts[0], classes)
+    if classes != _folder_of(valid).classes:
         raise InputError(f"data: {parts[0]} and {parts[1]} have different classes")
-    return train, valid, train.classes, 3
+    return train, valid, classes, 3
+
+
+def _images(root: Path, options: Options, size: int | None, crop: "RandomCrop | None" = None):
+    """Returns the images of a folder, from the disk decoded where they are kept there."""
+    if not options.cache_gib:
+        return fdata.ImageFolder(root, size=size, transform=crop)
+    then = None if crop is None else functools.partial(_crop_kept, crop)
+    return fdata.SampleCache(fdata.ImageFolder(root, size=size), then=then, max_bytes=int(options.cache_gib * 2**30))
+
+
+def _crop_kept(crop: "RandomCrop", sample: tuple) -> tuple:
+    from PIL import Image
+
+    image, target = sample
+    return crop(Image.fromarray(image.permute(1, 2, 0).numpy())), target
+
+
+def _folder_of(dataset) -> fdata.ImageFolder:
+    """Returns the folder behind a dataset of :func:`_images`."""
+    return dataset.dataset if isinstance(dataset, fdata.SampleCache) else dataset
 
 
 def _check_classes(root: Path, classes: list[str]) -> None:

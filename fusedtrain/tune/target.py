@@ -25,7 +25,7 @@ from fusedtrain.train.schedule import Schedule
 
 LAYERS = ("fused", "stock")
 # What of the options leaves a step, its memory and what it learns as they are; the tuners set rates and sizes.
-WITHOUT_EFFECT = ("data", "size", "batch_size", "workers", "augment", "lr", "output", "profile")
+WITHOUT_EFFECT = ("data", "size", "batch_size", "workers", "augment", "cache_gib", "lr", "output", "profile")
 PACKAGES = ("fusedtrain", "torch", "timm", "torchvision")  # another version may measure otherwise
 
 
