@@ -329,6 +329,17 @@ def test_rates_of_dropout_reach_the_model_or_are_refused(zoo, monkeypatch, name)
         assert not any(isinstance(m, nn.Dropout) and m.p for m in none.modules())
 
 
+def test_no_dropout_is_told_from_dropout_that_a_model_forgets(zoo, monkeypatch):
+    """The first has other dropouts that stay; the second holds one, and forgets the keyword."""
+    model = run.network(run.Options(model="cpubone_nano", drop_rate=0.0), 3, 3)
+    assert any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
+    monkeypatch.setattr("timm.is_model", lambda model: False)
+    forgets = lambda name, num_classes, **forgotten: nn.Sequential(nn.Dropout(0.1), nn.Linear(4, num_classes))  # noqa: E731
+    monkeypatch.setattr("torchvision.models.get_model", forgets)
+    with pytest.raises(InputError, match="drop_rate: resnet18 of torchvision takes none"):
+        run.network(run.Options(model="resnet18", drop_rate=0.0), 3, 3)
+
+
 # Names whose files are old (densenet121), of two versions (mnasnet0_5), or hold auxiliary heads (inception_v3).
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "densenet121", "mnasnet0_5", "inception_v3"])
 def test_weights_of_torchvision_start_a_run_with_other_classes(zoo, tmp_path, monkeypatch, recwarn, name):

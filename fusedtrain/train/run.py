@@ -456,7 +456,8 @@ def _from_zoo(options: Options, classes: int, channels: int) -> nn.Module:
             continue
         model = make(options, classes, channels)
         if model is not None:
-            _check_drops(options, model, package)
+            if not _takes_drops(options, model, package):  # none, beside others that stay: tell by another rate
+                _from_zoo(dataclasses.replace(options, drop_rate=0.5, pretrained=False), classes, channels)
             return model
         reasons.append(f"{package} has no classifier of this name")
     raise InputError(f"model: there is no {options.model!r}: {'; '.join(reasons)}")
@@ -520,8 +521,8 @@ def _refuse_drops(options: Options, keywords: Iterable[str], error: TypeError) -
         require(f"'{keyword}'" not in str(error), f"{option}: {options.model} takes no {keyword}")
 
 
-def _check_drops(options: Options, model: nn.Module, package: str) -> None:
-    """Raises InputError for a rate that the model has taken and forgotten, as some do."""
+def _takes_drops(options: Options, model: nn.Module, package: str) -> bool:
+    """Raises InputError for a rate that the model has taken and forgotten, as some do; returns whether that is sure."""
     modules = list(model.modules())
     dropout = [m.p for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
     dropout += [m.drop_rate for m in modules if isinstance(getattr(m, "drop_rate", None), float)]
@@ -529,11 +530,12 @@ def _check_drops(options: Options, model: nn.Module, package: str) -> None:
     depth += [m.p for m in modules if type(m).__name__ == "StochasticDepth"]
     for option, rate in drops(options).items():
         if option == "drop_rate":
-            taken = rate in dropout or not (rate or any(dropout))
+            taken = rate in dropout or rate == 0
         else:  # blocks have up to the rate, but for what float32 makes of it
             most = max(depth, default=0.0)
             taken = most <= rate * (1 + 1e-6) and bool(most) == bool(rate)
         require(taken, f"{option}: {options.model} of {package} takes none")
+    return options.drop_rate != 0 or 0 in dropout or not any(dropout)
 
 
 def _optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
