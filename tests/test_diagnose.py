@@ -1767,22 +1767,6 @@ def test_a_larger_batch_is_held_against_its_memory(slow_reader):
     assert re.search(r"for 4 times the batch; a step needs [\d,]+ and [\d,]+ MiB", said)
 
 
-def test_tensors_made_of_lists_are_named_with_their_line():
-    model = Net()
-    optimizer, table = torch.optim.SGD(model.parameters(), lr=0.01, fused=True), [[0.5] * 64] * 256
-    train = step_of(model, optimizer)
-
-    def step(batch):
-        weights = torch.tensor(table)
-        train((batch[0] * weights.mean(), batch[1]))
-
-    data = TensorDataset(torch.rand(64, 3, 8, 8), torch.arange(64) % 10)
-    report = fusedtrain.diagnose(step, DataLoader(data, 4), steps=10)
-    assert report["bottleneck"] == "host_tensors", report["findings"]
-    first = report["findings"][0]
-    assert first["lines"][0]["text"] == "weights = torch.tensor(table)" and "array from the start" in first["advice"]
-
-
 def test_the_model_is_put_back(slow_reader):
     _, model, start = slow_reader
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
@@ -2106,6 +2090,30 @@ def test_an_optimizer_that_torch_has_not_fused_is_replaced_by_ours(zoo, tmp_path
     (verdict,) = [verdict for verdict in report["verified"] if verdict["remedy"] == "fusedtrain.optim"]
     assert verdict["accepted"] and verdict["losses"]["hold"], verdict
     assert {"remedy": "FusedOptimizer", "arguments": {"ours": True}} in report["accepted"]
+
+
+MADE_OF_LISTS = """
+import torch
+from fusedtrain.diagnose import measure  # the test's patience
+measure.BLOCK, measure.SAMPLING, measure.LOADING, measure.PAIRS = 0.03, 0.2, 0.2, 2
+model = torch.nn.Linear(8, 4)
+optimizer, table = torch.optim.SGD(model.parameters(), lr=0.01, fused=True), [[0.5] * 64] * 256
+loader = torch.utils.data.DataLoader(torch.rand(64, 8), 4)
+while True:
+    for rows in loader:
+        weights = torch.tensor(table)
+        optimizer.zero_grad()
+        model(rows * weights.mean()).square().sum().backward()
+        optimizer.step()
+"""
+
+
+def test_tensors_made_of_lists_are_named_with_their_line(tmp_path):
+    (tmp_path / "train.py").write_text(MADE_OF_LISTS)
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10)
+    assert report["bottleneck"] == "host_tensors", report["findings"]
+    first = report["findings"][0]
+    assert first["lines"][0]["text"] == "weights = torch.tensor(table)" and "array from the start" in first["advice"]
 
 
 SPAWNS = """
