@@ -1130,6 +1130,9 @@ def test_tensors_made_on_the_host_are_the_cause_and_not_the_code_around_them():
     assert "torch.as_tensor" in rules._host_tensors(facts, driver).advice
     facts.made = [(other, COPIED, 0.01)]
     assert rules._host_tensors(facts, driver) == "lines that make tensors on the host take 1.0% of a step"
+    facts.made = None
+    assert rules._own_code(facts, driver).gain == 0.75
+    assert rules._host_tensors(facts, driver) == "not measured: torch.compile is in use"
 
 
 def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkeypatch):

@@ -92,7 +92,7 @@ class Facts:
     graphs: list[tuple[int, int]] = field(default_factory=list)  # operations of backward passes, and of earlier steps
     growth: Growth | None = None
     constants: list[tuple[Site, float]] = field(default_factory=list)  # computed anew, with its share
-    made: list[tuple[Site, str, float]] = field(default_factory=list)  # on the host: line, kind, share of the step
+    made: list[tuple[Site, str, float]] | None = None  # on the host: line, kind, share of the step; None: not timed
     items: int = 0  # numbers that are read from tensors in a step
     device_busy: float | None = None  # share of a step with cached batches; None without a GPU
     launches: tuple[float, float] = (0.0, 0.0)  # what the device does in a step: how many times, and seconds in all

@@ -322,7 +322,7 @@ def _copies(facts: Facts, driver: Driver) -> Finding | str:
         f"copies to the device hold the loop up for {share:.0%} of the step; {copies['pageable']} of {copies['count']}"
         f" came from pageable memory, {copies['blocking']} were blocking"
     )
-    made = sum(share for _, kind, share in facts.made if kind == MOVED)  # not by the loader
+    made = sum(share for _, kind, share in facts.made or () if kind == MOVED)  # not by the loader
     evidence += f"; {made:.0%} of the step are copies of what it makes itself" * (made > 0)
     if share - made < LEAST or not (copies["pageable"] or copies["blocking"]):
         return evidence
@@ -672,6 +672,8 @@ def _constants(facts: Facts, driver: Driver) -> Finding | str:
 
 
 def _host_tensors(facts: Facts, driver: Driver) -> Finding | str:
+    if facts.made is None:
+        return "not measured: torch.compile is in use"
     shares = {kind: sum(share for _, other, share in facts.made if other == kind) for kind in HOST_ADVICE}
     kinds = [kind for kind in HOST_ADVICE if shares[kind] >= LEAST]
     if not kinds:
@@ -762,7 +764,7 @@ def _own_code(facts: Facts, driver: Driver) -> Finding | str:
     evidence = f"{share:.1%} of the step is outside of loader, forward, backward and optimizer"
     lines = lines_of(facts, "rest")
     within = {site for site, _ in lines}
-    made = sum(share for site, kind, share in facts.made if site in within and kind != MOVED)  # that is a copy
+    made = sum(share for site, kind, share in facts.made or () if site in within and kind != MOVED)  # that is a copy
     if share - made < 0.1:
         return evidence + f"; tensors are made there on the host: {made:.1%}" * (made > 0)
     if facts.items > 10:
