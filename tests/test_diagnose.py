@@ -1217,6 +1217,21 @@ def test_what_grows_from_step_to_step_is_found_by_its_name(tmp_path, line, path,
     assert [train.read_text().splitlines()[i - 1].strip() for i in added] == [line]
 
 
+def test_of_memory_that_cannot_be_looked_at_nothing_is_said():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError("it has no name")
+
+    odd = {Odd(): [0]}  # a variable of a running function
+    watch, kept = growth.Watch(), []
+    for _ in range(3):
+        kept.append(0)
+        watch.look()
+    assert watch.found(1) is None and len(odd) == 1
+    facts = types.SimpleNamespace(growth=None, step=types.SimpleNamespace(value=1.0))
+    assert rules._memory(facts, None).startswith("not known")
+
+
 @pytest.mark.parametrize("once", [200_000, 0])
 def test_memory_that_no_object_holds_is_seen(once):
     libc, found = ctypes.CDLL(None), None
@@ -1989,11 +2004,37 @@ finally:
 """
 
 
-def test_what_a_script_has_written_is_on_the_disk(tmp_path):
-    (tmp_path / "train.py").write_text(WRITES)
-    report = script.diagnose_script(str(tmp_path / "train.py"), [str(tmp_path)], steps=20)
+# Objects that raise when others look at them.
+DEAD_PROXY = """
+import weakref
+dead = weakref.proxy(set())
+hidden = (lambda proxy: lambda: proxy)(dead)
+"""
+FAILING_FILE = """
+import io
+class Failing(io.TextIOWrapper):
+    def flush(self):
+        raise RuntimeError("it does not flush")
+failing = Failing(io.BytesIO())
+"""
+ODD_KEY = """
+class Odd:
+    def __repr__(self):
+        raise RuntimeError("it has no name")
+odd = {Odd(): [0]}
+"""
+
+
+@pytest.mark.parametrize("odd", ["", DEAD_PROXY, FAILING_FILE, ODD_KEY], ids=["none", "proxy", "file", "key"])
+def test_what_a_script_has_written_is_on_the_disk(tmp_path, odd):
+    train = tmp_path / "train.py"
+    train.write_text(odd + WRITES)
+    task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}
+    messages, log = script._run(task, {})
+    report = next(message["report"] for message in reversed(messages) if "report" in message)
     assert report["examined"] and (tmp_path / "end").read_text() == "said"
     assert (tmp_path / "log.csv").read_text().split()[-1] == (tmp_path / "steps").read_text()
+    assert "Warning" not in log  # of torch, because one of its objects was looked at
 
 
 def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Finds memory that grows from step to step, and what of the user's keeps it."""
 
 import ast
+import contextlib
 import gc
 import itertools
 import linecache
@@ -64,13 +65,20 @@ class Growth:
 
 @dataclass
 class Watch:
-    """Looks at what is alive between runs of steps."""
+    """Looks at what is alive between runs of steps. An object of others may raise any error when it is looked at."""
 
     sizes: dict[int, list[int]] = field(default_factory=dict)  # of containers that have grown each time
     memory: list[int] = field(default_factory=list)
     graphs: list[int] = field(default_factory=list)
+    failed: bool = False
 
     def look(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            self.failed = True
+
+    def _look(self) -> None:
         free_unheld()
         self.memory.append(_taken())
         alive = gc.get_objects()
@@ -85,13 +93,18 @@ class Watch:
     @property
     def doubtful(self) -> bool:
         """Whether memory seems to grow and no graph does."""
-        return self._resident() > 0 and not _least(self.graphs)
+        return not self.failed and self._resident() > 0 and not _least(self.graphs)
 
     def _resident(self) -> int:
         return _least(self.memory[2:])  # what the first look noted is let go of at the second
 
-    def found(self, steps: int) -> Growth:
-        """Returns what grew in each run of so many steps."""
+    def found(self, steps: int) -> Growth | None:
+        """Returns what grew in each run of so many steps; None: not known."""
+        with contextlib.suppress(Exception):
+            return None if self.failed else self._found(steps)
+        return None
+
+    def _found(self, steps: int) -> Growth:
         resident = self._resident() / steps
         graph = _least(self.graphs) / steps
         growing = [*_containers(self.sizes, steps)] if self.sizes else []
@@ -147,14 +160,14 @@ def named():
             continue
         seen.add(id(value))
         yield path, value, frame
-        if depth == DEPTH or isinstance(value, (Tensor, ModuleType)):
+        if depth == DEPTH or issubclass(type(value), (Tensor, ModuleType, type)):
             continue
         children = ()
         if type(value) in (dict, defaultdict, OrderedDict):
             children = [(f"[{key!r}]", child) for key, child in itertools.islice(value.items(), ITEMS)]
         elif type(value) in (list, tuple, deque):
             children = [(f"[{i}]", child) for i, child in enumerate(itertools.islice(value, ITEMS))]
-        elif not isinstance(value, type) and type(value).__dictoffset__:  # some types of Python 3.12 hide it
+        elif type(value).__dictoffset__:  # some types of Python 3.12 hide it
             children = [(f".{name}", child) for name, child in [*getattr(value, "__dict__", {}).items()]]
         queue += [(path + step, child, frame, depth + 1) for step, child in children]
 
@@ -175,7 +188,7 @@ def _containers(sizes: dict[int, list[int]], steps: int):
 
 def _tensors() -> list[Growing]:
     """Returns the variable that most operations hang on."""
-    found = [(len(graph_of(v)), p, f) for p, v, f in named() if isinstance(v, Tensor) and v.grad_fn is not None]
+    found = [(len(graph_of(v)), p, f) for p, v, f in named() if issubclass(type(v), Tensor) and v.grad_fn is not None]
     if not found:
         return []
     _, path, frame = max(found, key=lambda item: item[0])
@@ -191,16 +204,16 @@ def _of(items: list) -> str:
 
 def _bytes(value: object, seen: set[int]) -> int:
     """Returns the bytes that an object holds and no other one that was ``seen``."""
-    if isinstance(value, Tensor) and value.layout is torch.strided:
+    if issubclass(type(value), Tensor) and value.layout is torch.strided:
         memory = value.untyped_storage()
         known, _ = memory._cdata in seen, seen.add(memory._cdata)
         return 0 if known else memory.nbytes() + sys.getsizeof(value)
     if id(value) in seen:
         return 0
     seen.add(id(value))
-    if isinstance(value, dict):
+    if issubclass(type(value), dict):
         return sys.getsizeof(value) + sum(_bytes(v, seen) for v in value.values())
-    if isinstance(value, (list, tuple, set, deque)):
+    if issubclass(type(value), (list, tuple, set, deque)):
         return sys.getsizeof(value) + sum(_bytes(v, seen) for v in value)
     return sys.getsizeof(value) + (getattr(value, "nbytes", 0) if type(value).__module__ == "numpy" else 0)
 

@@ -706,7 +706,9 @@ def _growth(facts: Facts, driver: Driver) -> Finding | str:
 
 def _memory(facts: Facts, driver: Driver) -> Finding | str:
     growth, step = facts.growth, facts.step.value
-    if growth is None or not growth.size:
+    if growth is None:
+        return "not known: an object of the script cannot be looked at"
+    if not growth.size:
         return "memory does not grow from step to step"
     held = [g for g in growth.held if g.size > 0.1 * growth.size or "graphs" in g.kind]
     evidence = f"{size_text(growth.size)} more in every step, of {size_text(growth.free)} that are left"

@@ -193,8 +193,9 @@ def _settle() -> None:
 
 def _flush() -> None:
     for file in gc.get_objects():
-        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        # isinstance() would ask objects of others for their class: a dead weakref.proxy raises
+        if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):  # closed, nobody reads it any more, or a class of the script's fails
                 file.flush()
 
 
