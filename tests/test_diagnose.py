@@ -131,7 +131,7 @@ def test_an_instruction_without_a_line_belongs_to_its_function():
     def function():
         pass
 
-    frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None)
+    frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None, f_lasti=0)
     assert instrument.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
 
 
@@ -142,6 +142,75 @@ def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
     first = "optimizer = torch.optim.SGD(self.net.parameters(),"
     assert (change.line, change.before, change.after) == (2, first, f"fusedtrain.fuse(self.net)\n{first}")
     assert lines.before_optimizer(Site(str(path), 4), "Adam", "") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "after"),
+    [
+        ("m = Net(); o = Adam(m.parameters())", 1, "m = Net(); fuse(m); o = Adam(m.parameters())"),
+        ("if x: o = Adam(m.parameters())", 1, "if x: fuse(m); o = Adam(m.parameters())"),
+        ("t = fit(\n    o=Adam(m.parameters()))", 2, "fuse(m)\nt = fit(\n    o=Adam(m.parameters()))"),
+        ("os = [Adam(m.parameters()) for m in ms]", 1, None),
+        ("make = lambda m: Adam(m.parameters())", 1, None),
+        ("o = Adam(Net().parameters())", 1, None),
+        ("o = Adam((m := Net()).parameters())", 1, None),
+    ],
+)
+def test_a_line_in_front_of_the_optimizer_stands_behind_what_it_needs(tmp_path, code, line, after):
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    change = lines.before_optimizer(Site(str(path), line), "Adam", "fuse({model})")
+    assert (change and code.replace(change.before, change.after)) == after
+
+
+CALLS = """
+one = SGD([w], 0.1); other = SGD([w], 0.2)
+both = [SGD([w], 0.3), SGD(
+    [w], 0.4)]
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python tells where in a line a call stands from 3.11 on")
+def test_calls_on_one_line_are_told_apart(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CALLS)
+    with Instrument() as watched:
+        made = runpy.run_path(str(path), {"SGD": torch.optim.SGD, "w": nn.Parameter(torch.ones(1))})
+        optimizers = [made["one"], made["other"], *made["both"]]
+        found = [lines.edit_call(watched.sites[id(o)], ("SGD",), torch.optim.SGD, fused=True) for o in optimizers]
+    assert [change.before for change in found] == [
+        *("SGD([w], 0.1)", "SGD([w], 0.2)", "SGD([w], 0.3)", "SGD(\n    [w], 0.4)")
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            "num_workers=1, persistent_workers=True",
+            "persistent_workers=True, num_workers=1",
+            "num_workers=1, timeout=9",
+        ),
+        *(
+            "prefetch_factor=(4), num_workers=1, multiprocessing_context='spawn'",
+            "num_workers=1,\n  prefetch_factor=4,\n",
+        ),
+        *(
+            "num_workers=1, prefetch_factor=4, persistent_workers=True, timeout=9",
+            "False, None, None, 1, None, False, False, 9",
+        ),
+    ],
+)
+def test_a_loader_without_workers_keeps_nothing_that_needs_them(tmp_path, options):
+    code = f"DataLoader(data, 4, {options})"
+    (tmp_path / "train.py").write_text(code)
+    data = TensorDataset(torch.arange(12))
+    names = {"DataLoader": DataLoader, "data": data}
+    driver = types.SimpleNamespace(loader=eval(code, names), instrument=types.SimpleNamespace(sites={}))
+    driver.instrument.sites[id(driver.loader)] = Site(str(tmp_path / "train.py"), 1)
+    (change,) = remedies.Loader(driver, num_workers=0).changes(driver)
+    made = eval(change.after, names)
+    assert made.num_workers == 0 and [len(samples) for (samples,) in made] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("code", ["DataLoader(data, **options)", "DataLoader(*data)", "make(data)", "DataLoader(", ""])
@@ -1528,6 +1597,14 @@ def test_samples_are_taken_at_once_where_that_gives_the_same_batch(dataset, opti
             "DataLoader(data, sampler=BatchSampler(mine, 8, False), batch_size=None)",
         ),
         ("DataLoader(data, batch_sampler=mine)", "DataLoader(data, sampler=mine, batch_size=None)"),
+        (
+            "DataLoader(data, 8, shuffle=True, sampler=None, generator=g)",
+            "DataLoader(data, sampler=BatchSampler(RandomSampler(data, generator=g), 8, False),"
+            " batch_size=None, generator=g)",
+        ),
+        ("DataLoader(data, 8, shuffle=flag)", None),
+        ("DataLoader(data, 8, True, generator=Generator().manual_seed(0))", None),
+        ("DataLoader(Data(), 8)", None),
         ("DataLoader(data, **options)", None),
         ("DataLoader(*both)", None),
     ],
@@ -1537,6 +1614,19 @@ def test_a_loader_of_whole_batches_is_shown(tmp_path, code, after):
     path.write_text(f"loader = {code}\n")
     change = lines.edit_loader(Site(str(path), 1))
     assert (change and change.after) == after
+
+
+@pytest.mark.parametrize("options", ["", ", generator=g", ", generator=g, drop_last=True", ", sampler=None"])
+def test_a_loader_of_whole_batches_keeps_the_order(tmp_path, options):
+    code, orders = f"DataLoader(data, 5, shuffle=True{options})", []
+    (tmp_path / "train.py").write_text(code)
+    change = lines.edit_loader(Site(str(tmp_path / "train.py"), 1))
+    for text in (code, change.after):
+        torch.manual_seed(1)
+        g = torch.Generator().manual_seed(2)
+        loader = eval(text, vars(torch.utils.data) | {"data": TensorDataset(torch.arange(12)), "g": g})
+        orders.append([[samples.tolist() for (samples,) in loader] for _ in range(2)])
+    assert orders[0] == orders[1]
 
 
 def test_loading_that_nothing_helps_is_the_bottleneck_only_where_it_is_much(monkeypatch):

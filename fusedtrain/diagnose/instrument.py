@@ -7,6 +7,7 @@ others, which call torch's own methods.
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -99,10 +100,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the user's code."""
+    """A place in the user's code.
+
+    Attributes:
+        end: line and byte in it where a call ends that is being carried out, which tells calls on one line apart; None:
+            not known.
+    """
 
     file: str
     line: int
+    end: tuple[int, int] | None = field(default=None, compare=False)
 
 
 def place(code) -> tuple[str, str]:
@@ -151,9 +158,17 @@ def user_frame(frame) -> Site | None:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             # some instructions belong to no line
-            return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)
+            return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno, _call_end(frame))
         frame = frame.f_back
     return None
+
+
+def _call_end(frame) -> tuple[int, int] | None:
+    """Returns where the call that a frame is in ends: no other one ends there."""
+    if not hasattr(frame.f_code, "co_positions"):  # before Python 3.11
+        return None
+    _, line, _, column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return None if line is None or column is None else (line, column)
 
 
 def call_site() -> Site | None:

@@ -62,6 +62,7 @@ class Loader(Remedy):
     """The loader with other arguments."""
 
     kind, on_loader = "bitwise", True
+    OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")  # refused without any
 
     def __init__(self, driver: Driver, **arguments):
         self.arguments = arguments
@@ -74,7 +75,8 @@ class Loader(Remedy):
 
     def changes(self, driver: Driver) -> list[Change]:
         site = driver.instrument.sites.get(id(driver.loader))
-        change = edit_call(site, ("DataLoader",), DataLoader, **self.arguments)
+        without = () if self.arguments.get("num_workers") != 0 else self.OF_WORKERS
+        change = edit_call(site, ("DataLoader",), DataLoader, without, **self.arguments)
         return [change] if change else []
 
 
