@@ -24,6 +24,7 @@ import threading
 import time
 import types
 from collections import Counter, UserDict, defaultdict
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,6 +134,16 @@ def test_an_instruction_without_a_line_belongs_to_its_function():
 
     frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None, f_lasti=0)
     assert instrument.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
+
+
+def test_generated_code_is_not_the_users():
+    @dataclasses.dataclass
+    class Made:
+        site: Site = dataclasses.field(default_factory=instrument.call_site)
+
+    found = Made().site
+    assert found.file == __file__ and "Made()" in lines.source_line(found)
+    assert instrument.is_users("<ipython-input-1-ab>") and not instrument.is_users("<frozen runpy>")
 
 
 def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
@@ -2151,7 +2162,33 @@ def test_of_processes_that_end_early_it_is_said_what_was_measured(tmp_path, monk
     assert not report["examined"] and report["bottleneck"] is None and not report["findings"]
     assert report["failure"] == "the script ended before all was measured"
     assert report["parts_ms"]["rest"] > 4 and "goes to: rest" in report_text.headline(report)
-    assert "ended after" in html.page(report)
+    page = html.page(report)
+    assert "ended after" in page and "lead well" not in page and "not looked for" in page and "None." not in page
+
+
+FIXED_BATCH = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from fusedtrain.diagnose import measure, verify
+measure.BLOCK, measure.SAMPLING, measure.PAIRS, verify.PAIRS = 0.01, 0.1, 2, 2
+model, carried = torch.nn.Linear(64, 64), torch.zeros(16, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    for (x,) in DataLoader(TensorDataset(torch.rand(64, 64)), 16):
+        optimizer.zero_grad()
+        (model(x) + carried).square().sum().backward()
+        optimizer.step()
+"""
+
+
+def test_of_a_loop_that_fails_with_a_larger_batch_all_is_told_on_the_page(tmp_path):
+    (tmp_path / "train.py").write_text(FIXED_BATCH)
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10)
+    assert report["failure"].startswith("the loop fails with a larger batch: RuntimeError: The size of tensor a (64)")
+    assert report["checked"]["batch_size"] == "not measured: the loop fails with a larger batch"
+    assert escape(report["failure"]) in html.page(report)
+    text = escape(report["lines"][0]["text"])
+    assert text in html.page(report | {"bottleneck": None, "findings": []})
 
 
 def test_a_module_is_diagnosed_like_a_script(tmp_path, monkeypatch, capsys):
@@ -2387,6 +2424,11 @@ def test_of_a_script_that_fails_amid_training_all_is_told(tmp_path, capsys):
         (
             "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
             "no training loop was recognised: .* It started 1 more, which are not watched",
+        ),
+        (
+            "import threading, torch as t; w = t.ones(2, requires_grad=True); w.grad = w.detach();"
+            " t = threading.Thread(target=t.optim.SGD([w]).step); t.start(); t.join()",
+            "an optimizer took a step in another thread .* only that one is watched",
         ),
         (
             "import torch as t; w = t.ones(2, requires_grad=True); o = t.optim.SGD([w]); w.sum().backward(); o.step()",

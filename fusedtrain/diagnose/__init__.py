@@ -9,7 +9,7 @@ import types
 from torch.utils.data import DataLoader
 
 from fusedtrain.diagnose.diagnosis import Diagnosis
-from fusedtrain.diagnose.drive import UNSEEN, Driver, Finished, LoopIterator
+from fusedtrain.diagnose.drive import ELSEWHERE, UNSEEN, Driver, Finished, LoopIterator
 from fusedtrain.diagnose.instrument import Instrument
 from fusedtrain.diagnose.report import show, to_json
 from fusedtrain.diagnose.script import ScriptError, diagnose_script
@@ -93,7 +93,8 @@ def diagnose(training, data, *others, steps: int | None = None, verify: bool = F
                 diagnosis.before.restore()
     if diagnosis.facts is None:
         seen = driver.loader is not None or driver.optimizer is not None
-        raise RuntimeError("the training ended before enough steps were measured" if seen else UNSEEN)
+        unseen = ELSEWHERE if instrument.elsewhere else UNSEEN
+        raise RuntimeError("the training ended before enough steps were measured" if seen else unseen)
     return Report(to_json(diagnosis, name))
 
 

@@ -127,6 +127,7 @@ class Diagnosis:
         if driver.batches:
             self.stage("larger batches")
             self.failure = "the loop fails with a larger batch"
+            self.checked |= {"batch_size": f"not measured: {self.failure}"}
             self.checkpoint(self)  # the last one, if so
             cached = Arm((), CachedSource(driver.batches))
             snapshot = verify.Snapshot(driver) if replicas(driver) else None

@@ -89,6 +89,10 @@ IDLE = 300  # and with one that was made, but takes no step
 UNASKED = 50  # steps in a row for which a loader is not asked: the loop trains on what it got before
 IGNORED = 10  # times that a loop is told to end
 UNSEEN = "no training loop was recognised: no optimizer of torch.optim took a step, and gradients did not repeat"
+ELSEWHERE = (
+    "no training loop was recognised: an optimizer took a step in another thread than the script's main one, and only"
+    " that one is watched"
+)
 
 
 class Driver:

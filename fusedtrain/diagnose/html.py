@@ -42,7 +42,9 @@ def page(report: dict) -> str:
     step = report["step_ms"]
     sections = [
         f"<h1>fusedtrain diagnose <code>{escape(report['script'])}</code></h1>",
-        f'<p class="lead{"" if report["bottleneck"] else " well"}"><b>{escape(headline(report))}</b></p>',
+        f'<p class="lead{" well" if report["examined"] and not report["bottleneck"] else ""}">'
+        f"<b>{escape(headline(report))}</b></p>",
+        f'<p class="warn">{escape(report["failure"])}</p>' if report["failure"] else "",
         f"<p>{step['value']:.3g} ms per step (95 % interval {step['low']:.3g} to {step['high']:.3g})."
         f" {overhead_text(report)}.</p>",
         f'<p class="soft">{escape(machine_text(report["machine"]))}</p>',
@@ -54,9 +56,10 @@ def page(report: dict) -> str:
         "<h2>Timeline of single steps</h2>",
         _timeline(report["timeline"]),
         _rates(report),
+        "" if report["bottleneck"] else _lines("Lines that take the most time", report["lines"][:4]),
         "<h2>Causes and remedies, by predicted gain</h2>",
         *(_finding(i, finding) for i, finding in enumerate(report["findings"], 1)),
-        "" if report["findings"] else "<p>None.</p>",
+        "" if report["findings"] else f"<p>{'None.' if report['examined'] else 'They were not looked for.'}</p>",
         _verified(report),
         _operations(report),
         "<h2>Looked at, no finding</h2>",
@@ -184,17 +187,22 @@ def _finding(number: int, finding: dict) -> str:
             )
     if finding["advice"]:
         parts.append(f"<p>{escape(finding['advice'])}</p>")
-    if finding["lines"]:
-        rows = [
-            (f"{line['share']:.0%}" if line["share"] else "", f"{line['file']}:{line['line']}", line["text"])
-            for line in finding["lines"]
-        ]
-        parts.append(_table(("share", "line", "text"), rows, (0,)))
+    parts.append(_lines("", finding["lines"]))
     predicted = f": predicted {finding['predicted_gain']:.0%}" if finding["predicted_gain"] else ""
     return (
         f"<details{' open' if number <= 2 else ''}><summary><b>{number}. {escape(finding['cause'])}</b>{option}"
         f"{predicted}</summary>{''.join(parts)}</details>"
     )
+
+
+def _lines(title: str, lines: list[dict]) -> str:
+    if not lines:
+        return ""
+    rows = [
+        (f"{line['share']:.0%}" if line["share"] else "", f"{line['file']}:{line['line']}", line["text"])
+        for line in lines
+    ]
+    return (f"<h2>{title}</h2>" if title else "") + _table(("share", "line", "text"), rows, (0,))
 
 
 def _verified(report: dict) -> str:

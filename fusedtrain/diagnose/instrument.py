@@ -35,7 +35,6 @@ READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "
 _OWN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     os.path.dirname(torch.__file__),
-    "<frozen",
     os.path.dirname(os.__file__),
 )
 # Functions of torch.autograd that compute gradients. Where weights are updated by hand, the name of one stands for an
@@ -149,7 +148,9 @@ def running(stack: list[tuple[str, int, str]], parts: dict) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Returns whether code of a file is neither torch's, Python's nor ours."""
+    """Returns whether code of a file is neither torch's, Python's nor ours, nor generated."""
+    if file.startswith("<") and not file.startswith("<ipython-input"):  # of a notebook's cell
+        return False
     return not file.startswith(_OWN) and "site-packages" not in file
 
 
@@ -239,6 +240,7 @@ class Instrument:
         attached: whether the methods that every step calls are wrapped.
         marks: the optimizer after whose steps ``on_optimizer`` is called while it is detached, too, or one of PASSES.
         step: receives the times of the parts; None: nothing is recorded.
+        elsewhere: whether an optimizer took a step in another thread, which is not watched.
         roots: the outermost modules that were called with gradients, in the order of their first call.
         frozen: those that were called without, such as a teacher.
         graph: receives the operations that outermost backward passes go back through; None: not noted.
@@ -251,6 +253,7 @@ class Instrument:
 
     def __init__(self):
         self.step: Step | None = None
+        self.elsewhere = False
         self.attached = False
         self.marks: object = None
         self.part: str | None = None  # the part that is running now
@@ -599,6 +602,9 @@ class Instrument:
         return wrapper
 
     def _enter_optimizer(self, optimizer: Optimizer, args, kwargs) -> tuple | None:
+        if threading.get_ident() != self._thread:
+            self.elsewhere = True
+            return None
         if self.part is not None:
             return None
         optimizer = getattr(optimizer, "stands_for", optimizer)  # a remedy's step in its place

@@ -100,6 +100,7 @@ class Task:
                     self.tell(report=to_json(self.diagnosis, self.task["script"]))
                 seen = driver.loader is not None or driver.optimizer is not None
                 told = {"seen": seen, "steps": driver.steps, "processes": self.others, "exit": self.exit}
+                told["elsewhere"] = instrument.elsewhere
                 self.tell(ended=True, **told)
 
     def _run(self, train: Callable[[], None]) -> None:

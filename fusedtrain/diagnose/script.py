@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fusedtrain import _allocator
-from fusedtrain.diagnose.drive import UNSEEN
+from fusedtrain.diagnose.drive import ELSEWHERE, UNSEEN
 from fusedtrain.diagnose.report import ENDED
 from fusedtrain.diagnose.rules import count_text
 from fusedtrain.diagnose.statistics import Paired
@@ -71,7 +71,7 @@ def diagnose_script(
             took = f"it took {count_text(seen['steps'], 'step')}, and some hundred are needed"
             raise ScriptError(f"the script ended before enough steps were measured: {took}; let it train longer")
         if ended is not None:
-            raise ScriptError(_unseen(ended["processes"]))
+            raise ScriptError(ELSEWHERE if ended["elsewhere"] else _unseen(ended["processes"]))
         raise ScriptError(f"the script's process died; the end of its output:\n{log[-2000:]}")
     report["traceback"] = ""
     if error is not None:
