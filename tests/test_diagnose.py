@@ -1959,6 +1959,7 @@ def test_the_report_is_plain_json(slow_reader, capsys):
     report.show()
     out = capsys.readouterr().out
     assert "waits for the data loader" in out and "num_workers" in out and "All together" in out
+    assert "between passes over its data, such as evaluating and saving, was not looked at" in out
     found, info = report["machine"], _info.collect()
     assert {name: found[name] for name in info["cpu"]} == info["cpu"] | {"cores": measure.cores(), "threads": 1}
     assert found["allocator"].items() <= info["allocator"].items() and found["environment"] == info["environment"]
@@ -2189,6 +2190,57 @@ def test_of_a_loop_that_fails_with_a_larger_batch_all_is_told_on_the_page(tmp_pa
     assert escape(report["failure"]) in html.page(report)
     text = escape(report["lines"][0]["text"])
     assert text in html.page(report | {"bottleneck": None, "findings": []})
+
+
+COUNTS_ON_PASSES = """
+import time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from fusedtrain.diagnose import measure, verify
+measure.BLOCK, measure.SAMPLING, measure.PAIRS, verify.PAIRS = 0.01, 0.1, 2, 2
+data = TensorDataset(torch.rand(48, 64))
+model, make = torch.nn.Linear(64, 64), lambda: DataLoader(data, 4, shuffle=True)
+optimizer, loader, held_out = torch.optim.SGD(model.parameters(), lr=0.1), make(), DataLoader(data, 16)
+while True:
+    losses = torch.zeros(12)
+    for i, (x,) in enumerate(LOADER):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses[i] = loss.item()
+    assert i == 11
+    model.eval()
+    with torch.no_grad():
+        assert len([model(x) for (x,) in held_out]) == 3 and len([model(x) for (x,) in loader]) == 12
+    model.train()
+    time.sleep(0.02)  # saving
+"""
+
+
+@pytest.mark.parametrize("made", ["loader", "make()"])
+def test_a_loop_that_counts_on_the_length_of_a_pass_gets_passes_of_that_length(tmp_path, made):
+    (tmp_path / "train.py").write_text(COUNTS_ON_PASSES.replace("LOADER", made))
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=20)
+    assert report["examined"] and not report["failure"]
+    assert report["passes"]["batches"] == 12 and report["passes"]["between_ms"] > 20 > 12 * report["parts_ms"]["rest"]
+    assert not any("# saving" in line["text"] for line in report["lines"])
+    said = "Between passes over its data of 12 steps the script takes"
+    assert said in report_text.passes_text(report) and said in html.page(report)
+
+
+def test_of_processes_that_count_on_the_length_of_a_pass_it_is_said_why_they_fail(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(COUNTS_ON_PASSES.replace("LOADER", "loader"))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # with others a script is not started again
+    report = script.diagnose_script(str(tmp_path / "train.py"), [])
+    assert "goes on beyond the loader's length while it is measured: IndexError: index 12" in report["failure"]
+
+
+def test_a_script_that_fails_beyond_a_pass_of_its_own_accord_fails_all_the_same(tmp_path):
+    text = COUNTS_ON_PASSES.replace("LOADER", "loader").replace("data =", "steps = 0; data =", 1)
+    text = text.replace("losses[i] = loss.item()", "steps += 1; 1 / (steps < 40)")
+    (tmp_path / "train.py").write_text(text)
+    report = script.diagnose_script(str(tmp_path / "train.py"), [])
+    assert report["failure"] == "the script failed before all was measured: ZeroDivisionError: division by zero"
 
 
 def test_a_module_is_diagnosed_like_a_script(tmp_path, monkeypatch, capsys):

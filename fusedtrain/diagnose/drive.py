@@ -5,6 +5,10 @@ the batch comes from and which remedies are in force, so that two variants of a 
 process, in the loop as the user wrote it. The plan is a generator: it yields a :class:`Run`, the loop carries it out,
 and the plan receives the :class:`~fusedtrain.diagnose.instrument.Step` records.
 
+A pass over the loader goes on for as long as the plan needs it. Only for a loop that fails beyond the length of its
+loader, such as one that fills a tensor of that length, do passes end where they would; what lies between them is no
+step.
+
 Steps are bare unless a run asks for their parts: the instrument is detached, and at their boundary the clock is read
 twice, before and after the loader.
 """
@@ -147,6 +151,10 @@ class Driver:
         self._taken = 0  # steps, but for bare ones of the run that is under way
         self._unasked = 0  # steps since the loader was recognised, until it is asked again
         self.starts, self._settling = 1, 0  # of the script; steps until its objects are known again
+        self.ends_passes = False  # where the loader does
+        self.between: list[float] = []  # seconds between such passes
+        self._ended: float | None = None  # when the last pass did, until the next one begins
+        self._begun = 0  # steps before the pass that is under way
 
     @property
     def steps(self) -> int:
@@ -156,7 +164,16 @@ class Driver:
     @property
     def stepping(self) -> bool:
         """Whether a step is under way, and not the plan."""
-        return bool(self._times) or self._open is not None
+        return self._ended is None and (bool(self._times) or self._open is not None)
+
+    @property
+    def beyond_pass(self) -> bool:
+        """Whether the pass that is under way has given as many batches as the loader has, or more."""
+        if self.plan is None or self.plan.gi_frame is None:  # it is the plan that failed
+            return False
+        with contextlib.suppress(TypeError, AttributeError):  # it may have no length
+            return self.steps - self._begun >= len(self.loader) - 1  # the step in which a loop is recognised is none
+        return False
 
     def install(self) -> None:
         def iterate(original):
@@ -164,6 +181,8 @@ class Driver:
                 elsewhere = os.getpid() != self._pid or threading.get_ident() != self._thread
                 if self.own_code or elsewhere or loader is self.beginning:
                     return original(loader)
+                if self._ended is not None and self._made_again(loader):
+                    self.loader, self.source = loader, LoaderSource(loader)
                 if self.loader is not None and loader is not self.loader and not self.instrument.attached:
                     return original(loader)  # of a validation, for instance
                 return LoopIterator(self, loader, original)
@@ -223,20 +242,30 @@ class Driver:
     def _fetch(self, iterator: "LoopIterator"):
         if self.finished:
             self._refuse()
+        iterator.taken += 1
         if self.loader is None:
             self._last, self._recorded = iterator, torch.is_grad_enabled()
         if self.loader is None or iterator.loader is not self.loader or self._evaluates(iterator):
             timed = self._timed_evaluation if self.instrument.evaluating else self._timed_next
             return timed(iterator.inner) if self.instrument.attached else next(iterator.inner)
+        if self.ends_passes and iterator.taken > len(self.loader):
+            self._end_pass()
         if iterator.inner is not self.source.iterator and not iterator.adopted:
             self.source.iterator, iterator.adopted = iterator.inner, True
-        self._current = weakref.ref(iterator)
-        self._boundary()
+        if iterator is not self._current():
+            self._begun = self.steps
+        self._current, begun = weakref.ref(iterator), None
+        if self._ended is None:
+            self._boundary()
+        else:
+            begun = iterator.seconds
+            self.between.append(_clock() - self._ended - begun)
+            self._ended = None
         source = self.source if self._settling else self._run.arm.source or self.source
         if isinstance(source, CachedSource):
             self._pause()
             source.prepare()
-        self._begin(isinstance(source, CachedSource))
+        self._begin(isinstance(source, CachedSource), 0.0 if begun and source is not self.source else begun)
         if self._times is not None:
             batch = self._load(source)
         else:
@@ -245,10 +274,23 @@ class Driver:
                 batch = self._timed_fetch(source)
             finally:
                 self.own_code -= 1
-            self._open.restart = source.restarted
+            self._open.restart |= source.restarted
         if self._keeps and len(self.batches) < 8 and self._run.collect > sum(map(batch_bytes, self.batches)):
             self._keep(batch)
         return batch
+
+    def _made_again(self, loader) -> bool:
+        """Whether a loader is that of the training, which the script makes anew for every pass."""
+        site = self.instrument.sites.get(id(loader))
+        evaluates = self.instrument.evaluating or torch.is_grad_enabled() < self._recorded
+        return site is not None and site == self.instrument.sites.get(id(self.loader)) and not evaluates
+
+    def _end_pass(self) -> None:
+        """Ends a pass and its last step; the loop goes on behind it."""
+        self._boundary()
+        self._pause()
+        self._ended = _clock()
+        raise StopIteration
 
     def _refuse(self) -> None:
         """Ends the loop, or tells that it goes on all the same, as with a bare ``except:`` around its requests."""
@@ -265,8 +307,8 @@ class Driver:
             self.batches, self._keeps = [], False
 
     def _evaluates(self, iterator: "LoopIterator") -> bool:
-        """Whether a pass over the loader of the training loop is an evaluation's, within one of the loop."""
-        if iterator.adopted or self._current() is None:
+        """Whether a pass over the loader of the training loop is an evaluation's, within or behind one of the loop."""
+        if iterator.adopted or (self._current() is None and self._ended is None):
             return False
         return self.instrument.evaluating or torch.is_grad_enabled() < self._recorded
 
@@ -351,7 +393,7 @@ class Driver:
         if self.source is not None:
             self.source.close()
         self.loader = self.source = self.optimizer = self._last = self._open = None
-        self._current = _nothing
+        self._current, self._ended, self._begun = _nothing, None, self._taken
         self._passes.clear()
         self._unasked = 0
         self.instrument.forget()
@@ -386,8 +428,13 @@ class Driver:
         self._every_step = cost < 0.001 * step
         self.instrument.waits = self._waits if 2 * len(PARTS) * cost < 0.001 * step else None
 
-    def _begin(self, cached: bool) -> None:
-        """Opens a step."""
+    def _begin(self, cached: bool, begun: float | None = None) -> None:
+        """Opens a step.
+
+        Args:
+            cached: what lies before it was no part of the one before.
+            begun: seconds that the loader took to begin a pass behind another, which are the step's; None: it did not.
+        """
         if not self._discard and not self._looked:
             self._waits.look()
             self._looked = True
@@ -397,16 +444,21 @@ class Driver:
         times = self._times
         if times is None:
             self._open, self._waited = Step(0.0), waits
-            self._open.start = _clock()
+            self._open.start = now = _clock()
+            if begun:
+                self._open.start, self._open.restart = now - begun, True
+                self._open.spans.append(("loader", self._open.start, now, None))
             self.instrument.step = self._open
             return
         if self._step_waits is not None:
             self._step_waits.append(waits)
         if not times:
             self._shift = 0.0
-            times.append(_clock())
-        elif cached:
-            self._shift = _clock() - times[-1]
+            times.append(_clock() - (begun or 0.0))
+        elif cached or begun is not None:
+            self._shift = _clock() - times[-1] - (begun or 0.0)
+        if begun:
+            self._epochs.append(len(times) // 2)
 
     def _pause(self) -> None:
         """Adds to what was counted while steps were recorded."""
@@ -467,7 +519,7 @@ class Driver:
         self._times, self._epochs = [], []
         self._step_waits = [] if self._every_step else None
         self._full = 2 * steps + 1
-        simple = not self._run.collect and not isinstance(self._run.arm.source, CachedSource)
+        simple = not self._run.collect and not isinstance(self._run.arm.source, CachedSource) and not self.ends_passes
         self._fast = 2 * steps if simple else 0
 
     def _bare_steps(self) -> list[Step]:
@@ -576,12 +628,14 @@ class LoopIterator:
 
     def __init__(self, driver: Driver, loader: DataLoader, original):
         self.driver, self.loader, self.adopted = driver, loader, False
+        self.taken, start = 0, _clock()  # how often it was asked
         self.begin = lambda: original(loader)
         before, driver.beginning = driver.beginning, loader  # a class derived from DataLoader asks for its iterator
         try:
             self.inner = driver.instrument.timed("loader")(self.begin)()
         finally:
             driver.beginning = before
+        self.seconds = _clock() - start
 
     def __iter__(self):
         return self

@@ -3,7 +3,7 @@
 from html import escape
 
 from fusedtrain._info import value_text
-from fusedtrain.diagnose.report import headline, losses_text, machine_text, overhead_text, waited_text
+from fusedtrain.diagnose.report import headline, losses_text, machine_text, overhead_text, passes_text, waited_text
 from fusedtrain.diagnose.rules import count_text
 
 COLOURS = {
@@ -49,6 +49,7 @@ def page(report: dict) -> str:
         f" {overhead_text(report)}.</p>",
         f'<p class="soft">{escape(machine_text(report["machine"]))}</p>',
         f'<p class="soft">{waited_text(report)}</p>' if report["waited"] >= 0.01 else "",
+        f'<p class="soft">{passes_text(report)}</p>' if passes_text(report) else "",
         _noise(report),
         "<h2>Where a step goes</h2>",
         _parts(report),

@@ -642,7 +642,7 @@ class Instrument:
     def _patch_rare(self) -> None:
         def noted(original):
             def wrapper(made, *args, **kwargs):
-                self.sites.setdefault(id(made), call_site())
+                self.sites[id(made)] = call_site()  # another object may have had that id
                 self.made_optimizer |= isinstance(made, Optimizer)
                 return original(made, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """The report: a dictionary for JSON, and its text for the terminal."""
 
 from dataclasses import asdict
+from statistics import fmean
 
 from fusedtrain.diagnose.lines import source_line
 from fusedtrain.diagnose.remedies import specification
@@ -32,6 +33,12 @@ def to_json(diagnosis, script: str) -> dict:
         },
         "parts_ms": {part: 1e3 * seconds for part, seconds in facts.parts.items()},
         "page_faults_per_step": facts.faults,
+        "passes": None
+        if driver.loader is None
+        else {
+            "batches": len(driver.loader) if driver.between else None,
+            "between_ms": 1e3 * fmean(driver.between) if driver.between else None,
+        },
         "loader_rates": [{"workers": rate.workers, "batches_per_second": 1 / rate.seconds} for rate in rates],
         "current_workers": current,
         "operations": [{"name": n, "share": share, "calls": calls} for n, share, calls in facts.operations],
@@ -140,6 +147,20 @@ def overhead_text(report: dict) -> str:
     )
 
 
+def passes_text(report: dict) -> str:
+    """Returns what is known of the time between passes over the data; empty where there is no loader."""
+    passes = report["passes"]
+    if passes is None:
+        return ""
+    if passes["between_ms"] is None:
+        return "What the script does between passes over its data, such as evaluating and saving, was not looked at."
+    between, steps = passes["between_ms"], passes["batches"] * report["step_ms"]["value"]
+    return (
+        f"Between passes over its data of {count_text(passes['batches'], 'step')} the script takes {between:.3g} ms,"
+        f" {between / (between + steps):.0%} of its time; that is in none of the steps."
+    )
+
+
 def headline(report: dict) -> str:
     """Returns the answer in one sentence."""
     if not report["examined"]:
@@ -185,6 +206,8 @@ def show(report: dict) -> None:
     console.print(f"  {machine_text(report['machine'])}", markup=False, style="dim")
     if report["waited"] >= 0.01:
         console.print(f"  {waited_text(report)}", markup=False, style="dim")
+    if passes_text(report):
+        console.print(f"  {passes_text(report)}", markup=False, style="dim")
     if report["noisy"]:
         console.print(
             f"[yellow]This machine is noisy: two equal runs differ by {noise['low']:+.1%} to {noise['high']:+.1%}."

@@ -650,7 +650,7 @@ def _python_loop(facts: Facts, driver: Driver) -> Finding | str:
 def _evaluation(facts: Facts, driver: Driver) -> Finding | str:
     share = facts.parts["evaluation"] / facts.step.value
     if share < 0.1:
-        return f"calls of the model in evaluation mode take {share:.1%} of the time"
+        return f"calls of the model in evaluation mode take {share:.1%} of a step"
     evidence = f"calls of the model in evaluation mode, with their data, take {share:.0%} of the time between updates"
     advice = "evaluate less often, or on fewer samples"
     if driver.instrument.records_evaluation:

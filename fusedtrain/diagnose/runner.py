@@ -86,11 +86,13 @@ class Task:
             self._watch_processes(driver)
             while not driver.finished and not self.failed:
                 steps = driver.steps
-                self._run(train)
-                if driver.steps - steps < SHORT or not alone:
+                ends_passes = driver.ends_passes
+                self._run(train, driver, alone)
+                if (driver.steps - steps < SHORT and driver.ends_passes == ends_passes) or not alone:
                     break
                 if not driver.finished:
-                    self.tell(stage=f"the script ended after {driver.steps - steps} steps: starting it again")
+                    why = "ended" if driver.ends_passes == ends_passes else "fails beyond the length of its loader"
+                    self.tell(stage=f"the script {why} after {driver.steps - steps} steps: starting it again")
                     driver.restart()
                     _forget_process_state()
             if self.spawned:
@@ -103,7 +105,7 @@ class Task:
                 told["elsewhere"] = instrument.elsewhere
                 self.tell(ended=True, **told)
 
-    def _run(self, train: Callable[[], None]) -> None:
+    def _run(self, train: Callable[[], None], driver: Driver, alone: bool) -> None:
         try:
             train()
         except Finished:
@@ -111,9 +113,14 @@ class Task:
         except SystemExit as error:
             self.exit = error.code if error.code is None or isinstance(error.code, (int, str)) else str(error.code)
         except BaseException:
-            if not self.spawned:  # else it was told over there
-                self.failed = True
-                self.tell(error=traceback.format_exc(limit=-6))
+            if self.spawned:  # it was told over there
+                return
+            beyond = driver.beyond_pass and not (self.diagnosis and self.diagnosis.failure)  # of what is tried then
+            if beyond and alone and not driver.ends_passes:
+                driver.ends_passes = True
+                return
+            self.failed = True
+            self.tell(error=traceback.format_exc(limit=-6), beyond=beyond and not driver.ends_passes)
 
     def _watch_processes(self, driver: Driver) -> None:
         """Has the processes of torch.multiprocessing.spawn diagnosed, and counts those that others start."""

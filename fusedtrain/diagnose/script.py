@@ -17,6 +17,7 @@ from fusedtrain.diagnose.rules import count_text
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
+BEYOND = ", in a pass over its loader that goes on beyond the loader's length while it is measured"
 PAIRS = 3  # of fresh processes; twice as many where these show no gain
 CLEAR = 0.1  # where both of the first two pairs save more, they are enough
 ALLOCATOR = {"remedy": "Allocator", "arguments": {}}
@@ -57,10 +58,11 @@ def diagnose_script(
     task["do"] = "diagnose"
     messages, log = _run(task, {}, stage)
     report = next((m["report"] for m in reversed(messages) if "report" in m), None)
-    error = next((m["error"] for m in messages if "error" in m), None)
+    failed = next((m for m in messages if "error" in m), {})
+    error, beyond = failed.get("error"), BEYOND if failed.get("beyond") else ""
     if report is None:
         if error is not None:
-            raise ScriptError(f"the script failed:\n{error}")
+            raise ScriptError(f"the script failed{beyond}:\n{error}")
         ended = next((m for m in messages if "ended" in m), None)
         if ended is not None and ended["exit"]:  # a text, as of sys.exit("no data"), is what Python would print
             exit, said = ended["exit"], log[-2000:].strip()
@@ -76,7 +78,7 @@ def diagnose_script(
     report["traceback"] = ""
     if error is not None:
         if not report["failure"]:
-            report |= {"failure": "the script failed before all was measured", "traceback": error}
+            report |= {"failure": f"the script failed before all was measured{beyond}", "traceback": error}
         report["failure"] += f": {error.splitlines()[-1]}"
     elif any("ended" in m for m in messages):
         report["failure"] = ENDED
