@@ -598,9 +598,36 @@ def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_ta
 def test_what_was_waited_over_many_steps_is_taken_off_the_long_ones():
     steps = [a_step({"loader": 1.0, "rest": 1.0}, False) for _ in range(18)]
     steps += [a_step({"loader": 1.0, "rest": 4.0}, False), a_step({"rest": 3.0}, False)]
-    spread_waits(steps, 2.0)
+    spread_waits(steps, 2.0, least=2.0)
     assert [round(step.seconds, 9) for step in steps] == [2.0] * 18 + [3.5, 2.5]
     assert all(sum(step.parts.values()) == step.seconds for step in steps)
+
+
+def test_what_watched_steps_waited_is_taken_off_down_to_what_bare_ones_take():
+    with Instrument() as watched:
+        driver = Driver(watched, None)
+        driver._every_step, usual = False, []
+        for seconds, parts in ((1.0, False), (4.0, True)):  # each watched step was interrupted
+            driver._run, driver._counted = Run(20, parts=parts), (0.0, 0, 40.0 * parts, 0.0)
+            steps = [Step(0.0, seconds, {"rest": seconds}) for _ in range(20)]
+            driver._account(steps)
+            usual.append({step.seconds for step in steps})
+    assert usual == [{1.0}, {2.0}]
+
+
+def test_the_kernel_is_asked_for_page_faults_in_steps_of_their_own(monkeypatch):
+    asked, found = Counter(), types.SimpleNamespace()
+    monkeypatch.setattr(drive, "_faults", lambda: asked.update(["faults"]) or asked["faults"])
+
+    def plan(driver):
+        yield Run(8, parts=True)
+        found.before = asked["faults"]
+        yield from measure.optimizer_faults(driver, found, measure.Sizes(0.01, 1), Arm())
+        asked.clear()
+        yield Run(8, parts=True)
+
+    run(plan)
+    assert found.before == 0 and found.optimizer_faults == 1 and not asked
 
 
 def test_what_a_team_waits_is_taken_off_as_far_as_a_part_is_unusual():

@@ -157,6 +157,7 @@ class Diagnosis:
         self.stage("watching steps")
         facts = yield from measure.observe(driver, sizes, arm, steps, self.remedies)
         facts.noise, facts.graphs, facts.growth = self.noise.half(), self.graphs, self.growth
+        yield from measure.optimizer_faults(driver, facts, sizes, arm)
         if first:
             yield from self._timeline(driver, arm)
         cached = arm

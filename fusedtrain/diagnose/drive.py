@@ -14,6 +14,7 @@ twice, before and after the loader.
 """
 
 import contextlib
+import math
 import os
 import random
 import resource
@@ -33,7 +34,7 @@ from fusedtrain.data.dataloader import Loader
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
-from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, spread_waits
+from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, left_alone, spread_waits
 
 _clock = time.perf_counter
 
@@ -139,6 +140,8 @@ class Driver:
         self._epochs: list[int] = []  # steps among them in which the loader began anew
         self._since: Counters | None = None  # while steps are recorded
         self._counted = (0.0, 0, 0.0, 0.0)  # of the run: CPU, faults, waits of this thread and of its team
+        self.counts_faults = False  # of optimizers; asking for them is when the kernel gives the core to others
+        self._least: dict[Arm, float] = {}  # what bare steps take when they are left alone
         self.threads = 1  # that the script's operations run on
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._waits = TeamWaits()
@@ -314,11 +317,11 @@ class Driver:
 
     def _before_optimizer(self, optimizer) -> None:
         self._recognise(optimizer)
-        if self._open is not None:
+        if self.counts_faults and self._open is not None:
             self._open.optimizer_faults -= _faults()
 
     def _closure(self, entered: bool) -> None:
-        if self._open is not None:
+        if self.counts_faults and self._open is not None:
             self._open.optimizer_faults += _faults() if entered else -_faults()
 
     def _recognise(self, optimizer) -> None:
@@ -362,7 +365,7 @@ class Driver:
             self._not_asked(name)
 
     def _after_optimizer(self, optimizer) -> None:
-        if self._open is not None:
+        if self.counts_faults and self._open is not None:
             self._open.optimizer_faults += _faults()
         if optimizer is not self.optimizer:
             if self._waits_for_loader:
@@ -573,8 +576,13 @@ class Driver:
             return
         if self._every_step:
             leave_out_others(records)
-        elif own + team > 0.001 * sum(step.wall for step in records):
-            spread_waits(records, own + team)
+            return
+        arm, walls = self._run.arm, [step.wall for step in records]
+        least = min(left_alone(walls), self._least.get(arm, math.inf))
+        if not self._run.parts:
+            self._least[arm] = least
+        if own + team > 0.001 * sum(walls):
+            spread_waits(records, own + team, least)
 
     def _use_arm(self, before: Run | None) -> None:
         """Puts the remedies of the run in force and attaches the instrument, or detaches it."""

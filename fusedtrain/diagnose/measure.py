@@ -45,6 +45,7 @@ CYCLES = 6  # blocks of steps that are watched in parts, between bare ones
 MOST = 5e-4  # seconds: what seems to be more is noise
 QUICK = 0.02  # seconds of a step that feels it when the instrument is attached
 TURNS = 5  # in which what is made on the host is timed
+FAULTS = 4  # steps in which those of the optimizer are counted
 GRAPHS = 5  # steps whose backward passes are followed
 GROWTH = 4  # runs of steps between which memory is looked at
 STALL = 3.0  # times the median: a step that something held up
@@ -109,6 +110,7 @@ class Facts:
     watched: int = 0  # of the steps, in parts
     cost: Interval | None = None  # seconds that such a step takes longer than a bare one
     overhead: float = 0.0  # share of the time of all these steps that watching took
+    optimizer_faults: float = 0.0  # page faults of the optimizer
 
     def keep(self, remedy: Remedy) -> Remedy:
         """Returns the remedy of that name which is known already, or this one."""
@@ -117,11 +119,6 @@ class Facts:
     @property
     def faults(self) -> float:
         return fmean(step.faults for step in self.steps)
-
-    @property
-    def optimizer_faults(self) -> float:
-        watched = [step.optimizer_faults for step in self.steps if step.spans]
-        return fmean(watched) if watched else 0.0
 
 
 @dataclass(frozen=True)
@@ -242,6 +239,14 @@ def observe(driver: Driver, sizes: Sizes, arm: Arm, steps: int | None, remedies:
         blocks.append((plain, detailed))
         bare, watched, found = bare + len(plain) + between, watched + between + size, found + size
     return _facts(driver, sizes, arm, blocks, watched, remedies)
+
+
+def optimizer_faults(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
+    """Counts the page faults of the optimizer, in steps whose times are not looked at."""
+    driver.counts_faults = True
+    steps = yield Run(math.ceil(FAULTS / sizes.period) * sizes.period, arm, parts=True)
+    driver.counts_faults = False
+    facts.optimizer_faults = fmean(step.optimizer_faults for step in steps)
 
 
 def near(blocks: list[tuple[list[Step], list[Step]]]) -> list[tuple[list[Step], list[Step]]]:

@@ -53,10 +53,9 @@ def leave_out_others(records: list[Step]) -> None:
         step.waited = step.wall - sum(step.parts.values())
 
 
-def spread_waits(records: list[Step], waited: float) -> None:
-    """Takes what was waited over many steps off those that took longer than when they are left alone."""
+def spread_waits(records: list[Step], waited: float, least: float) -> None:
+    """Takes what was waited over many steps off those that took longer than ``least``, as when they are left alone."""
     walls = [step.end - step.start for step in records]
-    least = left_alone(walls)
     total = sum(wall - least for wall in walls if wall > least)
     share = min(1.0, waited / total) if total else 0.0
     for step, wall in zip(records, walls):
