@@ -84,6 +84,13 @@ def target(models, name, **options):
     return tune.Target(f"{models}:{name}", **{"image": (3, 4, 4), "device": "cpu", **options})
 
 
+def ends(pid):
+    end = time.monotonic() + 30
+    while time.monotonic() < end and os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.02)
+    return not os.path.exists(f"/proc/{pid}")
+
+
 # --- batch size -------------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +130,29 @@ def test_a_process_that_is_killed_does_not_fit_and_one_that_fails_is_an_error(mo
         tune.tune_batch_size(target(models, "broken"), steps=1)
     with pytest.raises(tune.TuneError, match=r"a batch of 6 does not fit: the process was killed by SIGKILL"):
         tune.tune_batch_size(target(models, "killed"), smallest=6, steps=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_trial_ends_with_its_command(tmp_path, number):
+    model = write(
+        tmp_path / "model.py",
+        """
+        import os, pathlib, time
+
+        def net():
+            new = pathlib.Path(__file__).with_name("new")
+            new.write_text(str(os.getpid()))
+            new.rename(new.with_name("trial"))
+            time.sleep(60)
+        """,
+    )
+    command = ["-m", "fusedtrain", "tune", "batch-size", "--model", f"{model}:net", "--device", "cpu"]
+    process = harness.start_python(*command, pipes={"stderr": subprocess.DEVNULL})
+    while process.poll() is None and not (tmp_path / "trial").exists():
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.wait()
+    assert ends((tmp_path / "trial").read_text())
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
@@ -354,13 +384,23 @@ def test_a_file_that_cannot_be_made_is_said_in_one_line(space, tmp_path, monkeyp
     assert len(lines) == 2 and all(line.startswith("fusedtrain tune: [Errno ") and "file" in line for line in lines)
 
 
-def test_a_process_whose_parent_is_gone_ends():
-    code = "from fusedtrain.tune import target; import multiprocessing as m, types; "
-    code += (
-        "m.parent_process = lambda: types.SimpleNamespace(is_alive=lambda: ALIVE); target.end_with_parent(); print()"
-    )
-    assert harness.run_python("-c", code.replace("ALIVE", "True")).returncode == 0
-    assert harness.run_python("-c", code.replace("ALIVE", "False")).returncode == 1
+def test_a_process_whose_parent_is_gone_is_killed():
+    code = """
+        import functools, os, subprocess, sys
+        from fusedtrain.tune.target import kill_with
+        start = lambda parent: subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=functools.partial(kill_with, parent)
+        )
+        assert start(os.getpid() - 1).wait() == 1  # it was gone before
+        child = start(os.getpid())
+        print(child.pid, flush=True)
+        child.wait()
+    """
+    process = harness.start_python("-c", textwrap.dedent(code), pipes={"stdout": subprocess.PIPE})
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    assert ends(child)
 
 
 def test_a_help_shows_a_space_that_is_read(capsys, tmp_path):
@@ -393,10 +433,7 @@ def test_a_search_that_was_cut_off_runs_its_trial_again(space, tmp_path, how, sa
     if how == "Ctrl-C":
         assert err == "fusedtrain tune: interrupted; the same command goes on from here\n"
     (tmp_path / "stop").unlink()
-    end = time.monotonic() + 30
-    while time.monotonic() < end and os.path.exists(f"/proc/{worker}"):  # it goes with its parent
-        time.sleep(0.02)
-    assert not os.path.exists(f"/proc/{worker}")
+    assert ends(worker)  # it goes with its parent
     found = tune.search(tune.read_space(path), tmp_path / "space.db")
     tried = [trial["params"]["x"] for trial in found["trials"]]
     assert len(tried) == len(set(tried)) == 3 and float(cut) in tried
@@ -466,10 +503,7 @@ def test_a_search_that_is_ended_takes_the_processes_of_its_command_along(space, 
     worker, child = (tmp_path / "processes").read_text().split()
     os.kill(int(worker), signal.SIGTERM)
     process.communicate()
-    end = time.monotonic() + 30
-    while time.monotonic() < end and os.path.exists(f"/proc/{child}"):
-        time.sleep(0.02)
-    assert not os.path.exists(f"/proc/{child}")
+    assert ends(child)
 
 
 def test_a_command_is_searched_by_its_json_lines(space, tmp_path):

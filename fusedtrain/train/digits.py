@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +16,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from fusedtrain import _allocator, _extension, _info
+from fusedtrain import _allocator, _extension, _info, _processes
 from fusedtrain.train import report
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.data import Batches, load_digits
@@ -129,15 +128,9 @@ def _check(options: Options) -> None:
 
 
 def _begin(wanted: connection.Connection) -> None:
-    """Ends this process when the other end of ``wanted`` is closed, instead of training on unseen: the process that
-    started it is gone, killed for instance, or was interrupted alone."""
+    """Lets this process end when the one that started it is gone, killed for instance, or was interrupted alone."""
     gc.freeze()  # as the command does
-
-    def watch() -> None:
-        connection.wait([wanted])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    _processes.end_with(wanted)
 
 
 def _make_output(wanted: Path | None) -> Path:

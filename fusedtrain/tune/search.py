@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fusedtrain import _files
 from fusedtrain._extras import need, require
-from fusedtrain.tune.target import TuneError, end_with_parent, load
+from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load
 
 # The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
@@ -380,7 +380,7 @@ def _command(space: Space, number: int) -> Callable:
             errors="replace",
             env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a value is told when it is known
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=functools.partial(kill_with, os.getpid()),
         )
         try:
             for line in process.stdout:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fusedtrain import _processes
 from fusedtrain.train import run
 from fusedtrain.train.callbacks import Callback
 from fusedtrain.train.config import resolve_device
@@ -167,11 +168,16 @@ def wait(device: torch.device) -> None:
 
 
 def end_with_parent() -> None:
-    """Lets the system end this process when the one that wants its result is gone."""
+    """Ends this process of multiprocessing when the one that wants its result is gone. The system would wait for the
+    one that forked it, which may be a server."""
+    _processes.end_with(multiprocessing.parent_process().sentinel)
+
+
+def kill_with(parent: int) -> None:
+    """Lets the system kill this process when its parent is gone, whatever program it runs by then."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it was gone before the system knew
+    if os.getppid() != parent:  # it was gone before the system knew
         os._exit(1)
 
 
