@@ -719,7 +719,7 @@ def gated(tmp_path):
                 gate()
                 return super().forward(x)
 
-        def net(): return Net(torch.nn.Flatten(), torch.nn.Linear(256, 10))
+        def net(): return Net(torch.nn.Flatten(), torch.nn.Dropout(), torch.nn.Linear(256, 10))
 
         class Zeros(torch.utils.data.Dataset):
             def __len__(self): return 100
@@ -792,6 +792,7 @@ def test_what_was_killed_goes_on_from_what_was_kept(what, gated, cache, capsys, 
         (["batch-size", "--device", "tpu"], "device must be auto, cpu or cuda, got 'tpu'"),
         (["batch-size", "--smallest", "9", "--largest", "8"], "smallest and largest must be 1 or more and in order"),
         (["lr", "--image", "3x8x8"], "the digits have one channel and are square"),
+        (["lr", "--classes", "3"], "classes must be at least 10, that of the digits, got 3"),
         (["backend", "--layers", "stock"], "--layers stock has no fused ops to choose backends for"),
         (["search", "none.yaml"], "the space cannot be read: "),
         (["lr", "--data", "nowhere"], "--data: there is no folder nowhere"),

@@ -66,7 +66,10 @@ def tune_lr(
         )
     if dataset is None:
         from fusedtrain.data import digits
+        from fusedtrain.train.data import Digits
 
+        if target.classes < Digits.CLASSES:
+            raise TuneError(f"classes must be at least {Digits.CLASSES}, that of the digits, got {target.classes}")
         dataset, data_key = digits(size=target.image[1]), data_key or "digits"
     if not len(dataset):
         raise TuneError("the dataset holds no samples")
