@@ -219,6 +219,7 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         ),
         (["--model", "smallnet", "--loggers", "jsonl", "jsonl"], "loggers names one twice: jsonl, jsonl"),
         (["--model", "smallnet", "--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["--model", "smallnet", "--max-skipped=-1"], "max_skipped must be at least 0, got -1"),
         (["--model", "smallnet", "--lr", "0"], "lr must be positive and finite, got 0.0"),
         (["--model", "smallnet", "--lr", "inf"], "lr must be positive and finite, got inf"),
         (["--model", "smallnet", "--weight-decay", "inf"], "weight_decay must be at least 0 and finite, got inf"),
@@ -235,6 +236,8 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         (["--config", "optimizer.yaml"], "optimizer.yaml: optimizer must be one of adamw, adam, sgd, lion, rmsprop, "),
         (["--config=no.yaml"], "no.yaml cannot be read: "),
         (["--config", "newer.yaml"], "newer.yaml was written by a newer version (99); this one reads up to 1"),
+        (["--config", "none.yaml"], "none.yaml: version must be a number from 1 on, got None"),
+        (["--config", "twice.yaml"], "twice.yaml: epochs is named twice, again in line 3"),
         (["--config", "unknown.yaml"], "unknown.yaml: train: unknown option epoch; known are epochs, "),
         (["--config", "kind.yaml"], "kind.yaml: train: epochs must be int, got 'many'"),
         (["--config", "text.yaml"], "text.yaml: freeze must be a list, got 'blocks.*'"),
@@ -245,6 +248,8 @@ def test_bad_input_gets_one_line_before_anything_is_made(tmp_path, monkeypatch, 
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "newer.yaml").write_text("version: 99\n")
+    (tmp_path / "none.yaml").write_text("version:\n")
+    (tmp_path / "twice.yaml").write_text("train:\n  epochs: 3\n  epochs: 5\n")
     (tmp_path / "unknown.yaml").write_text("version: 1\ntrain: {epoch: 3}\n")
     (tmp_path / "kind.yaml").write_text("train: {epochs: many}\n")
     (tmp_path / "text.yaml").write_text("freeze: blocks.*\n")
@@ -480,6 +485,12 @@ def test_options_survive_yaml(tmp_path):
     assert run.parse(["--config", str(tmp_path / "w.yaml")]).workers == "4"
     assert chosen.train.precision.tf32 is False and run.Options().train.precision.tf32 is None
     assert chosen.train.schedule.milestones == (3, 5) and chosen.train.logging.loggers == ("jsonl", "tensorboard")
+
+
+def test_keys_of_merged_mappings_may_be_named_again(tmp_path):
+    (tmp_path / "o.yaml").write_text("a: {b: &b {<<: &c {x: 1, y: 1}, x: 2}}\nd: {<<: *b, x: 3}\n1: 1\n'1': 2\n")
+    content = options.load_yaml(tmp_path / "o.yaml")
+    assert content == {"a": {"b": {"x": 2, "y": 1}}, "d": {"x": 3, "y": 1}, 1: 1, "1": 2}
 
 
 def names_of_options() -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fusedtrain._extras import need
 from fusedtrain._files import write_atomic
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, require
 
 VERSION = 1
 
@@ -46,21 +46,37 @@ def read_yaml(path: Path, kind: type):
     """Returns an object of the dataclass ``kind`` with the values of the file and the defaults of the others.
 
     Raises:
-        InputError: the file cannot be read, is of a newer version, or holds an unknown option.
+        InputError: the file cannot be read, is of a newer version, or holds an unknown option or one twice.
     """
+    content = load_yaml(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no options")
+    version = content.pop("version", VERSION)
+    require(type(version) is int and version >= 1, f"{path}: version must be a number from 1 on, got {version!r}")
+    if version > VERSION:
+        raise InputError(f"{path} was written by a newer version ({version}); this one reads up to {VERSION}")
+    return _build(kind, content, str(path))
+
+
+def load_yaml(path: Path | str):
+    """Returns the content of a YAML file; InputError where it cannot be read or names a key twice."""
     yaml = need("yaml", "train")
+
+    class Loader(yaml.SafeLoader):  # which takes the last of them
+        def compose_mapping_node(self, anchor):
+            node, names = super().compose_mapping_node(anchor), set()
+            for key, _ in node.value:
+                place = f"in line {key.start_mark.line + 1}"
+                require((key.tag, str(key.value)) not in names, f"{path}: {key.value} is named twice, again {place}")
+                names.add((key.tag, str(key.value)))
+            return node
+
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        return yaml.load(Path(path).read_text(), Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds no options")
-    version = content.pop("version", VERSION)
-    if not isinstance(version, int) or version > VERSION:
-        raise InputError(f"{path} was written by a newer version ({version}); this one reads up to {VERSION}")
-    return _build(kind, content, str(path))
 
 
 def _plain(value):

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from fusedtrain import _files
 from fusedtrain._extras import need, require
+from fusedtrain.train.errors import InputError
+from fusedtrain.train.options import load_yaml
 from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load
 
 # The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
@@ -91,13 +93,10 @@ class Space:
 
 def read_space(path: str | Path) -> Space:
     """Returns the space of a YAML file; TuneError names what is wrong in it."""
-    yaml = need("yaml", "train")
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise TuneError(f"the space cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise TuneError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        content = load_yaml(path)
+    except InputError as error:
+        raise TuneError(str(error)) from None
     known = [f.name for f in fields(Space)]
     if not isinstance(content, dict) or "params" not in content:
         raise TuneError(f"{path} must hold params: and of {', '.join(known)}")
