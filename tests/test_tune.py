@@ -829,7 +829,7 @@ def test_networks_are_tuned_by_the_names_that_training_knows(zoo, tmp_path, caps
 # Options of training that make another step, and those that do not.
 STEPS = ["--model smallnet --optimizer lamb", "--weight-decay 0.1", "--decay-all", "--layer-decay 0.5", "--no-fuse"]
 STEPS += ["--freeze conv_stem.*", "--ema-decay 0.9", "--max-grad-norm 0.5", "--accumulate 2", "--precision fp16"]
-STEPS += ["--checkpoint-modules blocks.1", "--activation-budget-gib 1", "--compile default", "--seed 3", "--tf32"]
+STEPS += ["--checkpoint-modules blocks.1", "--activation-budget-gib 1", "--compile default", "--seed 3", "--tf32 True"]
 STEPS += ["--label-smoothing 0.1", "--mixup 0.2", "--cutmix 0.2", "--nonfinite skip", "--no-channels-last"]
 STEPS += ["--model resnet18 --drop-rate 0.1", "--model resnet18 --drop-path-rate 0.1", "--model resnet18 --pretrained"]
 OTHERS = ["--epochs 3", "--lr 0.5", "--batch-size 8", "--workers 2", "--no-augment", "--output o", "--profile"]
