@@ -132,7 +132,7 @@ def test_an_instruction_without_a_line_belongs_to_its_function():
     def function():
         pass
 
-    frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None, f_lasti=0)
+    frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None)
     assert instrument.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
 
 

@@ -154,27 +154,33 @@ def is_users(file: str) -> bool:
     return not file.startswith(_OWN) and "site-packages" not in file
 
 
+def _users(frame):
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def user_frame(frame) -> Site | None:
     """Returns the place of the innermost frame of a call stack that is the user's."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            # some instructions belong to no line
-            return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno, _call_end(frame))
-        frame = frame.f_back
-    return None
-
-
-def _call_end(frame) -> tuple[int, int] | None:
-    """Returns where the call that a frame is in ends: no other one ends there."""
-    if not hasattr(frame.f_code, "co_positions"):  # before Python 3.11
+    frame = _users(frame)
+    if frame is None:
         return None
-    _, line, _, column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    return None if line is None or column is None else (line, column)
+    return Site(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)  # some belong to no line
 
 
 def call_site() -> Site | None:
     """Returns the place in the user's code that is being carried out."""
     return user_frame(sys._getframe(1))
+
+
+def exact_site() -> Site | None:
+    """Returns the same with the end of the call: for what is called rarely, as long functions are searched for it."""
+    frame = _users(sys._getframe(1))
+    site = user_frame(frame)
+    if site is None or not hasattr(frame.f_code, "co_positions"):  # from Python 3.11 on
+        return site
+    _, line, _, column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return site if line is None or column is None else Site(site.file, site.line, (line, column))
 
 
 def _flag(args: tuple) -> int | None:
@@ -549,7 +555,7 @@ class Instrument:
                 if autocast._enabled:
                     self.autocast.add(autocast.fast_dtype)
                     if "autocast" not in self.sites:
-                        self.sites["autocast"], self.autocast_class = call_site(), type(autocast)
+                        self.sites["autocast"], self.autocast_class = exact_site(), type(autocast)
                 return original(autocast)
 
             return wrapper
@@ -596,7 +602,7 @@ class Instrument:
 
         def wrapper(owner, set_to_none: bool = True):
             if not set_to_none and not self.keeps_zero_grads:
-                self.keeps_zero_grads, self.sites["zero_grad"] = True, call_site()
+                self.keeps_zero_grads, self.sites["zero_grad"] = True, exact_site()
             return timed(owner, set_to_none=set_to_none)
 
         return wrapper
@@ -642,7 +648,7 @@ class Instrument:
     def _patch_rare(self) -> None:
         def noted(original):
             def wrapper(made, *args, **kwargs):
-                self.sites[id(made)] = call_site()  # another object may have had that id
+                self.sites[id(made)] = exact_site()  # another object may have had that id
                 self.made_optimizer |= isinstance(made, Optimizer)
                 return original(made, *args, **kwargs)
 
@@ -653,7 +659,7 @@ class Instrument:
 
         def threads(original):
             def wrapper(number):
-                self.sites["set_num_threads"] = call_site()
+                self.sites["set_num_threads"] = exact_site()
                 return original(number)
 
             return wrapper
@@ -663,7 +669,7 @@ class Instrument:
         def anomalies(original):
             def wrapper(enabled, *args, **kwargs):
                 if enabled and "anomaly" not in self.sites:
-                    self.sites["anomaly"] = call_site()
+                    self.sites["anomaly"] = exact_site()
                 return original(enabled, *args, **kwargs)
 
             return wrapper
