@@ -423,10 +423,11 @@ class Sampler:
         last = time.perf_counter()
         with tempfile.TemporaryFile() as file:
             while not self.stop.wait(0.002):
+                stepping = self.driver.stepping
                 stack = stack_of(self.target, file)
                 site = next((Site(name, line) for name, line, _ in stack if is_users(name)), None)
                 now = time.perf_counter()
-                if site is not None and self.driver.stepping:
+                if site is not None and stepping and self.driver.stepping:  # before and after
                     part = "evaluation" if self.driver.instrument.evaluating else running(stack, self.parts)
                     self.times[part, site] += now - last
                 last = now
