@@ -2155,7 +2155,8 @@ odd = {Odd(): [0]}
 
 
 @pytest.mark.parametrize("odd", ["", DEAD_PROXY, FAILING_FILE, ODD_KEY], ids=["none", "proxy", "file", "key"])
-def test_what_a_script_has_written_is_on_the_disk(tmp_path, odd):
+def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch, odd):
+    monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
     train = tmp_path / "train.py"
     train.write_text(odd + WRITES)
     task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}
@@ -2328,7 +2329,8 @@ while True:
         ("Lamb", "from_timm.Lamb(model.parameters(), lr=1e-5, foreach=False)"),
     ],
 )
-def test_an_optimizer_that_torch_has_not_fused_is_replaced_by_ours(zoo, tmp_path, name, made):
+def test_an_optimizer_that_torch_has_not_fused_is_replaced_by_ours(zoo, tmp_path, monkeypatch, name, made):
+    monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
     train = tmp_path / "train.py"
     train.write_text(REPLACED.replace("OPTIMIZER", made))
     arguments = [str(ROOT / "tests"), name]

@@ -913,7 +913,7 @@ def test_averages_of_the_weights_count_in_the_memory_of_a_batch(tmp_path):
     for decay in (None, 0.9):
         options = run.Options(train=TrainConfig(ema_decay=decay))
         wide = tune.Target(f"{path}:net", (3, 4, 4), device="cpu", options=options)
-        peaks.append(sizes._trial(wide, 2, 1, None)["peak_bytes"])
+        peaks.append(min(sizes._trial(wide, 2, 1, None)["peak_bytes"] for _ in range(3)))  # some take more
     assert peaks[1] - peaks[0] > weights / 2
 
 
