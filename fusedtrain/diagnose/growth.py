@@ -233,9 +233,9 @@ def added_to(path: str) -> tuple[Site, ...]:
     name = re.escape(re.findall(r"\w+", path)[-1])
     calls = r"\.(append|extend|add|update|setdefault|insert)\("
     pattern = re.compile(rf"\b{name}\b\W*({calls}|\[.+\]\s*=[^=]|\+=)|\b{name} = {name} \+")
-    running = {frame.f_code.co_filename for frame in user_frames()}
-    for files in (running, {m.__file__ for m in _modules()} - running):
-        lines = [(file, i, text) for file in sorted(files) for i, text in enumerate(linecache.getlines(file), 1)]
+    running = dict.fromkeys(frame.f_code.co_filename for frame in user_frames())  # the innermost first
+    for files in (running, sorted({m.__file__ for m in _modules()} - running.keys())):
+        lines = [(file, i, text) for file in files for i, text in enumerate(linecache.getlines(file), 1)]
         found = tuple(Site(file, i) for file, i, text in lines if pattern.search(text))
         if found:
             return found[:4]
