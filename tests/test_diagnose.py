@@ -1320,7 +1320,8 @@ def test_what_grows_from_step_to_step_is_found_by_its_name(tmp_path, line, path,
     assert (held.path, held.kind, held.emptied) == (path, kind, emptied)
     assert held.size >= size and (not size or held.size < 2 * size)
     assert (found.graph >= 1) == ("graph" in kind) and found.size > 0
-    added = [site.line for site in held.lines if site.file == str(train)]  # this file runs it
+    # This file runs it, and has such lines too: fewer than are shown.
+    added = [site.line for site in held.lines if site.file == str(train)]
     assert [train.read_text().splitlines()[i - 1].strip() for i in added] == [line]
 
 
@@ -1330,9 +1331,9 @@ def test_of_memory_that_cannot_be_looked_at_nothing_is_said():
             raise RuntimeError("it has no name")
 
     odd = {Odd(): [0]}  # a variable of a running function
-    watch, kept = growth.Watch(), []
+    watch, grows = growth.Watch(), []
     for _ in range(3):
-        kept.append(0)
+        grows.append(0)
         watch.look()
     assert watch.found(1) is None and len(odd) == 1
     facts = types.SimpleNamespace(growth=None, step=types.SimpleNamespace(value=1.0))
