@@ -192,6 +192,7 @@ def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatc
         fusedtrain.explain(getattr(ops, op), *(args[0] if op == "grad_norm" else args), **kwargs)
     by_op, *by_explain = asked
     for each in by_explain:
+        assert len(each) == len(by_op)
         for ours, expected in zip(each, by_op):
             assert type(ours) is type(expected)
             if isinstance(expected, torch.Tensor):

@@ -230,6 +230,7 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         (["--model", "smallnet", "--freeze", "nothing.*"], "freeze: no parameter matches 'nothing.*'"),
         (["--model", "smallnet", "--freeze-norms"], "freeze_norms needs patterns of what is frozen, see freeze"),
         (["--model", "smallnet", "--cache-gib", "-1"], "cache_gib must be at least 0 and finite, got -1.0"),
+        (["--model", "smallnet", "--cache-gib", "1"], "cache_gib keeps images of a folder on the disk, and digits are"),
         (["--model", "smallnet", "--init-weights", "no.pt"], "no.pt: cannot be read: "),
         (["--model", "smallnet", "--pretrained"], "pretrained: there are no weights of smallnet; it can start from a "),
         (["--model", "smallnet", "--drop-rate", "0.1"], "drop_rate: smallnet takes none"),

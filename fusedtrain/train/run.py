@@ -278,6 +278,8 @@ def check(options: Options) -> None:
     require(not has_none, "pretrained: there are no weights of smallnet; it can start from a file, see init_weights")
     require(options.freeze or not options.freeze_norms, "freeze_norms needs patterns of what is frozen, see freeze")
     require(0 <= options.cache_gib < inf, f"cache_gib must be at least 0 and finite, got {options.cache_gib}")
+    kept = options.cache_gib and options.data == "digits"
+    require(not kept, "cache_gib keeps images of a folder on the disk, and digits are none")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
