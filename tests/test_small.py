@@ -2,6 +2,7 @@
 costs in Python counts."""
 
 import copy
+import gc
 import sys
 
 import harness
@@ -165,11 +166,13 @@ def _python_calls(function, *args) -> int:
         calls += event == "call"
 
     function(*args)  # what is made once
+    gc.disable()  # whose callbacks are others' calls
     sys.setprofile(count)
     try:
         function(*args)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
