@@ -84,6 +84,7 @@ ATTENTION = {
     "CecaModule",
 }
 ATTENTION |= {"CbamModule", "LightCbamModule", "GatherExcite", "GlobalContext", "SplitAttn", "SqueezeExcitation"}
+ATTENTION |= {"ChannelAttn", "LightChannelAttn", "SpatialAttn", "LightSpatialAttn"}
 # The blocks whose inner layers of these names are one op, where they are depthwise convolution and normalisation.
 MIDDLES = {
     "DepthwiseSeparableConv": ("conv_dw", "bn1"),
@@ -92,10 +93,6 @@ MIDDLES = {
 }
 ACTIVATIONS = {"ReLU", "ReLU6", "SiLU", "Swish", "GELU", "Hardswish", "HardSwish"}
 RECORDED = "fusedtrain.nn.recorded.Recorded"
-NOT_YET = {
-    "timm.layers.global_context.GlobalContext",
-    "timm.layers.split_attn.SplitAttn",
-}
 
 
 def timm_model(zoo, name, **options):
@@ -159,7 +156,8 @@ def candidates_of(model):
     convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
     for name, module in model.named_modules():
         mixes_channels = is_pointwise(module) or is_grouped(module) or (convolves and type(module) is nn.Linear)
-        if is_candidate(module) or (mixes_channels and not name.startswith(gates)):
+        sees_images = not name.startswith(gates) or getattr(module, "kernel_size", (1, 1)) != (1, 1)
+        if is_candidate(module) or (mixes_channels and sees_images):
             found.add(name)
         if type(module).__name__ in ATTENTION:
             gates += (f"{name}.",)
@@ -184,7 +182,7 @@ def check_sweep(model):
     report = fusedtrain.fuse(model)
     by_class = {c.name for c in report if c.after != RECORDED}
     assert report == planned and by_class == candidates, report
-    assert {c.before for c in report.kept} <= NOT_YET, report.kept
+    assert not report.kept, report.kept
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)) and layout_of(model) == before
     for candidate in report.swapped:
         fused = type(model.get_submodule(candidate.name))
@@ -297,6 +295,45 @@ def test_models_of_timm_train_as_well_as_before(name, zoo):
     torch.manual_seed(0)
     model = timm_model(zoo, name, num_classes=10)
     check_training(model, name)
+
+
+def gates_of_splits_and_pixels(zoo):
+    """Convolutions and gates in turns, which differ from the first channel attention in what they pool or scale."""
+    layers, options = zoo.timm.layers, {"act_layer": nn.SiLU, "rd_ratio": 1}
+    split = layers.SplitAttn(8, 12, norm_layer=nn.BatchNorm2d, act_layer=nn.SiLU)
+    context = layers.GlobalContext(12, fuse_add=True, act_layer=nn.SiLU)
+    nn.init.normal_(context.mlp_add.fc2.weight)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 1), split, context),
+        *(layers.cbam.CbamModule(12, **options), layers.cbam.LightCbamModule(12, **options)),
+    )
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gates_of_splits_and_pixels_train_as_well_as_before(memory_format, zoo):
+    torch.manual_seed(0)
+    stock = gates_of_splits_and_pixels(zoo).to(memory_format=memory_format)
+    fused = copy.deepcopy(stock)
+    assert {c.name for c in fusedtrain.fuse(fused).swapped} >= {"1", "1.conv", "1.bn0", "2", "3.channel", "3.spatial"}
+    with fusedtrain.use_backend("cpu"):
+        assert_model_as_good_as_torch(fused, stock, "splits and pixels", size=9)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forced", ["cpu", None])
+def test_gates_of_splits_and_pixels_keep_strides(forced, dtype, layout, zoo):
+    for stock in gates_of_splits_and_pixels(zoo)[1:].to(dtype):
+        fused, strides = copy.deepcopy(stock), []
+        assert fusedtrain.fuse(fused).swapped
+        channels = next(stock.parameters()).shape[1] * (2 if "Split" in type(stock).__name__ else 1)
+        for layer in (stock, fused):
+            x = harness.images((8, channels, 40, 30), layout, dtype).requires_grad_()
+            with fusedtrain.use_backend(forced):
+                y = layer(x)
+                y.sum().backward()
+            strides.append((y.dtype, y.stride(), x.grad.stride()))
+        assert strides[0] == strides[1], type(stock)
 
 
 def test_torchvisions_mobilenet_v3_trains_as_well_as_before(zoo):
@@ -728,12 +765,18 @@ def test_features_of_layers_that_a_block_calls_twice_are_those_of_the_stock_netw
 
 
 def test_layers_built_fused_get_the_stock_class_of_their_name(zoo):
-    model = nn.Sequential(fusedtrain.nn.SEModule(16), fusedtrain.nn.SEBlock(16), fusedtrain.nn.SENetModule(16, 4))
+    layers = [fusedtrain.nn.SEModule(16), fusedtrain.nn.SEBlock(16), fusedtrain.nn.SENetModule(16, 4)]
+    layers += [kind(16) for kind in (fusedtrain.nn.GlobalContext, fusedtrain.nn.SplitAttn, fusedtrain.nn.CbamModule)]
+    model = nn.Sequential(*layers).eval()
     x = harness.images((2, 16, 4, 4))
     fused = model(x)
-    assert [c.after for c in fusedtrain.unfuse(model)] == [
-        "timm.layers.squeeze_excite.SEModule",
-        "timm.models.senet.SEModule",
+    assert [c.after.removeprefix("timm.") for c in fusedtrain.unfuse(model)] == [
+        "layers.squeeze_excite.SEModule",
+        "models.senet.SEModule",
+        "layers.global_context.GlobalContext",
+        "layers.split_attn.SplitAttn",
+        *(f"layers.cbam.{name}" for name in ("CbamModule", "ChannelAttn", "SpatialAttn")),
+        "layers.norm_act.BatchNormAct2d",
     ]
     stock, truth = model(x), copy.deepcopy(model).double()(x.double())
     harness.assert_as_good_as_torch(fused, stock, truth, "layers built fused")
@@ -805,7 +848,7 @@ def test_what_is_not_sure_to_be_the_same_stays_with_its_reason(change, zoo):
 
 
 def test_channel_attention_without_a_fused_layer_is_named(zoo):
-    model = nn.Sequential(zoo.timm.layers.GlobalContext(16), zoo.timm.layers.SEModule(16))
+    model = nn.Sequential(zoo.timm.layers.gather_excite.GatherExcite(16, use_mlp=False), zoo.timm.layers.SEModule(16))
     report = fusedtrain.fuse(model)
     assert [c.reason for c in report.kept] == ["there is no fused layer for it yet"] and len(report.swapped) == 1
 

@@ -65,6 +65,11 @@ ORIGINALS = {
     "EseModule": "timm.models.hgnet.EseModule",
     "EcaModule": "timm.layers.eca.EcaModule",
     "CecaModule": "timm.layers.eca.CecaModule",
+    "SqueezeExciteCl": "timm.layers.squeeze_excite.SqueezeExciteCl",
+    "GlobalContext": "timm.layers.global_context.GlobalContext",
+    "SplitAttn": "timm.layers.split_attn.SplitAttn",
+    "CbamModule": "timm.layers.cbam.CbamModule",
+    "LightCbamModule": "timm.layers.cbam.LightCbamModule",
 }
 
 # label -> class, arguments, whether the whole layer is one op
@@ -116,7 +121,43 @@ CASES = {
     "EcaModule mlp": ("EcaModule", {"channels": C, "use_mlp": True, "act_layer": nn.SiLU}, False),
     "CecaModule": ("CecaModule", {"channels": C}, False),
     "CecaModule k7": ("CecaModule", {"kernel_size": 7, "act_layer": nn.ReLU}, False),
+    "SqueezeExciteCl": ("SqueezeExciteCl", {"channels": C}, True),
+    "SqueezeExciteCl mish": ("SqueezeExciteCl", {"channels": C, "bias": False, "act_layer": "mish"}, False),
+    "GlobalContext": ("GlobalContext", {"channels": C, "act_layer": nn.SiLU}, False),
+    "GlobalContext add": ("GlobalContext", {"channels": C, "fuse_add": True, "fuse_scale": False}, False),
+    "GlobalContext both": (
+        "GlobalContext",
+        {"channels": C, "fuse_add": True, "use_attn": False, "gate_layer": "hard_sigmoid"},
+        False,
+    ),
+    "SplitAttn": ("SplitAttn", {"in_channels": C}, False),
+    "SplitAttn groups": (
+        "SplitAttn",
+        {"in_channels": C, "groups": 2, "radix": 3, "stride": 2, "bias": True, "norm_layer": GROUP_NORM},
+        False,
+    ),
+    "SplitAttn alone": (
+        "SplitAttn",
+        {"in_channels": C, "out_channels": 8, "radix": 1, "rd_channels": 5, "act_layer": nn.SiLU},
+        False,
+    ),
+    "CbamModule": ("CbamModule", {"channels": C}, False),
+    "CbamModule bias": (
+        "CbamModule",
+        {"channels": C, "rd_ratio": 0.3, "mlp_bias": True, "gate_layer": "hard_sigmoid", "act_layer": nn.Mish},
+        False,
+    ),
+    "LightCbamModule": ("LightCbamModule", {"channels": C, "spatial_kernel_size": 3, "gate_layer": "tanh"}, False),
 }
+# Of layers that are more than one gate: their calls of ops.
+CALLS = {
+    "GlobalContext": ["channel_pool_attention", "scale"],
+    "GlobalContext add": ["channel_pool_attention"],
+    "CbamModule": ["pool_twice", "joined", "summed", "scale_channels", "pixel_means_and_maxima", "scale_pixels"],
+    "CbamModule bias": ["pool_twice", "scale_channels", "pixel_means_and_maxima", "scale_pixels"],
+    "LightCbamModule": ["squeeze_excite", "pixel_averages", "scale_pixels"],
+}
+CALLS |= {label: ["pool_splits", "normalised", "average"] for label in CASES if label.startswith("SplitAttn")}
 ONE_EACH = [label for label in CASES if label in ORIGINALS] + ["SEModule norm"]
 case = pytest.mark.parametrize("label", CASES)
 one_each = pytest.mark.parametrize("label", ONE_EACH)
@@ -141,14 +182,29 @@ def original(name, zoo):
     return getattr(sys.modules[module], attribute)
 
 
+class OnRows(nn.Module):
+    """A layer that takes ``[N, H, W, C]``, for the tests' images."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def on_images(layer):
+    return OnRows(layer) if type(layer).__name__ == "SqueezeExciteCl" else layer
+
+
 def make(label, zoo=None, dtype=torch.float32, device="cpu"):
     """Returns our layer and the original with the same weights (without ``zoo`` ours alone)."""
     name, arguments, _ = CASES[label]
     torch.manual_seed(0)
-    ours = getattr(fusedtrain.nn, name)(**arguments)
+    ours = on_images(getattr(fusedtrain.nn, name)(**arguments))
     if zoo is None:
         return ours.to(device, dtype)
-    stock = original(name, zoo)(**arguments)
+    stock = on_images(original(name, zoo)(**arguments))
     ours.load_state_dict(stock.state_dict())
     return ours.to(device, dtype), stock.to(device, dtype)
 
@@ -281,7 +337,7 @@ def test_one_op_where_the_op_can_express_the_layer_else_its_two_halves(label):
         for node in graph.nodes
         if node.op == "call_function" and "fusedtrain" in node.target.__module__
     ]
-    ops = ["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"]
+    ops = CALLS.get(label, ["squeeze_excite"] if CASES[label][2] else ["channel_pool", "scale"])
     takes_single_images = label.startswith("SqueezeExcitation")
     assert calls == (["as_batch", *ops, "as_before"] if takes_single_images else ops)
 
@@ -344,6 +400,8 @@ def test_eca_refuses_what_has_no_centre_or_no_channels():
 
 INNER = {"SqueezeExcite": "conv_expand", "SEModule": "bn", "SENetModule": "relu", "SqueezeExcitation": "avgpool"}
 INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EseModule": "conv", "EcaModule": "conv", "CecaModule": "gate"}
+INNER |= {"SqueezeExciteCl": "layer.fc2", "GlobalContext": "conv_attn", "SplitAttn": "rsoftmax"}
+INNER |= {"CbamModule": "channel.fc1", "LightCbamModule": "spatial.conv"}
 
 
 @pytest.mark.parametrize("label", INNER)
@@ -632,7 +690,7 @@ def test_gradients_under_vmap_are_refused_and_results_without_them_are_those_of_
         else:
             with pytest.raises(RuntimeError, match=r"no gradient under torch.func.vmap; .*use_backend\('reference'\)"):
                 run()
-    partly_stock = ("EseModule", "EcaModule", "CecaModule", "SEModule norm")
+    partly_stock = ("EseModule", "EcaModule", "CecaModule", "SEModule norm", "GlobalContext", "SplitAttn", "CbamModule")
     if backend != "reference" and label not in partly_stock:
         with torch.no_grad():
             assert all(map(torch.equal, torch.vmap(layers[0])(x), map(layers[0], x)))

@@ -1,12 +1,15 @@
 """Layers on the fused ops, with the constructor arguments, attributes and state_dict keys of timm and torchvision."""
 
 from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchNormAct
+from fusedtrain.nn.cbam import CbamModule, LightCbamModule
 from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
+from fusedtrain.nn.global_context import GlobalContext
 from fusedtrain.nn.grouped_conv2d import GroupedConv2d
 from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
+from fusedtrain.nn.split_attn import SplitAttn
 from fusedtrain.nn.squeeze_excite import (
     EffectiveSEModule,
     EseModule,
@@ -15,11 +18,13 @@ from fusedtrain.nn.squeeze_excite import (
     SENetModule,
     SqueezeExcitation,
     SqueezeExcite,
+    SqueezeExciteCl,
 )
 
 __all__ = [
     "BatchNorm2d",
     "BatchNormAct2d",
+    "CbamModule",
     "CecaModule",
     "DepthwiseBnActSe",
     "DepthwiseConv2d",
@@ -28,13 +33,17 @@ __all__ = [
     "EcaModule",
     "EffectiveSEModule",
     "EseModule",
+    "GlobalContext",
     "GroupedConv2d",
+    "LightCbamModule",
     "Linear",
     "PointwiseConv2d",
     "SEBlock",
     "SEModule",
     "SENetModule",
+    "SplitAttn",
     "SqueezeExcitation",
     "SqueezeExcite",
+    "SqueezeExciteCl",
     "SyncBatchNormAct",
 ]

@@ -17,13 +17,16 @@ from torch.nn.utils import parametrize
 
 from fusedtrain.nn import (
     batch_norm_act,
+    cbam,
     depthwise_bn_act_se,
     depthwise_conv2d,
     eca,
+    global_context,
     grouped_conv2d,
     linear,
     pointwise_conv2d,
     recorded,
+    split_attn,
     squeeze_excite,
 )
 from fusedtrain.nn._kind import derived, kind_of, stock_of
@@ -103,6 +106,7 @@ RULES = (
         ("conv_reduce", "act1", "conv_expand", "gate"),
     ),
     Rule("timm.layers.squeeze_excite.SEModule", squeeze_excite.SEModule, ("fc1", "bn", "act", "fc2", "gate")),
+    Rule("timm.layers.squeeze_excite.SqueezeExciteCl", squeeze_excite.SqueezeExciteCl, ("fc1", "act", "fc2", "gate")),
     Rule("timm.models.senet.SEModule", squeeze_excite.SENetModule, ("fc1", "relu", "fc2", "sigmoid")),
     Rule("timm.layers.squeeze_excite.EffectiveSEModule", squeeze_excite.EffectiveSEModule, ("fc", "gate")),
     Rule("timm.models.hgnet.EseModule", squeeze_excite.EseModule, ("conv", "sigmoid")),
@@ -212,12 +216,19 @@ RULES = (
             type(module) is nn.Sequential and _holds_middle(module, depthwise_bn_act_se.CONVOLUTIONS)
         ),
     ),
-    Rule("timm.layers.cbam.CbamModule"),
-    Rule("timm.layers.cbam.LightCbamModule"),
+    Rule("timm.layers.cbam.CbamModule", cbam.CbamModule, ("channel", "spatial")),
+    Rule("timm.layers.cbam.LightCbamModule", cbam.LightCbamModule, ("channel", "spatial")),
+    Rule("timm.layers.cbam.ChannelAttn", cbam.ChannelAttn, ("fc1", "act", "fc2", "gate")),
+    Rule("timm.layers.cbam.LightChannelAttn", cbam.LightChannelAttn, ("fc1", "act", "fc2")),
+    Rule("timm.layers.cbam.SpatialAttn", cbam.SpatialAttn, ("conv", "gate")),
+    Rule("timm.layers.cbam.LightSpatialAttn", cbam.LightSpatialAttn, ("conv", "gate")),
+    Rule("timm.layers.global_context.GlobalContext", global_context.GlobalContext, ("gate",)),
+    Rule(
+        "timm.layers.split_attn.SplitAttn",
+        split_attn.SplitAttn,
+        ("conv", "bn0", "drop", "act0", "fc1", "bn1", "act1", "fc2", "rsoftmax", "radix"),
+    ),
     Rule("timm.layers.gather_excite.GatherExcite"),
-    Rule("timm.layers.global_context.GlobalContext"),
-    Rule("timm.layers.split_attn.SplitAttn"),
-    Rule("timm.layers.squeeze_excite.SqueezeExciteCl"),
 )
 _BY_STOCK: dict[str, list[Rule]] = {}
 for _rule in RULES:
@@ -225,9 +236,8 @@ for _rule in RULES:
 _FUSED_OF = {stock: [rule.fused for rule in rules if rule.fused] for stock, rules in _BY_STOCK.items()}
 _STOCK_OF = {rule.fused: rule.stock for rule in reversed(RULES) if rule.fused is not None}
 
-_GATES = {
-    rule.fused for rule in RULES if rule.fused is None or rule.fused.__module__.endswith(("squeeze_excite", "eca"))
-}
+_GATE_FILES = ("cbam", "eca", "global_context", "split_attn", "squeeze_excite")
+_GATES = {rule.fused for rule in RULES if rule.fused is None or rule.fused.__module__.endswith(_GATE_FILES)}
 
 
 def _refuse_script(layer: nn.Module) -> nn.Module:
@@ -397,8 +407,8 @@ def _rule_of(module: nn.Module) -> Rule | None:
 def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
-    Candidates are the squeeze-and-excitation and ECA layers of timm and torchvision, batch normalisation (with timm's
-    activation behind it, and over processes), depthwise, grouped and 1x1 convolutions, Linear layers of networks that
+    Candidates are the channel attention layers of timm and torchvision, batch normalisation (with timm's activation
+    behind it, and over processes), depthwise, grouped and 1x1 convolutions, Linear layers of networks that
     convolve, and the blocks in which these follow each other: timm's inverted residual and separable blocks and its
     ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of
     ResNet, and blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
@@ -431,7 +441,7 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
             inside_gates.add(name)
         elif name.rpartition(".")[0] in inside_gates:
             inside_gates.add(name)
-            if rule is not None and rule.fused in _ON_ONE_PIXEL:
+            if rule is not None and rule.fused in _ON_ONE_PIXEL and getattr(module, "kernel_size", (1, 1)) == (1, 1):
                 continue  # it sees one pixel, and the gate's op takes its weights
         if rule is not None and rule.fused is linear.Linear and not convolves:
             continue

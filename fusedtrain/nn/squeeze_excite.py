@@ -14,10 +14,10 @@ from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import Layer, create, observed, op_name
 
 
-def make_divisible(channels: float, divisor: int = 8, round_limit: float = 0.9) -> int:
-    """Rounds to the nearest multiple of ``divisor``, at least one, and up where rounding would leave less than
-    ``round_limit * channels``."""
-    rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+def make_divisible(channels: float, divisor: int = 8, round_limit: float = 0.9, min_value: int | None = None) -> int:
+    """Rounds to the nearest multiple of ``divisor``, at least ``min_value`` (default ``divisor``), and up where that
+    would leave less than ``round_limit * channels``."""
+    rounded = max(min_value or divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < round_limit * channels else rounded
 
 
@@ -366,3 +366,61 @@ class EseModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gates.scale(x, self.sigmoid(self.conv(gates.as_map(gates.pool(x)))))
+
+
+class SqueezeExciteCl(nn.Module):
+    r"""Squeeze-and-excitation of images with the channels behind, in the place of timm's ``SqueezeExciteCl``.
+
+    .. math:: y = x \cdot \sigma(W_2\, \phi(W_1\, \mathrm{mean}_{hw}(x) + b_1) + b_2)
+
+    Args:
+        channels: channels C of the images.
+        rd_ratio: R / C, where ``rd_channels`` is not given.
+        rd_channels: channels R between the two layers.
+        rd_divisor: R is rounded to a multiple of it.
+        bias: whether the two layers have biases.
+        act_layer: :math:`\phi`, a module class or a name such as "relu", "silu", "hard_swish".
+        gate_layer: :math:`\sigma`, likewise, such as "sigmoid" or "hard_sigmoid".
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        From images ``[N, H, W, C]``, contiguous or the permuted view of contiguous ``[N, C, H, W]``, the same shape,
+        dtype and strides. state_dict: ``fc1.weight`` ``[R, C]``, ``fc1.bias``, ``fc2.weight`` ``[C, R]``, ``fc2.bias``.
+
+    Raises:
+        ValueError: an activation's name is unknown; the images have another shape.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.squeeze_excite`.
+
+    Cost: that of :class:`SEModule` on channels_last images, which these are in memory: nothing is copied.
+    Numerics: those of :func:`fusedtrain.ops.squeeze_excite`.
+    Source: Hu et al., https://arxiv.org/abs/1709.01507; ``timm.layers.squeeze_excite.SqueezeExciteCl``
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        rd_ratio: float = 1.0 / 16,
+        rd_channels: int | None = None,
+        rd_divisor: int = 8,
+        bias: bool = True,
+        act_layer: Layer = nn.ReLU,
+        gate_layer: Layer = "sigmoid",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        if not rd_channels:
+            rd_channels = make_divisible(channels * rd_ratio, rd_divisor, round_limit=0.0)
+        self.fc1 = nn.Linear(channels, rd_channels, bias=bias, device=device, dtype=dtype)
+        self.act = create(act_layer, inplace=True)
+        self.fc2 = nn.Linear(rd_channels, channels, bias=bias, device=device, dtype=dtype)
+        self.gate = create(gate_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.permute(0, 3, 1, 2)
+        y = gates.fused(images, self.fc1, self.act, self.fc2, self.gate)
+        if y is None:
+            hidden = self.act(self.fc1(gates.pool(images)[:, None, None]))
+            y = gates.scale(images, self.gate(self.fc2(hidden)))
+        return y.permute(0, 2, 3, 1)
