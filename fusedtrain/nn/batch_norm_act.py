@@ -206,9 +206,12 @@ class BatchNormAct2d(BatchNorm2d):
 
 
 class SyncBatchNormAct(nn.SyncBatchNorm):
-    """Batch normalisation over all processes of a group, in the place of ``nn.SyncBatchNorm`` and timm's class.
+    r"""Batch normalisation over all processes of a group, in the place of ``nn.SyncBatchNorm`` and timm's class.
 
-    Layers made by ``nn.SyncBatchNorm.convert_sync_batchnorm`` or ``timm.layers.convert_sync_batchnorm`` become this by
+    .. math:: y = \mathrm{act}\Bigl(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta\Bigr)
+
+    with the mean and the variance of the batches of all processes together. Layers made by
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` or ``timm.layers.convert_sync_batchnorm`` become this by
     :func:`fusedtrain.fuse`: convert first, fuse then. Of timm's layers torch's conversion drops the activation:
     they stay. Works on any device and ``torch.distributed`` backend; the batches of the processes may differ in size,
     or be empty. Without an initialised process group it is plain batch normalisation.
@@ -217,13 +220,19 @@ class SyncBatchNormAct(nn.SyncBatchNorm):
         As ``nn.SyncBatchNorm``. The layers ``drop`` and ``act``, set by timm's conversion, follow the normalisation.
 
     Returns:
-        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape, dtype and memory format; from
-        ``[N, C]`` or ``[N, C, ...]`` the same shape. state_dict: that of ``nn.SyncBatchNorm``.
+        From images ``[N, C, H, W]``, contiguous or channels_last, float32, bfloat16, float16 or float64, the same
+        shape, dtype and memory format; from ``[N, C]`` or ``[N, C, ...]`` the same shape and dtype. state_dict:
+        ``weight``, ``bias``, ``running_mean``, ``running_var``, each ``[C]``, and ``num_batches_tracked``.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+        ValueError: the images have other than C channels, or all processes together have one value per channel in
+            training.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
 
-    Cost: one gather of ``2 C + 1`` numbers forward, one sum of ``2 C`` backward.
+    Cost: that of :func:`fusedtrain.ops.batch_norm_act`, one gather of ``2 C + 1`` numbers forward, and one sum of
+    ``2 C`` backward; none of both in evaluation.
+    Numerics: those of :func:`fusedtrain.ops.batch_norm_act`; the processes' statistics are merged in float32 (float64
+    for float64), the same in every process.
     Source: ``torch.nn.SyncBatchNorm``; ``timm.layers.SyncBatchNormAct``
     """
 

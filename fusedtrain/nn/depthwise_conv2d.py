@@ -97,13 +97,25 @@ def same_padding(size: int, kernel: int, stride: int, dilation: int) -> tuple[in
 class DepthwiseConv2dSame(DepthwiseConv2d):
     r"""A depthwise convolution with TensorFlow's "same" padding, in the place of timm's ``Conv2dSame``.
 
-    The padding follows from the image: :math:`\lceil H / s \rceil` rows come out, the odd pixel of padding stands at
-    the bottom and right. It costs no copy of the images.
+    .. math:: y_{c,i,j} = b_c + \sum_{u,v} w_{c,u,v}\, x_{c,\, s i + d u - t,\, s j + d v - l}
+
+    The zeros in front, t rows and l columns, follow from the image: as many as :math:`\lceil H / s \rceil` rows need
+    in all, halved; the odd one stands at the bottom and right.
 
     Args:
         As :class:`DepthwiseConv2d`; ``padding`` and ``padding_mode`` are without effect, as in timm.
 
-    Source: ``timm.layers.Conv2dSame``
+    Returns:
+        From ``[N, C, H, W]`` or ``[C, H, W]``, contiguous or channels_last, images of
+        :math:`\lceil H / s \rceil` by :math:`\lceil W / s \rceil` pixels in the dtype of ``x`` and the same memory
+        format, or channels_last where the weight is. state_dict: that of :class:`DepthwiseConv2d`.
+
+    Raises:
+        ValueError: ``groups`` is not C, or a shape does not fit.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.depthwise_conv2d`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.depthwise_conv2d`; the images are not copied to be padded.
+    Source: ``timm.layers.Conv2dSame``; https://www.tensorflow.org/api_docs/python/tf/nn#notes_on_padding_2
     """
 
     def sides(self, input: Tensor) -> tuple[int, int, int, int]:
@@ -157,8 +169,8 @@ class DepthwiseSeparableConv(nn.Module):
     .. math:: y = \mathrm{act}(\mathrm{norm}(w_{1 \times 1} \, \mathrm{act}(\mathrm{norm}(w_{k \times k} \star x))))
 
     Args:
-        in_channels: channels of the images.
-        out_channels: channels of the output.
+        in_channels: channels C of the images.
+        out_channels: channels D of the output.
         kernel_size: of the depthwise convolution.
         stride: of the depthwise convolution.
         padding: of the depthwise convolution; by default half the kernel size.
@@ -170,9 +182,19 @@ class DepthwiseSeparableConv(nn.Module):
         dtype: of the convolutions' parameters.
 
     Returns:
-        From ``[N, in_channels, H, W]`` images ``[N, out_channels, Ho, Wo]``. state_dict: ``depthwise.*``,
-        ``pointwise.*``, and with a norm ``norm1.*`` and ``norm2.*``.
+        From images ``[N, C, H, W]``, contiguous or channels_last, float32, bfloat16, float16 or float64,
+        ``[N, D, Ho, Wo]`` in the same dtype and memory format, or channels_last where the weights are; without norms
+        from ``[C, H, W]``, too. state_dict: ``depthwise.weight`` ``[C, 1, kh, kw]``, ``pointwise.weight``
+        ``[D, C, 1, 1]``, with ``bias`` ``depthwise.bias`` ``[C]`` and ``pointwise.bias`` ``[D]``, and what the norms
+        hold, as ``norm1.*`` and ``norm2.*``.
 
+    Raises:
+        ValueError: the images have other than C channels, or a shape does not fit.
+        TypeError: the dtype is not supported, or is not that of the weights outside autocast.
+        RuntimeError: as :func:`fusedtrain.ops.depthwise_conv2d`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.depthwise_conv2d`, of :func:`fusedtrain.ops.pointwise_conv2d`, and
+    of the norms and activations, which are called one by one.
     Source: Chollet, Xception, https://arxiv.org/abs/1610.02357
     """
 

@@ -43,15 +43,17 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
             float16, float64 or a mixture.
 
     Returns:
-        A float64 number on the device of the gradients. Not differentiable.
+        A float64 tensor of shape ``[]`` on the device of the gradients; inf or NaN where a gradient is. Not
+        differentiable: nothing is kept for backward.
 
     Raises:
         ValueError: the list is empty.
-        RuntimeError: a forced backend cannot run, or a tensor is not dense.
+        RuntimeError: a forced backend cannot run, or a tensor is not dense or of another dtype.
 
     Cost: reads every gradient once; no temporary but one float64 number per 8192 elements.
     Numerics: squares and sums of 8192 elements in float32 (float64 for float64), the rest in float64; deterministic,
     independent of threads.
+    Source: Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063
     """
     if not grads:
         raise ValueError("grad_norm: grads must hold at least one tensor")

@@ -421,15 +421,23 @@ def optimizer_step_(
             which ``params`` are parts, as the calls with ``sums_only`` for all parts have given them, added up.
         sums_only: fills ``sums`` and leaves it at that; "lamb" may renew its states, once.
 
+    Returns:
+        None: ``params``, ``states``, ``steps``, ``ema``, ``exact`` and ``scales`` hold the new values, and ``grads``
+        zeros with ``zero_grads``. Nothing is kept for backward.
+
     Raises:
-        ValueError: an unknown rule, or a wrong number of coefficients or tensors, or stochastic rounding without seed.
-        RuntimeError: a forced backend cannot run; a tensor does not match its parameter. Nothing was changed then.
+        ValueError: an unknown rule or rounding, or a wrong number of coefficients or tensors, or stochastic rounding
+            without seed; ``sums`` for a rule that has none, or ``sums_only`` without them.
+        TypeError: an unknown option.
+        RuntimeError: a forced backend cannot run; a tensor is not dense, of another dtype, or does not match its
+            parameter. Nothing was changed then.
 
     Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
     cautious rules read parameters, gradients and states once more, "novograd" the gradients.
     Numerics: computed in float32 (float64 for float64), one rounding at each store; deterministic, independent of
     threads. Random bits are a function of the seed, the count of steps, the place in the list and the place in memory
     alone.
+    Source: the rules as in ``torch.optim`` and timm; each class of :mod:`fusedtrain.optim` names its paper.
     """
     o, info, count = Options.of(rule, lr, **options), RULES[rule], len(params)
     wanted = len(info.coefficients)
