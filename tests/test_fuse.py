@@ -323,10 +323,15 @@ def test_gates_of_splits_and_pixels_train_as_well_as_before(memory_format, zoo):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("forced", ["cpu", None])
 def test_gates_of_splits_and_pixels_keep_strides(forced, dtype, layout, zoo):
-    for stock in gates_of_splits_and_pixels(zoo)[1:].to(dtype):
-        fused, strides = copy.deepcopy(stock), []
+    _, split, *others = gates_of_splits_and_pixels(zoo)
+    for channels, stock in (
+        (8, split),
+        (12, zoo.timm.layers.SplitAttn(12, radix=1)),
+        *((12, layer) for layer in others),
+    ):
+        stock, strides = stock.to(dtype), []
+        fused = copy.deepcopy(stock)
         assert fusedtrain.fuse(fused).swapped
-        channels = next(stock.parameters()).shape[1] * (2 if "Split" in type(stock).__name__ else 1)
         for layer in (stock, fused):
             x = harness.images((8, channels, 40, 30), layout, dtype).requires_grad_()
             with fusedtrain.use_backend(forced):
