@@ -153,8 +153,8 @@ CASES = {
 CALLS = {
     "GlobalContext": ["channel_pool_attention", "scale"],
     "GlobalContext add": ["channel_pool_attention"],
-    "CbamModule": ["pool_twice", "joined", "summed", "scale_channels", "pixel_means_and_maxima", "scale_pixels"],
-    "CbamModule bias": ["pool_twice", "scale_channels", "pixel_means_and_maxima", "scale_pixels"],
+    "CbamModule": ["pool_twice", "joined", "summed", "scale", "pixel_means_and_maxima", "scale_pixels"],
+    "CbamModule bias": ["pool_twice", "scale", "pixel_means_and_maxima", "scale_pixels"],
     "LightCbamModule": ["squeeze_excite", "pixel_averages", "scale_pixels"],
 }
 CALLS |= {label: ["pool_splits", "normalised", "average"] for label in CASES if label.startswith("SplitAttn")}

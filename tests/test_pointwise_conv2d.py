@@ -830,6 +830,42 @@ def test_small_planes_run_in_the_kernel_on_intels_cpus(isa, images, pixels, kern
     assert MODULE._by_planes(harness.images((images, 24, *pixels)), [1, 1]) == kernel
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "out", "dx", "dw"),
+    [
+        (torch.float32, (16, 512, 2, 2), 511, True, True),
+        (torch.float32, (16, 512, 2, 2), 512, True, False),
+        (torch.float32, (15, 64, 2, 2), 8, True, True),
+        (torch.float32, (15, 65, 2, 2), 8, True, False),
+        (torch.bfloat16, (16, 256, 2, 2), 499, True, False),
+        (torch.bfloat16, (16, 256, 2, 2), 500, False, False),
+        (torch.bfloat16, (16, 256, 4, 4), 156, True, True),
+        (torch.bfloat16, (16, 256, 4, 4), 157, True, False),
+        (torch.bfloat16, (15, 256, 4, 4), 157, True, True),
+        (torch.bfloat16, (15, 1023, 8, 8), 1026, True, False),
+        (torch.bfloat16, (15, 1026, 8, 8), 1023, True, True),
+    ],
+)
+def test_gradients_of_contiguous_images_are_stocks_where_it_was_measured_faster(
+    dtype, shape, out, dx, dw, no_instructions, monkeypatch
+):
+    for name, value in (("cpu_vendor", "amd"), ("cpu_family", 25), ("isa_active", "avx512_bf16")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    calls = []
+    for name in ("_KERNEL_ON_PLANES", "_DW"):
+        monkeypatch.setattr(MODULE, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(MODULE, "reference_backward", lambda *_: (None, None, None))
+    monkeypatch.setattr(MODULE._common, "in_format_of", lambda dx, x: dx)
+    monkeypatch.setattr(MODULE._common, "strided_like", lambda dw, weight: dw)
+    x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(out, shape[1], 1, 1, dtype=dtype)
+    dy = x.new_zeros(shape[0], out, *shape[2:])
+    MODULE._backward(dy, x, weight, [1, 1], False, (True, True, False))
+    assert calls == ["_KERNEL_ON_PLANES"] * dx + ["_DW"] * dw
+    calls.clear()
+    MODULE._backward(dy, x, weight, [1, 1], True, (True, True, False))
+    assert calls == ["_KERNEL_ON_PLANES", "_DW"]
+
+
 @pytest.mark.parametrize(("channels", "out", "kernel"), [(32, 24, True), (24, 32, False)])
 def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, kernel, no_instructions, monkeypatch):
     if not MODULE._HAS_MKL:

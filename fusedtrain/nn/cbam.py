@@ -13,12 +13,11 @@ from fusedtrain.nn._activation import Layer, create, op_name
 from fusedtrain.nn.batch_norm_act import BatchNormAct2d
 from fusedtrain.nn.squeeze_excite import make_divisible
 from fusedtrain.ops import _common, channel_pool
-from fusedtrain.ops.channel_pool import IMPLS, is_few, mean_and_max
+from fusedtrain.ops.channel_pool import IMPLS, mean_and_max
 
 torch.fx.wrap("pool_twice")  # recorded as single nodes
 torch.fx.wrap("joined")
 torch.fx.wrap("summed")
-torch.fx.wrap("scale_channels")
 torch.fx.wrap("pixel_means_and_maxima")
 torch.fx.wrap("pixel_averages")
 torch.fx.wrap("scale_pixels")
@@ -28,7 +27,7 @@ def _by_pixel(x: Tensor) -> Tensor | None:
     """Returns images as ``[N, HW, C, 1]``; None where stock PyTorch is to run, by measurement or for its strides."""
     rows = _common.is_channels_last(x)
     slower = backend.is_automatic() and not (x.is_cpu and (rows or x.element_size() < 4))
-    if slower or is_few(x) or not (rows or x.is_contiguous()):
+    if slower or not (rows or x.is_contiguous()):
         return None
     if backend.select("channel_pool", IMPLS, x, 1, 0).backward is None:
         return None
@@ -51,14 +50,9 @@ def summed(halves: Tensor) -> Tensor:
     return mean + peak
 
 
-def scale_channels(x: Tensor, gate: Tensor) -> Tensor:
-    """Returns ``x * gate``, with one factor per channel."""
-    return x * gate if is_few(x) else gates.scale(x, gate)
-
-
 def pixel_means_and_maxima(x: Tensor) -> Tensor:
     """Returns the means and the maxima over the channels, ``[N, 2, H, W]``."""
-    pixels = _by_pixel(x)
+    pixels = _by_pixel(x) if x.element_size() < 4 else None
     if pixels is None:
         return torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
     return torch.stack(mean_and_max(pixels), 1).unflatten(2, x.shape[2:])
@@ -106,8 +100,8 @@ class ChannelAttn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pooled = pool_twice(x)
         if gates.is_pointwise(self.fc1) and gates.is_pointwise(self.fc2) and op_name(self.act) is not None:
-            return scale_channels(x, self.gate(summed(self._through(joined(pooled)))))
-        return scale_channels(x, self.gate(self._through(pooled[0]) + self._through(pooled[1])))
+            return gates.scale(x, self.gate(summed(self._through(joined(pooled)))))
+        return gates.scale(x, self.gate(self._through(pooled[0]) + self._through(pooled[1])))
 
     def _through(self, pooled: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(pooled)))
@@ -189,8 +183,9 @@ class CbamModule(nn.Module):
         ValueError: an activation's name is unknown; the images have another shape.
         TypeError, RuntimeError: as :func:`fusedtrain.ops.channel_pool`.
 
-    Cost: mean and maximum are one pass over the images, for channels and for pixels, and so is each scale. The gates of
-    the pixels are left to stock PyTorch on GPUs, and for contiguous float32 images, where it was measured faster.
+    Cost: mean and maximum are one pass over images of 16 bits, for channels and for pixels, and so is each scale. In
+    float32 they are stock PyTorch's, whose mean is more exact. The gates of the pixels are left to it on GPUs, too, and
+    their scale for contiguous float32 images, where it was measured faster.
     Numerics: those of :func:`~fusedtrain.ops.channel_pool` and :func:`~fusedtrain.ops.channel_scale`.
     Source: Woo et al., https://arxiv.org/abs/1807.06521; ``timm.layers.cbam.CbamModule``
     """

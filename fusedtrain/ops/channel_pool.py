@@ -7,7 +7,7 @@ r"""channel_pool: one number per sample and channel, with an activation fused in
 import torch
 from torch import Tensor
 
-from fusedtrain.backend import Impl, is_automatic, register, select
+from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
 
 
@@ -117,7 +117,11 @@ def channel_pool(x: Tensor, *, pool: str = "avg", in_act: str = "identity") -> T
 
 
 _AVG_MAX = _codes.code("pool", "avg_max", _codes.POOLS)
-_FEW = 400_000  # elements in float32, below which the mean and the maximum by stock's calls were measured faster
+
+
+def _means(pooled: Tensor, peak: Tensor) -> Tensor:
+    """The mean, of which ``pooled`` has half, and half of ``peak``."""
+    return torch.where(peak.isinf(), pooled, 2 * pooled - peak)
 
 
 class _MeanAndMax(torch.autograd.Function):
@@ -126,7 +130,7 @@ class _MeanAndMax(torch.autograd.Function):
         pooled, peak, ties = impl.forward(x, _AVG_MAX, 0)
         ctx.save_for_backward(x, peak, ties)
         ctx.impl = impl
-        return _common.cast(2 * pooled - peak, x.dtype), peak.to(x.dtype, copy=True)
+        return _means(pooled, peak).to(x.dtype), peak.to(x.dtype)
 
     @staticmethod
     @_common.once_differentiable
@@ -138,21 +142,19 @@ class _MeanAndMax(torch.autograd.Function):
         return dx.add_(rest.to(x.dtype)[:, :, None, None]), None
 
 
-def is_few(x: Tensor) -> bool:
-    """Whether :func:`mean_and_max` leaves images to stock PyTorch by their size alone."""
-    return is_automatic() and x.is_cpu and x.element_size() >= 4 and _common.is_less(x.numel(), _FEW)
-
-
 def mean_and_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`channel_pool` makes an average of, the mean and the maximum ``[N, C]`` of every channel, from
-    one pass over x. The mean has the rounding error of the maximum, in float32."""
+    """Returns what :func:`channel_pool` makes an average of, the mean and the maximum ``[N, C]`` of every channel.
+
+    From one pass over images of 16 bits. Of others the mean would have the rounding error of the maximum, and stock
+    PyTorch takes two.
+    """
     _common.check_images("channel_pool", x)
     _common.check_pixels("channel_pool", x, "avg_max")
     impl = select("channel_pool", IMPLS, x, _AVG_MAX, 0)
-    if impl.backward is None or is_few(x):
+    if impl.backward is None or x.element_size() > 2:
         return x.mean((2, 3)), x.amax((2, 3))
     x = _common.dense(x)
     if _common.needs_autograd(x):
         return _MeanAndMax.apply(x, impl)
     pooled, peak, _ = impl.forward(x, _AVG_MAX, 0)
-    return (2 * pooled - peak).to(x.dtype), peak.to(x.dtype)
+    return _means(pooled, peak).to(x.dtype), peak.to(x.dtype)

@@ -164,6 +164,21 @@ def _by_planes(x: Tensor, stride: list[int], whole: bool = False) -> bool:
     return (_takes(x.dtype) if whole else fast) and stride == [1, 1] and x.is_contiguous()
 
 
+def _stock_over_planes(part: str, x: Tensor, weight: Tensor) -> bool:
+    """Whether stock PyTorch is faster at "dx" or "dw" of contiguous x, where the kernel could run
+    (benchmarks/LOG.md, 2026-11-29)."""
+    if _common.zen() != 4 or not _takes(x.dtype) or _common.is_channels_last(x):
+        return False
+    n, c, h, w = x.shape
+    few, size = _common.is_less(n, _FEW), weight.numel()
+    if x.dtype == torch.float32:
+        return part == "dw" and (size >= _STOCK_DW or (few and c > _STOCK_DW_CHANNELS))
+    if part == "dx":
+        return not _common.is_less(size, _STOCK_DX_A_PIXEL * n * h * w)
+    widest = size >= _STOCK_DW << 2 and weight.shape[0] > c
+    return widest or not (few or _common.is_less(size, _STOCK_DW_A_PIXEL * h * w))
+
+
 class _Limits(NamedTuple):
     """Elements of a float32 weight up to which what runs here is faster than stock."""
 
@@ -266,6 +281,9 @@ _LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneD
 _MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
 _WEIGHTS_A_PIXEL = 250  # on AMD's: elements of a weight for each pixel of few contiguous images, up to which it does so
 _MANY_NARROW = 250_000  # on AMD's: elements of contiguous bfloat16 images, from which on it does so
+# Elements of a weight, from which on stock is faster on Zen 4 over contiguous images; of bfloat16 for each pixel of one
+# image at its gradient, and for each pixel of all images at that of x. Of few float32 images: channels.
+_STOCK_DW, _STOCK_DW_A_PIXEL, _STOCK_DX_A_PIXEL, _STOCK_DW_CHANNELS = 1 << 18, 2500, 2000, 64
 
 
 def _read_by(x: Tensor, stride: list[int]) -> Tensor:
@@ -390,6 +408,11 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], 
     return run(x, weight, bias, stride)
 
 
+def _transposed(weight: Tensor) -> Tensor:
+    """Torch copies a transposed matrix five times as fast as four dimensions of which two are transposed."""
+    return weight.flatten(1).t().contiguous()[:, :, None, None]
+
+
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
     kernel = _by_kernel(dy, x.shape[1], whole) and (whole or _products(x) is None or dy.shape[1] > x.shape[1])
@@ -398,10 +421,11 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -
     if not whole and _is_product("dx", x, weight, stride):
         return _product_of(dy, weight.transpose(0, 1))
     narrows = whole or _products(x, channels_last=False) is None or dy.shape[1] <= x.shape[1]
-    if narrows and _by_planes(dy, stride, whole):
-        return _KERNEL_ON_PLANES(dy, weight.transpose(0, 1), None)
+    stock = not whole and _stock_over_planes("dx", x, weight)
+    if narrows and not stock and _by_planes(dy, stride, whole):
+        return _KERNEL_ON_PLANES(dy, _transposed(weight), None)
     if _common.cpu_multiplies(x.dtype) and not whole:
-        if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
+        if stride == [1, 1] and not stock and x.dtype == torch.float32 and _faster("dx", x, weight):
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
     product = _forward(dy, weight.transpose(0, 1), None, [1, 1], whole)
@@ -415,6 +439,10 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return whole
 
 
+def _dw_by_kernel(x: Tensor, weight: Tensor) -> bool:
+    return not _stock_over_planes("dw", x, weight) and (x.dtype != torch.float32 or _faster("dw", x, weight))
+
+
 def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
     if stride != [1, 1] and not whole and _is_read_first(x, weight, backward=True):
@@ -426,7 +454,7 @@ def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor
         dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
     if need_dw and not whole and _is_product("dw", x, weight, stride):
         dw = _common.strided_like(_dw_product(dy, x), weight)
-    elif need_dw and (whole or x.dtype != torch.float32 or _faster("dw", x, weight)):
+    elif need_dw and (whole or _dw_by_kernel(x, weight)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
         read, one = _read_pixels(x, stride)
