@@ -39,6 +39,9 @@ SANITIZERS = [
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,object-size",
     "-fno-sanitize-recover=all",
+    "-fsanitize-undefined-trap-on-error",  # SIGILL instead of words, which take much of the compiler's time
+    "-fno-asynchronous-unwind-tables",
+    *([] if "clang" in CXX else ["--param=asan-instrumentation-with-call-threshold=0"]),
 ]
 SANITIZED = os.environ.get("FUSEDTRAIN_TEST_SANITIZED") == "1"  # set by test_cuda_emu.py for its own subprocess
 WHY_NOT = None if shutil.which(CXX) else f"no C++ compiler: {CXX}"
@@ -47,17 +50,18 @@ WHY_NOT = None if shutil.which(CXX) else f"no C++ compiler: {CXX}"
 def compile(sources: list[Path], path: Path, sanitized: bool = SANITIZED) -> None:
     """Compiles CUDA files into one library."""
     flags = FLAGS + (SANITIZERS if sanitized else [])
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # no sanitizer in the compiler
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
 
         def compile_one(source: Path) -> str:
             out = f"{folder}/{source.stem}.o"
             forms = [f"-I{TESTS / 'cuda_emu'}", f"-I{CSRC}", "-include", "cuda_runtime.h", "-D__CUDA_ARCH__=900"]
             forms += ["-O2"] if source == SCHEDULER else []  # every barrier of every thread goes through it
-            subprocess.run([CXX, *flags, *forms, "-x", "c++", "-c", source, "-o", out], check=True)
+            subprocess.run([CXX, *flags, *forms, "-x", "c++", "-c", source, "-o", out], env=env, check=True)
             return out
 
         objects = list(pool.map(compile_one, [SCHEDULER, *sources]))
-        subprocess.run([CXX, *flags, "-shared", *objects, "-o", path], check=True)
+        subprocess.run([CXX, *flags, "-shared", *objects, "-o", path], env=env, check=True)
 
 
 def build(sources: list[Path]) -> ctypes.CDLL:

@@ -47,6 +47,16 @@ __global__ void shared_out_of_bounds(const float* in, float* out) {
   out[threadIdx.x] = shared()[threadIdx.x + 1];
 }
 
+__global__ void index_out_of_bounds(const float* in, float* out) {
+  float own[2] = {in[0], in[1]};
+  out[threadIdx.x] = own[threadIdx.x];
+}
+
+__global__ void misaligned(const float* in, float* out) {
+  const auto bytes = reinterpret_cast<const char*>(in);
+  out[threadIdx.x] = *reinterpret_cast<const float*>(bytes + threadIdx.x);
+}
+
 template <void (*kKernel)(const float*, float*)>
 int run(const float* in, float* out) {
   cuda_emu::launch(kKernel, 1, kThreads, kThreads * sizeof(float), nullptr, in, out);
@@ -65,6 +75,8 @@ int run_barrier_inside_warp_operation(const float* in, float* out) {
   return run<barrier_inside_warp_operation>(in, out);
 }
 int run_shared_out_of_bounds(const float* in, float* out) { return run<shared_out_of_bounds>(in, out); }
+int run_index_out_of_bounds(const float* in, float* out) { return run<index_out_of_bounds>(in, out); }
+int run_misaligned(const float* in, float* out) { return run<misaligned>(in, out); }
 int launch_right(unsigned blocks, unsigned threads, uint64_t shared_bytes) {
   cuda_emu::launch(right, blocks, threads, shared_bytes, nullptr, static_cast<const float*>(nullptr),
                    static_cast<float*>(nullptr));
