@@ -2135,19 +2135,14 @@ finally:
 
 
 # Objects that raise when others look at them.
-DEAD_PROXY = """
-import weakref
+ODD = """
+import io, weakref
 dead = weakref.proxy(set())
 hidden = (lambda proxy: lambda: proxy)(dead)
-"""
-FAILING_FILE = """
-import io
 class Failing(io.TextIOWrapper):
     def flush(self):
         raise RuntimeError("it does not flush")
 failing = Failing(io.BytesIO())
-"""
-ODD_KEY = """
 class Odd:
     def __repr__(self):
         raise RuntimeError("it has no name")
@@ -2155,11 +2150,10 @@ odd = {Odd(): [0]}
 """
 
 
-@pytest.mark.parametrize("odd", ["", DEAD_PROXY, FAILING_FILE, ODD_KEY], ids=["none", "proxy", "file", "key"])
-def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch, odd):
+def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
     train = tmp_path / "train.py"
-    train.write_text(odd + WRITES)
+    train.write_text(ODD + WRITES)
     task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}
     messages, log = script._run(task, {})
     report = next(message["report"] for message in reversed(messages) if "report" in message)
@@ -2312,7 +2306,7 @@ if sys.argv[2] == "Lamb":
     Zoo()
     import timm.optim as from_timm
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(100)])
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(30)])
 optimizer = OPTIMIZER
 loader = torch.utils.data.DataLoader(torch.rand(64, 8), 4)
 while True:

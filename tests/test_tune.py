@@ -412,8 +412,12 @@ def test_a_help_shows_a_space_that_is_read(capsys, tmp_path):
     assert space.params["lr"] == {"low": 1e-5, "high": 0.1, "log": True} and space.trials == 20
 
 
-@pytest.mark.parametrize("sampler", ["{name: tpe, seed: 1}", "grid"])
-@pytest.mark.parametrize("how", ["killed", "Ctrl-C", "worker"])
+TPE = "{name: tpe, seed: 1}"
+
+
+# How it is cut off is the processes' matter, what is run again the sampler's: both samplers behind the kill, each other
+# cut with one of them.
+@pytest.mark.parametrize(("how", "sampler"), [("killed", TPE), ("killed", "grid"), ("Ctrl-C", TPE), ("worker", "grid")])
 def test_a_search_that_was_cut_off_runs_its_trial_again(space, tmp_path, how, sampler):
     points = {"params": "{x: [0.2, 0.3, 0.4], kind: [b]}"} if sampler == "grid" else {}
     path = space(trials=3, sampler=sampler, **points)
