@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -106,8 +107,13 @@ def skip_all_but_channels_last(backend: str, device: str, layout: str) -> None:
 
 def normal(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensor:
     """Standard normal numbers, the same on every device, rounded to ``dtype``."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    drawn = (_drawn if math.prod(shape) < 1 << 15 else _drawn.__wrapped__)(shape, seed)
+    return drawn.to(dtype, copy=True).to(device)
+
+
+@functools.lru_cache(512)
+def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _contiguous(n, c, h, w, make):
