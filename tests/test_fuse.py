@@ -498,16 +498,20 @@ def test_unfused_models_script_and_export_with_the_trained_weights(zoo):
     assert torch.equal(torch.export.export(model, (x,)).module()(x), stock)
 
 
-def exported_families(zoo):
-    """A network of each kind of block: separable with a gate, residual, MBConv, torchvision's."""
-    yield from (timm_model(zoo, name, num_classes=10) for name in ("lcnet_050", "test_resnet", "test_efficientnet"))
-    yield zoo.torchvision.models.mobilenet_v3_small(num_classes=10)
+# A network of each kind of block: separable with a gate, residual, MBConv, torchvision's.
+FAMILIES = ("lcnet_050", "test_resnet", "test_efficientnet", "mobilenet_v3_small")
+
+
+def of_family(zoo, name):
+    if name == "mobilenet_v3_small":
+        return zoo.torchvision.models.mobilenet_v3_small(num_classes=10)
+    return timm_model(zoo, name, num_classes=10)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("family", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fused_models_are_traced_and_exported_unfused_ones_scripted_too(zoo, family):
-    model = list(exported_families(zoo))[family].eval()
+    model = of_family(zoo, family).eval()
     x, other = (harness.images((2, 3, size, size)) for size in (32, 48))
     fusedtrain.fuse(model)
     traced = torch.jit.trace(model, x)  # recording gradients, as a model does by default
@@ -983,10 +987,10 @@ def test_options_of_convolutions_may_be_integers_of_numpy(zoo):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("family", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
     torch.manual_seed(0)
-    model = randomised(list(exported_families(zoo))[family])
+    model = randomised(of_family(zoo, family))
     fusedtrain.fuse(model)
     batch = torch.export.Dim("batch", min=1, max=4096)
     exported = torch.export.export(
@@ -999,10 +1003,10 @@ def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("family", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fused_models_exported_in_training_are_saved_and_loaded(zoo, family, tmp_path):
     torch.manual_seed(0)
-    model = list(exported_families(zoo))[family].train()
+    model = of_family(zoo, family).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,7 +1,7 @@
 """What test_triton.py runs in a process of its own, one case per call.
 
 ``compile TARGET CASE...`` compiles, without a GPU, every kernel that the launches of the cases would run on "cuda:80",
-"cuda:90" or "hip:gfx942", and prints one JSON line of facts per kernel. ``guard CASE`` runs a case in Triton's
+"cuda:90" or "hip:gfx942", and prints one JSON line of facts per kernel. ``guard CASE...`` runs cases in Triton's
 interpreter on tensors that end where readable memory ends, so that an access behind the end is a segmentation fault.
 """
 
@@ -275,12 +275,14 @@ class GuardedMemory(TorchDispatchMode):
         return result
 
 
-def guard_case(case: str) -> None:
+def guard_cases(*cases: str) -> None:
     harness.interpret_as_compiled()
     with GuardedMemory():
-        CASES[case]("cpu")
+        for case in cases:
+            print(case, flush=True)
+            CASES[case]("cpu")
 
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    {"compile": compile_cases, "guard": guard_case}[command](*arguments)
+    {"compile": compile_cases, "guard": guard_cases}[command](*arguments)
