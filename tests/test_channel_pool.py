@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusedtrain import _extension
 from fusedtrain import backend as backends
 from fusedtrain.ops import _codes, channel_pool
-from fusedtrain.ops.channel_pool import IMPLS, reference
+from fusedtrain.ops.channel_pool import IMPLS, mean_and_max, reference
 
 CASES = [
     case
@@ -235,3 +235,20 @@ def test_forward_alone_is_left_to_stock_where_that_is_faster(family, dtype, layo
     monkeypatch.setattr(module, "_SMALL", 0)
     monkeypatch.setattr(module, "_FEW_ROWS", x.numel() + layout.startswith("few"))
     assert backends.select("channel_pool", module.IMPLS, x, *codes) is module.IMPLS[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mean_and_maximum_are_as_good_as_torchs_also_where_one_is_infinite_or_far_from_the_other(
+    device, kernels, dtype
+):
+    harness.skip_unless_runs(kernels, device, "channel_pool", dtype)
+    inf = torch.inf
+    for some, others in ((1e4, 0.0), (inf, 1.0), (-inf, 1.0), (-inf, -inf), (inf, -inf), (torch.nan, 1.0)):
+        x = harness.images((2, 3, 8, 8), dtype=dtype, device=device)
+        x[0, 1] = others if others == -inf else x[0, 1] / 10 + others
+        x[0, 1, 4, 4:] = some
+        truths = x.double().mean((2, 3)), x.double().amax((2, 3))
+        for ours, stock, truth in zip(mean_and_max(x), (x.mean((2, 3)), x.amax((2, 3))), truths):
+            finite = truth.isfinite()
+            harness.assert_as_good_as_torch(ours[finite], stock[finite], truth[finite], f"{some} beside {others}")
+            assert torch.equal(ours[~finite].nan_to_num(1.0, 2.0, 3.0), stock[~finite].nan_to_num(1.0, 2.0, 3.0)), some
