@@ -95,3 +95,8 @@ def test_elements_that_overlap_are_refused_also_where_gaps_make_up_for_them(shap
 def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="grads must hold at least one tensor"):
         grad_norm([])
+
+
+def test_tensors_without_memory_are_refused(kernels):
+    with pytest.raises(RuntimeError, match="must be on one device, got cpu, meta"):
+        grad_norm([torch.ones(3), torch.ones(3, device="meta")])

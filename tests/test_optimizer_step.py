@@ -276,6 +276,16 @@ def test_autograd_sees_the_change(device, backend):
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["params", "grads", "states", "ema"])
+def test_tensors_without_memory_are_refused(kernels, name):
+    lists = make("adam", "cpu", [(3,), (4,)], with_ema=True)
+    before = [t.clone() for t in lists["params"]]
+    lists[name][1] = torch.empty_like(lists[name][1], device="meta")
+    with pytest.raises(RuntimeError, match="must be on one device, got cpu, meta"):
+        optimizer_step_(*lists.values(), rule="adam", coefficients=COEFFICIENTS["adam"], lr=0.1)
+    assert torch.equal(lists["params"][0], before[0])
+
+
 def test_dense_tensors_of_any_order_are_taken_and_others_refused(device, kernels):
     harness.skip_unless_runs(kernels, device, "optimizer_step")
     step = functools.partial(optimizer_step_, rule="sgd", lr=1.0)

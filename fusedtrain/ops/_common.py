@@ -108,6 +108,13 @@ def check_same_kind(op: str, x: Tensor, **others: Tensor | None) -> None:
             raise elsewhere(op, x, name, tensor)
 
 
+def check_one_device(op: str, *lists: Sequence[Tensor]) -> None:
+    """Raises unless all tensors are on one device; operators on lists would do nothing beside a meta tensor."""
+    devices = {tensor.device for tensors in lists for tensor in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(f"{op}: all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
+
+
 def elsewhere(op: str, x: Tensor, name: str, tensor: Tensor) -> RuntimeError:
     """Returns the error of a tensor that is not on the device of ``x``."""
     return RuntimeError(f"{op}: {name} is on {tensor.device}, but x is on {x.device}")

@@ -48,7 +48,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError: the list is empty.
-        RuntimeError: a forced backend cannot run, or a tensor is not dense or of another dtype.
+        RuntimeError: a forced backend cannot run, or a tensor is not dense, of another dtype or on another device.
 
     Cost: reads every gradient once; no temporary but one float64 number per 8192 elements.
     Numerics: squares and sums of 8192 elements in float32 (float64 for float64), the rest in float64; deterministic,
@@ -57,6 +57,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     if not grads:
         raise ValueError("grad_norm: grads must hold at least one tensor")
+    _common.check_one_device("grad_norm", grads)
     impl = select("grad_norm", IMPLS, *grads)
     with torch.no_grad():
         return impl.forward(grads)

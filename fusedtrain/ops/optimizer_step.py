@@ -429,8 +429,8 @@ def optimizer_step_(
         ValueError: an unknown rule or rounding, or a wrong number of coefficients or tensors, or stochastic rounding
             without seed; ``sums`` for a rule that has none, or ``sums_only`` without them.
         TypeError: an unknown option.
-        RuntimeError: a forced backend cannot run; a tensor is not dense, of another dtype, or does not match its
-            parameter. Nothing was changed then.
+        RuntimeError: a forced backend cannot run; a tensor is not dense, of another dtype or on another device, or
+            does not match its parameter. Nothing was changed then.
 
     Cost: reads and writes parameters, states and averages once, reads the gradients once; no temporaries. "lamb" and
     cautious rules read parameters, gradients and states once more, "novograd" the gradients.
@@ -461,6 +461,7 @@ def optimizer_step_(
         )
     if not params:
         return
+    _common.check_one_device("optimizer_step_", params, grads, states[: len(info.states) * count], ema, exact)
     if mode or seed is not None or exact or scales:
         impl, own = select("optimizer_step_narrow", NARROW_IMPLS, *params), (exact, scales, mode, seed)
     else:
