@@ -180,6 +180,7 @@ def spawned(rank: int, task: dict, function: Callable, args: tuple) -> None:
 
 def run(task: Task, train: Callable[[], None]) -> None:
     """Carries a task out and ends the process."""
+    gc.freeze()  # what is imported here is not the script's: nobody who looks at all that is alive need look at it
     task.run(train)
     _leave()
 
@@ -194,6 +195,7 @@ def _leave() -> None:
 
 def _settle() -> None:
     """Does what the end of a script does: files write what they buffer, loggers what they keep, which may take long."""
+    gc.unfreeze()  # also sys.stdout
     _flush()
     atexit._run_exitfuncs()
     _flush()
