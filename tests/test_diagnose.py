@@ -2156,6 +2156,7 @@ odd = {Odd(): [0]}
 
 def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     train = tmp_path / "train.py"
     train.write_text(ODD + WRITES)
     task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}

@@ -545,14 +545,15 @@ def test_timms_tools_do_to_fused_models_what_they_do_to_others(zoo, name):
     torch.manual_seed(0)
     model = randomised(timm_model(zoo, name, num_classes=10))
     x, utils = harness.images((2, 3, 64, 64)), zoo.timm.utils.model
+    fused_model = copy.deepcopy(model)
+    assert fusedtrain.fuse(fused_model).swapped
     for tools in (
         [utils.freeze_batch_norm_2d],
         [utils.freeze_batch_norm_2d, utils.unfreeze_batch_norm_2d],
         [zoo.timm.layers.convert_sync_batchnorm],
         [utils.reparameterize_model],
     ):
-        fused, stock = copy.deepcopy(model), copy.deepcopy(model)
-        assert fusedtrain.fuse(fused).swapped
+        fused, stock = copy.deepcopy(fused_model), copy.deepcopy(model)
         for tool in tools:
             fused, stock = tool(fused).eval(), tool(stock).eval()
         with torch.no_grad():

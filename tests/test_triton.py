@@ -110,7 +110,8 @@ def test_sizes_of_one_are_compiled():
 @interpreted
 def test_kernels_stay_inside_their_tensors():
     done = child("guard", *CASES, TRITON_INTERPRET="1")
-    assert done.returncode == 0, f"exit status {done.returncode} in the last of {done.stdout.split()}\n{done.stderr}"
+    assert done.returncode == 0, f"exit status {done.returncode} in {done.stdout.split()[-1:]}\n{done.stderr}"
+    assert done.stdout.split() == list(CASES)
 
 
 @interpreted

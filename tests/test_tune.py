@@ -1095,8 +1095,8 @@ def test_a_command_is_pruned_while_it_runs(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["pruned"] == 1 and not program.with_name("program.py.ended").exists()
 
 
-@pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "a%20b", "a{b}"])
-def test_a_search_is_kept_wherever_its_space_lies(tmp_path, name):
+def test_a_search_is_kept_wherever_its_space_lies(tmp_path):
+    name = "a b%20c{d}#e?f"
     folder = tmp_path / name
     folder.mkdir()
     write(folder / "o.py", "def f(params, report):\n    return 1.0\n")

@@ -277,9 +277,9 @@ class GuardedMemory(TorchDispatchMode):
 
 def guard_cases(*cases: str) -> None:
     harness.interpret_as_compiled()
-    with GuardedMemory():
-        for case in cases:
-            print(case, flush=True)
+    for case in cases:
+        print(case, flush=True)
+        with GuardedMemory():
             CASES[case]("cpu")
 
 
