@@ -64,6 +64,9 @@ from fusedtrain.diagnose.host import COPIED, MOVED, NUMBERS, HostTensors
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
 from fusedtrain.diagnose.machine import gpu_settings, machine
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
+from fusedtrain.diagnose.rules import computing, loading, loop
+from fusedtrain.diagnose.rules import finding as predictions
+from fusedtrain.diagnose.rules.finding import Finding, count_text, duration_text, gain_of_computing, gain_of_loading
 from fusedtrain.diagnose.statistics import Paired, bootstrap
 
 ROOT = Path(__file__).parents[1]
@@ -801,10 +804,10 @@ def test_batches_that_cannot_be_copied_are_not_kept():
             model(batch.x).sum().backward()
             optimizer.step()
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"loader": 0.4}, None, {})
-    found = rules._loader(facts, types.SimpleNamespace(loader=data))
+    found = loading.loader(facts, types.SimpleNamespace(loader=data))
     assert kept == [0, 0] and found.gain == 0.4 and "cannot be copied" in found.evidence
     facts.parts["loader"] = 0.01
-    assert rules._loader(facts, types.SimpleNamespace(loader=data)).startswith("the loader holds the loop up for 1.0%")
+    assert loading.loader(facts, types.SimpleNamespace(loader=data)).startswith("the loader holds the loop up for 1.0%")
 
 
 def test_page_faults_are_priced_on_this_machine():
@@ -1114,12 +1117,12 @@ def test_an_evaluation_amid_the_training_is_named_with_its_lines():
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"evaluation": 0.6}, None, {})
     facts.lines = [("forward", Site("a.py", 1), 0.4), ("evaluation", Site("a.py", 2), 0.6)]
     driver = types.SimpleNamespace(instrument=types.SimpleNamespace(records_evaluation=False))
-    finding = rules._evaluation(facts, driver)
+    finding = loop.evaluation(facts, driver)
     assert finding.gain == 0.6 and finding.lines == ((Site("a.py", 2), 0.6),) and "no_grad" not in finding.advice
     driver.instrument.records_evaluation = True
-    assert "no_grad" in rules._evaluation(facts, driver).advice
+    assert "no_grad" in loop.evaluation(facts, driver).advice
     facts.parts["evaluation"] = 0.09
-    assert isinstance(rules._evaluation(facts, driver), str)
+    assert isinstance(loop.evaluation(facts, driver), str)
 
 
 def test_a_graph_that_goes_back_into_earlier_steps_grows():
@@ -1152,8 +1155,8 @@ def test_steps_that_go_back_through_all_earlier_ones_are_told_from_those_that_do
             (state + (last if carry == "one" else 1.0)).sum().backward(retain_graph=True)
             optimizer.step()
             state = state.detach() if carry == "none" else state
-    found = rules._growth(facts, None)
-    assert isinstance(found, rules.Finding) == (carry == "all"), found
+    found = loop.growth(facts, None)
+    assert isinstance(found, Finding) == (carry == "all"), found
     if carry == "all":
         total, old = facts.graphs[-1]
         assert total - old == 3 and found.gain == 0.9 * old / total
@@ -1196,10 +1199,10 @@ def test_what_is_computed_anew_is_the_cause_and_not_the_code_around_it():
     facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.8}, None, {})
     facts.lines, facts.constants = [("rest", line, 0.8)], [(line, 0.7)]
     driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
-    findings = [rules._own_code(facts, driver), rules._constants(facts, driver)]
+    findings = [loop.own_code(facts, driver), loop.constants(facts, driver)]
     assert [finding.rule for finding in ranked(findings)] == ["recomputed", "own_code"]
     facts.constants = [(line, 0.05)]
-    assert isinstance(rules._constants(facts, driver), str)
+    assert isinstance(loop.constants(facts, driver), str)
 
 
 def test_what_is_made_on_the_host_is_told_by_its_line():
@@ -1227,19 +1230,17 @@ def test_tensors_made_on_the_host_are_the_cause_and_not_the_code_around_them():
     facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.75}, None, {})
     facts.lines, facts.made = [("rest", line, 0.75)], [(line, NUMBERS, 0.5), (other, COPIED, 0.01)]
     driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
-    found, around = rules._host_tensors(facts, driver), rules._own_code(facts, driver)
+    found, around = loop.host_tensors(facts, driver), loop.own_code(facts, driver)
     assert (found.gain, found.lines, around.gain) == (0.5, ((line, 0.5),), 0.25)
-    assert (
-        "Python numbers" in found.cause and "copies" not in found.cause and found.advice == rules.HOST_ADVICE[NUMBERS]
-    )
+    assert "Python numbers" in found.cause and "copies" not in found.cause and found.advice == loop.HOST_ADVICE[NUMBERS]
     facts.made[0] = (line, COPIED, 0.7)
-    assert "tensors are made there on the host: 70.0%" in rules._own_code(facts, driver)
-    assert "torch.as_tensor" in rules._host_tensors(facts, driver).advice
+    assert "tensors are made there on the host: 70.0%" in loop.own_code(facts, driver)
+    assert "torch.as_tensor" in loop.host_tensors(facts, driver).advice
     facts.made = [(other, COPIED, 0.01)]
-    assert rules._host_tensors(facts, driver) == "lines that make tensors on the host take 1.0% of a step"
+    assert loop.host_tensors(facts, driver) == "lines that make tensors on the host take 1.0% of a step"
     facts.made = None
-    assert rules._own_code(facts, driver).gain == 0.75
-    assert rules._host_tensors(facts, driver) == "not measured: torch.compile is in use"
+    assert loop.own_code(facts, driver).gain == 0.75
+    assert loop.host_tensors(facts, driver) == "not measured: torch.compile is in use"
 
 
 def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkeypatch):
@@ -1247,11 +1248,11 @@ def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkey
     watched = types.SimpleNamespace(copies={"count": 4, "pageable": 4, "blocking": 4, "bytes": 4})
     driver, line = types.SimpleNamespace(instrument=watched, loader=None), Site("train.py", 7)
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"copy": 0.5}, None, {}, made=[(line, MOVED, 0.25)])
-    assert rules._copies(facts, driver).gain == 0.25
-    found = rules._host_tensors(facts, driver)
+    assert loading.copies(facts, driver).gain == 0.25
+    found = loop.host_tensors(facts, driver)
     assert found.lines == ((line, 0.25),) and "device=" in found.advice
     facts.parts["copy"] = 0.25
-    assert rules._copies(facts, driver).endswith("; 25% of the step are copies of what it makes itself")
+    assert loading.copies(facts, driver).endswith("; 25% of the step are copies of what it makes itself")
 
 
 KEEPS = """
@@ -1337,7 +1338,7 @@ def test_of_memory_that_cannot_be_looked_at_nothing_is_said():
         watch.look()
     assert watch.found(1) is None and len(odd) == 1
     facts = types.SimpleNamespace(growth=None, step=types.SimpleNamespace(value=1.0))
-    assert rules._memory(facts, None).startswith("not known")
+    assert loop.memory(facts, None).startswith("not known")
 
 
 @pytest.mark.parametrize("once", [200_000, 0])
@@ -1378,10 +1379,10 @@ def test_memory_that_grows_is_the_cause_where_it_does_not_last(size, emptied, na
     held = growth.Growing("kept", "a list of tensors", 1.0, size, emptied, (Site("a.py", 3),))
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {}, None, {})
     facts.growth, driver = growth.Growth(size, 0.0, 10**9, (held,)), types.SimpleNamespace(loader=[None] * 20)
-    found = rules._memory(facts, driver)
-    assert isinstance(found, rules.Finding) == named, found
+    found = loop.memory(facts, driver)
+    assert isinstance(found, Finding) == named, found
     if named:
-        slow = rules.Finding("own_code", "", "", 0.9)
+        slow = Finding("own_code", "", "", 0.9)
         assert ranked([slow, found])[0] is found and found.lines == ((Site("a.py", 3), 0.0),)
         assert "kept is a list of tensors, 1 more per step (a.py:3)" in found.evidence
 
@@ -1473,14 +1474,14 @@ def test_a_model_that_loops_in_python_is_told_from_a_small_batch():
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), parts, None, {}, calls=1024, call_cost=2**-11)
     facts.lines = [("forward", loop, 0.375), ("forward", layer, 0.125), ("backward", Site("train.py", 9), 0.4)]
     facts.repeats = {loop: 200, layer: 1}
-    finding = rules._python_loop(facts, None)
+    finding = computing.python_loop(facts, None)
     assert finding.gain == 0.75 * 0.5 and finding.lines == ((loop, 0.375),)
-    small = rules.Finding("batch_size", "", "", 0.6)
+    small = Finding("batch_size", "", "", 0.6)
     assert [f.rule for f in ranked([small, finding])] == ["python_loop", "batch_size"]
     facts.calls = 100  # large ones
-    assert isinstance(rules._python_loop(facts, None), str)
+    assert isinstance(computing.python_loop(facts, None), str)
     facts.repeats = {}
-    assert "no line of the model" in rules._python_loop(facts, None)
+    assert "no line of the model" in computing.python_loop(facts, None)
     assert 0 < measure.call_cost() < 1e-3
 
 
@@ -1492,7 +1493,7 @@ def test_a_layout_that_a_model_loses_is_told_from_one_that_it_keeps():
     last, x = torch.channels_last, torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
     layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"forward": 0.4, "backward": 0.4}, None, {})
-    facts.operations, facts.candidates = [("aten::copy_", 0.5, 60)], {"layout": rules.LAST}
+    facts.operations, facts.candidates = [("aten::copy_", 0.5, 60)], {"layout": computing.LAST}
     rule = next(rule for rule in rules.RULES if rule.name == "layout")
     for model, names in ((Loses(*layers), ["1"]), (nn.Sequential(*layers), [])):
         model.to(memory_format=last)
@@ -1503,9 +1504,9 @@ def test_a_layout_that_a_model_loses_is_told_from_one_that_it_keeps():
         model(x.contiguous())
         assert facts.contiguous == names
         found = rule.look(facts, None)
-        assert found.gain == 0.4 if names else found == rules.LAST
+        assert found.gain == 0.4 if names else found == computing.LAST
     facts.contiguous, facts.operations = ["1"], [("aten::copy_", 0.02, 60)]
-    assert rule.look(facts, None) == rules.LAST
+    assert rule.look(facts, None) == computing.LAST
     assert measure.compiled(nn.Sequential(torch.compile(layers[0]))) and not measure.compiled(nn.Sequential(*layers))
 
 
@@ -1515,9 +1516,9 @@ def test_what_restarts_take_is_what_the_same_workers_do_not_when_they_stay(pace,
     facts = measure.Facts(steps, measure.Interval(12.0, 12.0, 12.0), {}, types.SimpleNamespace(num_workers=2), {})
     facts.cached, facts.waiting = 3.0, measure.Interval(0.75, 0.75, 0.75)
     facts.rates = {0: measure.LoaderRate(0, 1.0, 0.0), 2: measure.LoaderRate(2, pace, None)}
-    assert rules.lost_to_restarts(facts) == lost
+    assert loading.lost_to_restarts(facts) == lost
     facts.rates = {}
-    assert rules.lost_to_restarts(facts) == 0.125
+    assert loading.lost_to_restarts(facts) == 0.125
 
 
 def test_groups_of_accumulated_gradients_are_compared_and_not_steps():
@@ -1544,19 +1545,19 @@ def test_torch_is_as_before_afterwards():
 
 def test_layers_that_also_cure_the_layout_come_after_it():
     def names(**gains):
-        return [f.rule for f in ranked([rules.Finding(name, "", "", gain) for name, gain in gains.items()])]
+        return [f.rule for f in ranked([Finding(name, "", "", gain) for name, gain in gains.items()])]
 
     assert names(fuse=0.8, layout=0.4, loader=0.5) == ["loader", "layout", "fuse"]
     assert names(loader=0.1, layout=0.07, fuse=0.3) == ["fuse", "loader", "layout"]
 
 
 def test_what_a_cause_takes_because_of_another_one_does_not_put_it_first():
-    loading = rules.Finding("loader", "", "", 0.5, lost=0.55, shared=("loader_restart", 0.35))
+    waits = Finding("loader", "", "", 0.5, lost=0.55, shared=("loader_restart", 0.35))
     for restarts, first in ((0.35, "loader_restart"), (0.1, "loader")):
-        loading = dataclasses.replace(loading, shared=("loader_restart", restarts))
-        assert ranked([loading, rules.Finding("loader_restart", "", "", restarts)])[0].rule == first
-    other = rules.Finding("optimizer", "", "", 0.3)
-    assert [f.rule for f in ranked([loading, other])] == ["loader", "optimizer"]
+        waits = dataclasses.replace(waits, shared=("loader_restart", restarts))
+        assert ranked([waits, Finding("loader_restart", "", "", restarts)])[0].rule == first
+    other = Finding("optimizer", "", "", 0.3)
+    assert [f.rule for f in ranked([waits, other])] == ["loader", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -1573,17 +1574,17 @@ def test_what_computing_may_gain_ends_where_the_workers_cannot_follow(workers, p
     facts = measure.Facts([], measure.Interval(10.0, 9, 11), {}, types.SimpleNamespace(num_workers=workers), {})
     facts.cached, facts.cpu_cached = (8.0 if pace else 9.5), 8.0
     facts.rates = {} if pace is None else {0: measure.LoaderRate(0, 4.0, 0.1), 4: measure.LoaderRate(4, pace, None)}
-    gain = rules.gain_of_computing(facts, 3.0)
+    gain = gain_of_computing(facts, 3.0)
     assert gain == min(0.3, (10 - left) / 10)
 
 
 def test_workers_that_compute_cost_what_handing_batches_over_takes(monkeypatch):
-    monkeypatch.setattr(rules, "cores", lambda: 1)
+    monkeypatch.setattr(predictions, "cores", lambda: 1)
     facts = measure.Facts([], measure.Interval(4.5, 4, 5), {}, None, {}, cached=3.0, cpu_cached=3.0)
     facts.rates = {0: measure.LoaderRate(0, 0.4, 0.4), 1: measure.LoaderRate(1, 1.6, None)}
-    assert rules.gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
+    assert gain_of_loading(facts, 1) < 0  # and not the 25 % that are left of 3.4 s
     facts.rates[0] = measure.LoaderRate(0, 1.5, 0.4)  # what waits takes no core
-    assert rules.gain_of_loading(facts, 1) == 1 - 3.4 / 4.5
+    assert gain_of_loading(facts, 1) == 1 - 3.4 / 4.5
 
 
 class Rows(Dataset):
@@ -1669,22 +1670,22 @@ def test_a_loader_of_whole_batches_keeps_the_order(tmp_path, options):
 
 
 def test_loading_that_nothing_helps_is_the_bottleneck_only_where_it_is_much(monkeypatch):
-    monkeypatch.setattr(rules, "cores", lambda: 1)
+    monkeypatch.setattr(predictions, "cores", lambda: 1)
     loader = DataLoader(TensorDataset(torch.rand(8, 2)), 2)
     driver = types.SimpleNamespace(loader=loader, instrument=types.SimpleNamespace(sites={}))
     diagnosis = Diagnosis()
-    for loading, whole, named, remedy in (
+    for waited, whole, named, remedy in (
         (0.15, None, False, None),
         (0.4, None, True, None),
         (0.15, 0.03, True, "whole batches"),
         (0.15, 0.14, False, None),  # nothing to gain
     ):
-        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"loader": loading}, loader, {})
-        facts.cached = facts.cpu_cached = 1 - loading
-        facts.waiting = measure.Interval(loading, loading, loading)
-        facts.rates = {0: measure.LoaderRate(0, loading, loading), 1: measure.LoaderRate(1, 0.8, None)}
+        facts = measure.Facts([], measure.Interval(1.0, 1, 1), {"loader": waited}, loader, {})
+        facts.cached = facts.cpu_cached = 1 - waited
+        facts.waiting = measure.Interval(waited, waited, waited)
+        facts.rates = {0: measure.LoaderRate(0, waited, waited), 1: measure.LoaderRate(1, 0.8, None)}
         facts.whole_batches = whole and measure.LoaderRate(0, whole, whole)
-        diagnosis.findings = [rules._loader(facts, driver)]
+        diagnosis.findings = [loading.loader(facts, driver)]
         assert (diagnosis.bottleneck is not None) == named
         assert [r.name for r in diagnosis.findings[0].remedies] == ([remedy] if remedy else [])
         if remedy:
@@ -1694,24 +1695,24 @@ def test_loading_that_nothing_helps_is_the_bottleneck_only_where_it_is_much(monk
 @pytest.mark.parametrize(("cost", "option", "named"), [(0.2, False, True), (0.2, True, False), (0.09, False, False)])
 def test_what_costs_little_or_is_a_choice_is_no_bottleneck(cost, option, named):
     diagnosis = Diagnosis()
-    diagnosis.findings = [rules.Finding("loader", "", "", cost, option=option)]
+    diagnosis.findings = [Finding("loader", "", "", cost, option=option)]
     assert (diagnosis.bottleneck is not None) == named
 
 
 def test_what_computing_may_gain_is_shared_out_over_the_cores(monkeypatch):
-    monkeypatch.setattr(rules, "cores", lambda: 2)
+    monkeypatch.setattr(predictions, "cores", lambda: 2)
     facts = measure.Facts([], measure.Interval(10.0, 9, 11), {}, types.SimpleNamespace(num_workers=4), {})
     facts.cached, facts.cpu_cached = 5.0, 5.0
     facts.rates = {0: measure.LoaderRate(0, 15.0, 15.0), 4: measure.LoaderRate(4, 7.5, None)}
-    assert rules.gain_of_computing(facts, 3.0) == 0.15  # 17 seconds of work are left for two cores
+    assert gain_of_computing(facts, 3.0) == 0.15  # 17 seconds of work are left for two cores
 
 
 def test_computing_on_many_threads_takes_less_of_the_cores_when_it_is_faster(monkeypatch):
-    monkeypatch.setattr(rules, "cores", lambda: 8)
+    monkeypatch.setattr(predictions, "cores", lambda: 8)
     facts = measure.Facts([], measure.Interval(5.2, 5, 6), {}, types.SimpleNamespace(num_workers=4), {})
     facts.cached, facts.cpu_cached = 5.0, 38.0
     facts.rates = {0: measure.LoaderRate(0, 1.0, 1.0), 4: measure.LoaderRate(4, 0.5, None)}
-    assert rules.gain_of_computing(facts, 2.0) == 2.0 / 5.2  # 3 of 5 seconds are left, on all threads
+    assert gain_of_computing(facts, 2.0) == 2.0 / 5.2  # 3 of 5 seconds are left, on all threads
 
 
 @pytest.mark.parametrize(
@@ -1764,7 +1765,7 @@ def test_a_device_that_idles_waits_for_what_holds_the_cpu_up():
         "with cached batches the device works"
     )
     assert look(gpu_facts(0.95, forward=4.0), None).startswith("with cached batches the device works 95%")
-    others = [found, rules.Finding("optimizer", "", "", 0.3), rules.Finding("syncs", "", "", 0.1)]
+    others = [found, Finding("optimizer", "", "", 0.3), Finding("syncs", "", "", 0.1)]
     assert [f.rule for f in ranked(others)] == ["optimizer", "launches", "syncs"]
 
 
@@ -1782,8 +1783,8 @@ def test_a_device_that_idles_waits_for_what_holds_the_cpu_up():
     ],
 )
 def test_float32_products_without_tf32_are_an_option_where_the_gpu_has_it(capability, matmul, cudnn, calls):
-    found = rules.without_tf32({"capability": capability, "tf32_matmul": matmul, "tf32_cudnn": cudnn})
-    assert isinstance(found, rules.Finding) == (calls is not None), found
+    found = computing.without_tf32({"capability": capability, "tf32_matmul": matmul, "tf32_cudnn": cudnn})
+    assert isinstance(found, Finding) == (calls is not None), found
     if calls is not None:
         assert found.advice == calls and found.option and not found.cost
         assert ("matrix products" in found.cause, "convolutions" in found.cause) == (not matmul, not cudnn)
@@ -1797,7 +1798,7 @@ def test_what_tf32_advice_says_sets_what_it_names(request):
     torch.backends.cudnn.allow_tf32 = False
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     assert "tf32" not in (matmul.fp32_precision, conv.fp32_precision)
-    for _, call in rules.TF32.values():
+    for _, call in computing.TF32.values():
         exec(call, {"torch": torch})
     assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", "tf32")
 
@@ -1849,7 +1850,8 @@ def what_takes_long_is_not_tried():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "cores", torch.get_num_threads)
+        for rule_file in (predictions, computing):
+            patch.setattr(rule_file, "cores", torch.get_num_threads)
         patch.setattr(remedies.Compile, "why_not", lambda driver: "not in this test")
         for name, seconds in (("BLOCK", 0.03), ("SAMPLING", 0.2), ("LOADING", 0.3)):
             patch.setattr(measure, name, seconds)
@@ -2449,13 +2451,13 @@ def test_what_is_no_faster_in_fresh_processes_is_taken_back(monkeypatch, after, 
 
 
 def test_what_is_counted_may_be_one(monkeypatch):
-    assert [rules.count_text(n, "step") for n in (0, 1, 2, 0.6, 1234.5)] == [
+    assert [count_text(n, "step") for n in (0, 1, 2, 0.6, 1234.5)] == [
         *("0 steps", "1 step", "2 steps", "1 step", "1,234 steps")
     ]
-    assert rules.duration_text(1.2) == "1 second"
-    monkeypatch.setattr(rules, "cores", lambda: 1)
+    assert duration_text(1.2) == "1 second"
+    monkeypatch.setattr(computing, "cores", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert rules._threads(None, None) == "1 thread on 1 core"
+    assert computing.threads(None, None) == "1 thread on 1 core"
     rate, timeline = {"workers": 1, "batches_per_second": 2.0}, [[["forward", 0.0, 1.0], ["step", 0.0, 2.0]]]
     assert "1 worker (now)" in html._rates({"loader_rates": [rate], "current_workers": 1})
     assert "1 step, one per line" in html._timeline(timeline)

@@ -10,7 +10,8 @@ from fusedtrain.diagnose.machine import machine
 from fusedtrain.diagnose.measure import Facts, Sizes
 from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
-from fusedtrain.diagnose.rules import LEAST, RULES, Finding
+from fusedtrain.diagnose.rules import RULES
+from fusedtrain.diagnose.rules.finding import LEAST, Finding
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 SHARED = 4

@@ -4,7 +4,7 @@ from html import escape
 
 from fusedtrain._info import value_text
 from fusedtrain.diagnose.report import headline, losses_text, machine_text, overhead_text, passes_text, waited_text
-from fusedtrain.diagnose.rules import count_text
+from fusedtrain.diagnose.rules.finding import count_text
 
 COLOURS = {
     "loader": "#e4572e",

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from fusedtrain.diagnose.lines import source_line
 from fusedtrain.diagnose.remedies import specification
-from fusedtrain.diagnose.rules import count_text
+from fusedtrain.diagnose.rules.finding import count_text
 
 ENDED = "the script ended before all was measured"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fusedtrain import _allocator
 from fusedtrain.diagnose.drive import ELSEWHERE, UNSEEN
 from fusedtrain.diagnose.report import ENDED
-from fusedtrain.diagnose.rules import count_text
+from fusedtrain.diagnose.rules.finding import count_text
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
