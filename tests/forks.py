@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer and every DTensor imports, once here and not in every fork
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)

@@ -21,7 +21,6 @@ from pathlib import Path
 import forks
 import numpy as np
 import torch
-import torch._dynamo  # which every optimizer imports, once here and not in every fork
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
