@@ -204,9 +204,8 @@ def test_the_second_start_of_a_command_imports_what_the_first_did(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted alone"])
 def test_a_command_that_ends_takes_its_training_process_along(tmp_path, number):
-    arguments = [sys.executable, "-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu"]
-    env = harness.environment(**PATIENT)
-    process = subprocess.Popen(arguments, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    arguments = ["-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu", "--output", str(tmp_path / "run")]
+    process = harness.start_python(*arguments, pipes={"stdout": subprocess.PIPE}, **PATIENT)
     assert "epoch    1/1000" in process.stdout.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
