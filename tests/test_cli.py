@@ -211,7 +211,7 @@ def test_a_command_that_ends_takes_its_training_process_along(tmp_path, number):
     (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
     process.send_signal(number)
     try:
-        process.communicate(timeout=30)  # returns when nobody holds the other end of its output any more
+        process.communicate(timeout=90)  # returns when nobody holds the other end of its output any more
     except subprocess.TimeoutExpired:
         os.kill(int(trainer), signal.SIGKILL)
         raise AssertionError("the training process goes on without the command") from None
