@@ -1,6 +1,7 @@
 """``fusedtrain check``: what several processes compute against one; all in real processes."""
 
 import functools
+import itertools
 import random
 import re
 
@@ -119,10 +120,18 @@ def test_the_command_names_the_layers_and_its_status_tells(capsys, tmp_path, mon
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
-def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(capsys, tmp_path, monkeypatch):
+def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(
+    capsys, tmp_path, tmp_path_factory, monkeypatch
+):
+    images = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    data = tmp_path_factory.mktemp("data")
+    for part, name, i in itertools.product(("train", "val"), ("a", "b"), range(8)):
+        (data / part / name).mkdir(parents=True, exist_ok=True)
+        images.new("RGB", (8, 8), (16 * i, 80, 120)).save(data / part / name / f"{i}.png")
     monkeypatch.chdir(tmp_path)
-    words = ["check", "--updates", "3", "--model", "smallnet", "--size", "8", "--batch-size", "512", "--no-fuse"]
-    words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]  # an epoch: 2 updates
+    words = ["check", "--updates", "3", "--model", "smallnet", "--size", "8", "--batch-size", "4", "--no-fuse"]
+    words += ["--data", str(data), "--workers", "0"]  # an epoch: 2 updates
+    words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]
     words += ["--monitor", "accuracy", "--mode", "max"]
     assert main(words) == 1, capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
