@@ -130,7 +130,7 @@ def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(
         images.new("RGB", (8, 8), (16 * i, 80, 120)).save(data / part / name / f"{i}.png")
     monkeypatch.chdir(tmp_path)
     words = ["check", "--updates", "3", "--model", "smallnet", "--size", "8", "--batch-size", "4", "--no-fuse"]
-    words += ["--data", str(data), "--workers", "0"]  # an epoch: 2 updates
+    words += ["--data", str(data)]  # an epoch: 2 updates
     words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]
     words += ["--monitor", "accuracy", "--mode", "max"]
     assert main(words) == 1, capsys.readouterr().err
