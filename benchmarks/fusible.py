@@ -91,7 +91,7 @@ def document(found: dict[str, Architecture], usual: int, count: int, version: st
         [
             INTRODUCTION.format(version=version, all=f"{count:,}", held=held, usual=usual),
             "## What stays, and why\n",
-            table(("class", "reason", "layers", "networks", "names"), reasons),
+            table(("class", "reason", "layers", "networks", "names"), reasons) if reasons else "No candidate stays.\n",
             "## What is fused, by file of timm\n",
             "Layers of all networks of a file together.\n",
             table(("timm.models", "networks", "fused layers", "layers that stay"), lines),
