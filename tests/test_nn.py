@@ -519,6 +519,7 @@ def test_compiles_once_for_images_of_any_shape(name, arguments, device):
 @pytest.mark.parametrize("kind", ["norm", "pointwise", "depthwise", "same depthwise", "gated norm", "gated depthwise"])
 def test_training_compiles_once_for_any_number_of_pixels(kind, layout, device, kernels):
     """Statistics divide by a number that changes with the images."""
+    torch.manual_seed(0)
     if torch.__version__ < (2, 13) and "same" in kind and layout == "channels_last":
         pytest.skip("graphs of torch 2.10 do not know the memory format of padded images of any size, and say so")
     convolutions = {
