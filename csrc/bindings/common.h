@@ -20,14 +20,6 @@ namespace fusedtrain::bindings {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Whether two tensors are on one device; CPU and meta tensors have no index that tells them apart.
-inline bool share_device(const Tensor& a, const Tensor& b) {
-  int32_t types[2];
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &types[0]));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &types[1]));
-  return types[0] == types[1] && a.get_device() == b.get_device();
-}
-
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float:
@@ -78,7 +70,7 @@ inline Images images_of(const Tensor& x, int64_t in_act) {
 
 // Raises unless `t` has the shape, dtype, strides and device of `x`.
 inline void check_same(const char* name, const Tensor& t, const Tensor& x) {
-  bool same = t.dim() == x.dim() && t.scalar_type() == x.scalar_type() && share_device(t, x);
+  bool same = t.dim() == x.dim() && t.scalar_type() == x.scalar_type() && t.get_device() == x.get_device();
   for (int64_t d = 0; same && d < x.dim(); ++d) {
     same = t.size(d) == x.size(d) && (x.size(d) == 1 || t.stride(d) == x.stride(d) || x.numel() == 0);
   }
@@ -89,7 +81,8 @@ inline void check_same(const char* name, const Tensor& t, const Tensor& x) {
 // of `x`.
 inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, int64_t count, ScalarType type) {
   STD_TORCH_CHECK(t.numel() == count, "fusedtrain: ", name, " must have ", count, " elements, got ", t.numel());
-  STD_TORCH_CHECK(share_device(t, x), "fusedtrain: ", name, " must be on the device of x");
+  STD_TORCH_CHECK(t.get_device() == x.get_device() && t.is_cuda() == x.is_cuda(), "fusedtrain: ", name,
+                  " must be on the device of x");
   const Tensor dense = t.is_contiguous() ? t : torch::stable::contiguous(t);
   return dense.scalar_type() == type ? dense : torch::stable::to(dense, type);
 }

@@ -17,7 +17,7 @@ DepthwiseSizes sizes_of(const Tensor& x, const Tensor& weight, const Ints& strid
   const Images images = images_of(x, 0);
   STD_TORCH_CHECK(weight.dim() == 4 && weight.size(1) == 1 && images.c > 0 && weight.size(0) % images.c == 0 &&
                       weight.numel() > 0 && weight.is_contiguous() && weight.scalar_type() == x.scalar_type() &&
-                      share_device(weight, x),
+                      weight.get_device() == x.get_device(),
                   "fusedtrain: weight must be a dense [C * m, 1, kh, kw] with the dtype and device of x");
   STD_TORCH_CHECK(stride.size() == 2 && padding.size() == 4 && dilation.size() == 2 &&
                       std::min({stride[0], stride[1], dilation[0], dilation[1]}) > 0,
@@ -77,7 +77,7 @@ DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std:
                                const Ints& stride, const Ints& padding, const Ints& dilation) {
   const DepthwiseSizes s = sizes_of(x, weight, stride, padding, dilation);
   STD_TORCH_CHECK(!bias || (bias->numel() == s.c * s.m && bias->is_contiguous() &&
-                            bias->scalar_type() == x.scalar_type() && share_device(*bias, x)),
+                            bias->scalar_type() == x.scalar_type() && bias->get_device() == x.get_device()),
                   "fusedtrain: bias must be a dense [C * m] with the dtype and device of x");
   return s;
 }
@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv2d_backward(const Tensor& dy, c
   const DepthwiseSizes sizes = sizes_of(x, weight, stride, padding, dilation);
   const DepthwiseSizes s = need_dw || need_db ? sizes : of_one_pass(sizes);
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == s.n && dy.size(1) == s.c * s.m && dy.size(2) == s.ho &&
-                      dy.size(3) == s.wo && dy.scalar_type() == x.scalar_type() && share_device(dy, x),
+                      dy.size(3) == s.wo && dy.scalar_type() == x.scalar_type() && dy.get_device() == x.get_device(),
                   "fusedtrain: dy must have the shape of y, and the dtype and device of x");
   // dy that is dense in both formats may stand for either.
   STD_TORCH_CHECK(s.layout == Layout::kContiguous ? dy.is_contiguous() : is_channels_last(dy),

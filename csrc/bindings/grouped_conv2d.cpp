@@ -48,9 +48,9 @@ GroupedSizes sizes_of(const Tensor& weight, int64_t n, int64_t h, int64_t w, int
 }
 
 void check_images(const char* name, const Tensor& t, const Tensor& weight, int64_t channels) {
-  STD_TORCH_CHECK(
-      t.dim() == 4 && t.size(1) == channels && t.scalar_type() == weight.scalar_type() && share_device(t, weight),
-      "fusedtrain: ", name, " must have ", channels, " channels, and the dtype and device of the weight");
+  STD_TORCH_CHECK(t.dim() == 4 && t.size(1) == channels && t.scalar_type() == weight.scalar_type() &&
+                      t.get_device() == weight.get_device(),
+                  "fusedtrain: ", name, " must have ", channels, " channels, and the dtype and device of the weight");
 }
 
 Tensor multiply(const GroupedSizes& s, bool transposed, const Tensor& in, const Tensor& weight,

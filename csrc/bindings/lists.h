@@ -28,7 +28,8 @@ inline int64_t rows_of(const Tensor& table) {
 
 // Raises unless `t` is on the device of `like`.
 inline void check_device(const char* name, const Tensor& t, const Tensor& like) {
-  STD_TORCH_CHECK(share_device(t, like), "fusedtrain: ", name, " must be on one device");
+  STD_TORCH_CHECK(t.is_cuda() == like.is_cuda() && t.get_device() == like.get_device(), "fusedtrain: ", name,
+                  " must be on one device");
 }
 
 // Raises unless the elements of `t` fill one stretch of memory, in whatever order of dimensions.

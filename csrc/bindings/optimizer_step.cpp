@@ -9,7 +9,7 @@ namespace {
 void check_like(const char* name, const Tensor& t, const Tensor& param, ScalarType dtype) {
   const auto sizes = param.sizes(), strides = param.strides(), own = t.strides();
   bool same = t.scalar_type() == dtype && std::ranges::equal(t.sizes(), sizes);
-  same &= share_device(t, param);
+  same &= t.is_cuda() == param.is_cuda() && t.get_device() == param.get_device();
   for (size_t d = 0; same && d < sizes.size(); ++d) same = own[d] == strides[d] || sizes[d] == 1 || t.numel() == 0;
   STD_TORCH_CHECK(same, "fusedtrain: ", name, " must have the shapes, dtypes, strides and device of params");
 }
@@ -17,7 +17,8 @@ void check_like(const char* name, const Tensor& t, const Tensor& param, ScalarTy
 template <class T>
 T* scalar(const char* name, const std::optional<Tensor>& t, const Tensor& like, ScalarType dtype) {
   if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == dtype && share_device(*t, like), "fusedtrain: ", name,
+  const bool here = t->is_cuda() == like.is_cuda() && t->get_device() == like.get_device();
+  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == dtype && here, "fusedtrain: ", name,
                   " must be one number on the device of params, float64 for norm, else float32");
   return static_cast<T*>(t->mutable_data_ptr());
 }
@@ -41,7 +42,8 @@ ScalarType state_type(const StepTensor& t, const Tensor& state, const Tensor& p,
 }
 
 float* scales_of(const Tensor& scales, const StepTensor& t, const Tensor& p) {
-  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && share_device(scales, p) && scales.is_contiguous() &&
+  const bool here = scales.is_cuda() == p.is_cuda() && scales.get_device() == p.get_device();
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && here && scales.is_contiguous() &&
                       scales.numel() == code_blocks(t.numel),
                   "fusedtrain: scales must be ", code_blocks(t.numel), " float32 numbers on the device of params, got ",
                   scales.numel());

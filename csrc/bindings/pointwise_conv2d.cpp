@@ -19,7 +19,8 @@ PixelStrides strides_of(const Tensor& t, int64_t row, int64_t col) {
 PointwiseConv2d contract_of(const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride) {
   STD_TORCH_CHECK(stride.size() == 2 && stride[0] > 0 && stride[1] > 0, "fusedtrain: two strides expected");
   STD_TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && weight.size(1) == x.size(1) && weight.size(2) == 1 &&
-                      weight.size(3) == 1 && weight.scalar_type() == x.scalar_type() && share_device(weight, x),
+                      weight.size(3) == 1 && weight.scalar_type() == x.scalar_type() &&
+                      weight.get_device() == x.get_device(),
                   "fusedtrain: weight must have the shape [D, C, 1, 1], and the dtype and device of x");
   PointwiseConv2d a{.n = x.size(0),
                     .c = x.size(1),
@@ -105,7 +106,7 @@ PointwiseConv2dDw dw_contract_of(const Tensor& dy, const Tensor& x, const std::v
   STD_TORCH_CHECK(x.dim() == 4 && dy.dim() == 4 && dy.size(0) == x.size(0) &&
                       dy.size(2) == (x.size(2) + stride[0] - 1) / stride[0] &&
                       dy.size(3) == (x.size(3) + stride[1] - 1) / stride[1] && dy.scalar_type() == x.scalar_type() &&
-                      share_device(dy, x),
+                      dy.get_device() == x.get_device(),
                   "fusedtrain: dy must have the shape of y, and the dtype and device of x");
   return {.n = x.size(0),
           .c = x.size(1),

@@ -421,11 +421,10 @@ def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -
     if not whole and _is_product("dx", x, weight, stride):
         return _product_of(dy, weight.transpose(0, 1))
     narrows = whole or _products(x, channels_last=False) is None or dy.shape[1] <= x.shape[1]
-    stock = not whole and _stock_over_planes("dx", x, weight)
-    if narrows and not stock and _by_planes(dy, stride, whole):
+    if narrows and _by_planes(dy, stride, whole) and (whole or not _stock_over_planes("dx", x, weight)):
         return _KERNEL_ON_PLANES(dy, _transposed(weight), None)
     if _common.cpu_multiplies(x.dtype) and not whole:
-        if stride == [1, 1] and not stock and x.dtype == torch.float32 and _faster("dx", x, weight):
+        if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
             return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
     product = _forward(dy, weight.transpose(0, 1), None, [1, 1], whole)
