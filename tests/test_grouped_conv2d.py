@@ -411,6 +411,23 @@ def test_what_runs_in_the_kernel_on_intel_with_avx512(chosen):
 
 
 @pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+def test_what_runs_in_the_kernel_on_intel_with_tiles(chosen):
+    def on_intel(dtype, columns, stride, width, layout="channels_last"):
+        return chosen("amx_bf16", dtype, columns, stride, width, "intel", 6, layout)
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert on_intel(fp32, 28, 1, 24) == on_intel(fp32, 7, 1, 32) == ("forward", "dx")
+    assert on_intel(fp32, 56, 1, 12) == on_intel(fp32, 28, 2, 12) == on_intel(fp32, 7, 2, 24) == ("forward", "dx", "dw")
+    assert on_intel(fp32, 28, 1, 48) == on_intel(fp32, 7, 1, 16) == on_intel(fp32, 28, 1, 16, "contiguous") == ()
+    assert on_intel(fp32, 28, 1, 16) == ("dx",) and on_intel(fp32, 14, 2, 8) == ("dw",)
+    assert on_intel(fp32, 14, 2, 48) == ("dx", "dw") and on_intel(fp32, 14, 2, 16) == ("forward",)
+    assert on_intel(bf16, 28, 1, 16) == on_intel(bf16, 28, 2, 48) == on_intel(bf16, 28, 1, 4) == ()
+    assert on_intel(bf16, 14, 2, 2) == ("forward", "dx", "dw")
+    assert on_intel(bf16, 56, 1, 2) == ("forward", "dw") and on_intel(bf16, 28, 1, 2) == ("dw",)
+    assert on_intel(bf16, 28, 2, 16) == ("dx",) and on_intel(bf16, 14, 2, 8) == on_intel(bf16, 56, 1, 8) == ("dw",)
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
 def test_what_runs_in_the_kernel_on_intel_with_avx2(chosen):
     def on_intel(dtype, columns, stride, width, layout="channels_last"):
         return chosen("avx2", dtype, columns, stride, width, "intel", 6, layout)

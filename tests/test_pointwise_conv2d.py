@@ -1,5 +1,6 @@
 """pointwise_conv2d: a 1x1 convolution; and its layer."""
 
+import dataclasses
 import itertools
 import sys
 
@@ -878,6 +879,67 @@ def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, k
     x, dy = harness.images((16, channels, 7, 7)), harness.images((16, out, 7, 7))
     MODULE._dx(dy, x, harness.normal(out, channels, 1, 1), [1, 1], False)
     assert bool(calls) == kernel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "shape", "out", "chosen"),  # of y, dx and dw
+    [
+        (torch.float32, "channels_last", (16, 96, 10, 10), 24, "kernel kernel kernel"),
+        (torch.float32, "channels_last", (16, 96, 10, 10), 384, "kernel stock product"),
+        (torch.float32, "channels_last", (16, 384, 10, 10), 96, "stock kernel product"),
+        (torch.float32, "channels_last", (16, 256, 10, 10), 1024, "product stock product"),
+        (torch.float32, "channels_last", (16, 2048, 2, 2), 512, "product product product"),
+        (torch.float32, "channels_last", (4, 96, 10, 10), 24, "stock product kernel"),
+        (torch.float32, "channels_last", (4, 256, 2, 2), 1024, "product stock stock"),
+        (torch.float32, "channels_last", (4, 1024, 2, 2), 256, "product product product"),
+        (torch.float32, "contiguous", (16, 24, 40, 50), 144, "kernel product product"),
+        (torch.float32, "contiguous", (16, 144, 40, 50), 24, "product kernel product"),
+        (torch.float32, "contiguous", (16, 24, 10, 10), 144, "product product product"),
+        (torch.float32, "contiguous", (16, 192, 2, 2), 96, "kernel kernel product"),
+        (torch.float32, "contiguous", (16, 96, 2, 2), 192, "kernel stock product"),
+        (torch.float32, "contiguous", (4, 96, 2, 2), 192, "kernel product stock"),
+        (torch.float32, "contiguous", (4, 96, 10, 10), 192, "stock product stock"),
+        (torch.bfloat16, "channels_last", (4, 96, 10, 10), 24, "stock stock kernel"),
+        (torch.bfloat16, "channels_last", (16, 256, 2, 2), 1024, "product product kernel"),
+        (torch.bfloat16, "channels_last", (4, 1024, 2, 2), 256, "product stock product"),
+        (torch.bfloat16, "channels_last", (16, 256, 10, 10), 1024, "stock stock product"),
+        (torch.bfloat16, "contiguous", (4, 96, 10, 10), 24, "product product kernel"),
+        (torch.bfloat16, "contiguous", (4, 96, 2, 2), 24, "stock stock kernel"),
+        (torch.bfloat16, "contiguous", (4, 128, 28, 28), 512, "product product product"),
+        (torch.bfloat16, "contiguous", (4, 256, 2, 2), 1024, "stock stock product"),
+        (torch.float64, "contiguous", (4, 96, 10, 10), 24, None),
+        (torch.float32, "transposed", (4, 96, 10, 12), 24, None),
+    ],
+)
+def test_what_runs_a_product_on_intel_with_tiles(dtype, layout, shape, out, chosen, no_instructions, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "amx_bf16")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    x = harness.images(shape, layout if layout != "transposed" else "contiguous", dtype)
+    x, weight = x.mT if layout == "transposed" else x, torch.zeros(out, shape[1], 1, 1, dtype=dtype)
+    expected = [None] * 3 if chosen is None else chosen.split()
+    assert [MODULE._chosen(part, x, weight, [1, 1]) for part in MODULE._PARTS] == expected
+    assert [MODULE._chosen(part, x, weight, [2, 1]) for part in MODULE._PARTS] == [None] * 3
+
+
+@pytest.mark.parametrize("chosen", ["kernel", "product", "stock"])
+@dense_layouts
+def test_all_that_may_be_chosen_there_is_as_good_as_torch(chosen, layout, no_instructions, monkeypatch):
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(MODULE._amx_products, "choose", lambda part, *_: chosen)
+    ran = set()
+    parts = {
+        "kernel": {"_KERNEL" if layout == "channels_last" else "_KERNEL_ON_PLANES", "_DW"},
+        "product": {"_product_of", "_dw_product"},
+        "stock": {"reference_backward"},
+    }
+    for name in set().union(*parts.values()):
+        run = getattr(MODULE, name)
+        monkeypatch.setattr(MODULE, name, lambda *args, name=name, run=run: ran.add(name) or run(*args))
+    monkeypatch.setitem(IMPLS, "cpu", dataclasses.replace(IMPLS["cpu"], slower=None))
+    draws = [make("cpu", layout=layout, seed=seed) for seed in range(2)]
+    harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
+    assert ran == parts[chosen]
 
 
 def products_on_intel(isa, shape, out, layout, monkeypatch):

@@ -62,11 +62,12 @@ class _Where(NamedTuple):
 
 _PARTS = ("forward", "dx", "dw")
 _FULL = _Where(columns=7, strided=7, most=64, multiple=8, least=24)
-# By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24, 25 and 28);
+# By the CPU (Zen 4 or 5, or its vendor), its instruction set and the dtype (benchmarks/LOG.md, 2026-11-24 to 29);
 # one of several is enough. Without instructions for bfloat16 oneDNN takes 3 to 24 times as long.
 _ON_AVX2 = (_Where(columns=7, strided=7, most=32, multiple=8),)
 _NARROW = _Where(columns=7, strided=7, most=8, multiple=4, least=4)
 _NEVER = 1 << 30  # columns
+_PAIRS, _TWELVE = (_Where(columns=7, strided=7, most=width, multiple=width) for width in (2, 12))
 _FASTER = {
     (4, "avx512_bf16", torch.float32): {
         "forward": (_Where(columns=28, strided=14, most=32),),
@@ -96,6 +97,39 @@ _FASTER = {
         "dw": (_Where(columns=14, strided=7, most=48, multiple=4),),
     },
     ("intel", "avx512", torch.bfloat16): dict.fromkeys(_PARTS, (_Where(columns=7, strided=7, most=48, multiple=4),)),
+    ("intel", "amx_bf16", torch.float32): {
+        "forward": (
+            _PAIRS,
+            _TWELVE,
+            _Where(columns=7, strided=7, most=32, multiple=8, least=24),
+            _Where(columns=_NEVER, strided=28, most=8, multiple=4, least=4),
+            _Where(columns=_NEVER, strided=7, most=16, multiple=16),
+        ),
+        "dx": (
+            _TWELVE,
+            _Where(columns=28, strided=28, most=16, multiple=16),
+            _Where(columns=7, strided=7, most=32, multiple=8, least=24),
+            _Where(columns=_NEVER, strided=7, most=64, multiple=4, least=20),
+            _Where(columns=_NEVER, strided=14, most=4, multiple=4),
+        ),
+        "dw": (
+            _Where(columns=_NEVER, strided=28, most=2, multiple=2),
+            _Where(columns=_NEVER, strided=7, most=8, multiple=4),
+            _Where(columns=56, strided=28, most=64, multiple=4),
+            _Where(columns=_NEVER, strided=7, most=64, multiple=4, least=20),
+        ),
+    },
+    ("intel", "amx_bf16", torch.bfloat16): {  # stock multiplies by tiles
+        "forward": (_Where(columns=56, strided=7, most=2, multiple=2),),
+        "dx": (
+            _Where(columns=_NEVER, strided=7, most=2, multiple=2),
+            _Where(columns=_NEVER, strided=7, most=16, multiple=4, least=12),
+        ),
+        "dw": (
+            _Where(columns=7, strided=7, most=2, multiple=2),
+            _Where(columns=56, strided=7, most=8, multiple=4),
+        ),
+    },
     ("intel", "avx2", torch.float32): {
         "forward": (_NARROW,),
         "dx": (_NARROW, _Where(columns=_NEVER, strided=7, most=20, multiple=4, least=12)),

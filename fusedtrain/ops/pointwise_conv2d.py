@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
-from fusedtrain.ops import _common, _schema
+from fusedtrain.ops import _amx_products, _common, _schema
 
 _VECTOR = 16  # channels
 
@@ -138,6 +138,9 @@ def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
 
 def _kernel_gains(x: Tensor, channels: int) -> bool:
     """Whether the kernel is faster than PyTorch's libraries over channels_last images like x."""
+    chosen = _amx_products.choose("forward", x, x.shape[1], channels)
+    if chosen is not None:
+        return chosen == "kernel"
     cpu = _extension.BUILD_INFO
     rules = _products(x)
     if rules is not None:
@@ -245,6 +248,9 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     stride = stride or [1, 1]
+    chosen = [_chosen(part, x, weight, stride) for part in _PARTS]
+    if chosen[0] is not None:
+        return None if set(chosen) != {"stock"} else "stock PyTorch was measured faster: few images, and these channels"
     read_first = stride != [1, 1] and _is_read_first(x, weight)
     products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
     if planes and not products and not read_first and not _by_planes(x, stride):
@@ -341,7 +347,10 @@ def _is_product_of_planes(part: str, x: Tensor, weight: Tensor, stride: list[int
 
 
 def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
-    """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is MKL's product."""
+    """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is a product of matrices."""
+    chosen = _chosen(part, x, weight, stride)
+    if chosen is not None:
+        return chosen == "product"
     rules = _products(x) if stride == [1, 1] else None
     if rules is None:
         return _is_product_of_planes(part, x, weight, stride)
@@ -394,9 +403,28 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
     return torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *geometry, need)
 
 
+_PARTS = ("forward", "dx", "dw")
+
+
+def _chosen(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> str | None:
+    """What runs "forward", "dx" or "dw" on CPUs with AMX; None on others."""
+    return _amx_products.choose(part, x, weight.shape[1], weight.shape[0]) if stride == [1, 1] else None
+
+
+def _run(chosen: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if chosen == "product":
+        return _product_of(x, weight, bias)
+    if chosen == "stock":
+        return F.conv2d(x, weight, bias)
+    return _KERNEL(x, weight, bias, [1, 1]) if _common.is_channels_last(x) else _KERNEL_ON_PLANES(x, weight, bias)
+
+
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
     if stride != [1, 1] and not whole and _is_read_first(x, weight):
         x, stride = _read_by(x, stride).contiguous(memory_format=_common.format_of(x)), [1, 1]
+    chosen = None if whole else _chosen("forward", x, weight, stride)
+    if chosen is not None:
+        return _run(chosen, x, weight, bias)
     if _by_kernel(x, weight.shape[0], whole):
         return _KERNEL(x, weight, bias, stride)
     if _by_planes(x, stride, whole):
@@ -415,6 +443,11 @@ def _transposed(weight: Tensor) -> Tensor:
 
 def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
+    chosen = None if whole else _chosen("dx", x, weight, stride)
+    if chosen == "stock":
+        return reference_backward(dy, x, weight, stride, [True, False, False])[0]
+    if chosen is not None:
+        return _run(chosen, dy, weight.transpose(0, 1) if _common.is_channels_last(x) else _transposed(weight))
     kernel = _by_kernel(dy, x.shape[1], whole) and (whole or _products(x) is None or dy.shape[1] > x.shape[1])
     if stride == [1, 1] and kernel:
         return _KERNEL(dy, weight.transpose(0, 1), None, stride)
@@ -438,7 +471,10 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return whole
 
 
-def _dw_by_kernel(x: Tensor, weight: Tensor) -> bool:
+def _dw_by_kernel(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    chosen = _chosen("dw", x, weight, stride)
+    if chosen is not None:
+        return chosen == "kernel"
     return not _stock_over_planes("dw", x, weight) and (x.dtype != torch.float32 or _faster("dw", x, weight))
 
 
@@ -453,7 +489,7 @@ def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor
         dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
     if need_dw and not whole and _is_product("dw", x, weight, stride):
         dw = _common.strided_like(_dw_product(dy, x), weight)
-    elif need_dw and (whole or _dw_by_kernel(x, weight)):
+    elif need_dw and (whole or _dw_by_kernel(x, weight, stride)):
         dw = _common.strided_like(_DW(dy, x, stride), weight)
     elif need_dw:
         read, one = _read_pixels(x, stride)
