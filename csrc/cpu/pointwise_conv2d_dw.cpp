@@ -290,6 +290,44 @@ void add_tile(const Tile<E>& t) {
                __attribute__((always_inline)) { store(total + row * pitch + v * V::kLanes, sums[row][v]); });
 }
 
+// The cache lines of both operands of the next block, in the order of memory, which the processor then fetches ahead.
+class NextLines {
+ public:
+  explicit NextLines(int64_t /*bytes_per_step*/) {}
+  template <class T>
+  void add(const Side<T>& side, int64_t begin, int64_t end, int64_t channel, int64_t channels) {
+    if (!side.is_matrix()) return;
+    const int64_t bytes = channels * int64_t(sizeof(T)), pitch = side.strides.col * int64_t(sizeof(T));
+    const bool whole = bytes == pitch;  // rows lie behind each other
+    const int64_t rows = whole ? 1 : end - begin, lines = ((whole ? end - begin : 1) * bytes + kLine - 1) / kLine;
+    parts_[count_++] = {reinterpret_cast<const char*>(side.at(begin) + channel), lines, pitch, rows};
+    lines_ += rows * lines;
+  }
+  int64_t lines() const { return lines_; }
+  void ask(int64_t lines) {
+    while (lines > 0 && part_ < count_) {
+      Part& part = parts_[part_];
+      const int64_t last = std::min(at_ + lines, part.lines);
+      lines -= last - at_;
+      for (; at_ < last; ++at_) __builtin_prefetch(part.p + at_ * kLine, 0, 2);
+      if (at_ < part.lines) return;
+      at_ = 0;
+      part.p += part.pitch;
+      if (--part.rows == 0) ++part_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  struct Part {
+    const char* p;
+    int64_t lines, pitch, rows;
+  };
+  Part parts_[2];
+  int count_ = 0, part_ = 0;
+  int64_t lines_ = 0, at_ = 0;
+};
+
 #if defined(__AVX512F__)
 // ---- tiles of AMX ----
 
@@ -317,7 +355,7 @@ void transpose_tiles(Pair* out, int64_t channels, int64_t steps) {
 
 // The sums of `rows` narrow channels, up to 16.
 template <int kVecs>
-void add_amx_tile(const Tile<Pair>& t, int64_t rows, Ahead more) {
+void add_amx_tile(const Tile<Pair>& t, int64_t rows, NextLines& next, int64_t lines) {
   const bool in_place = rows == kTileSteps;
   alignas(64) float buffer[kVecs * kTileSteps * kTileSteps];
   unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
@@ -327,19 +365,13 @@ void add_amx_tile(const Tile<Pair>& t, int64_t rows, Ahead more) {
       clear_tile<v>();
     }
   });
-  Ahead ahead[] = {t.ahead, more};
   for (int64_t step = 0; step < t.steps; step += kTileSteps) {
     load_tile<3>(t.narrow.p + step * kTileSteps, 64);
     unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
       load_tile<4 + v>(t.wide.p + v * t.wide.vec + step * kTileSteps, 64);
       multiply_tiles<v, 3, 4 + v>();
     });
-    for (Ahead& a : ahead) {
-      for (int64_t i = 0; a.step != 0 && i < kTileSteps; ++i, a.p += a.step) {
-        __builtin_prefetch(a.p, 0, 2);
-        __builtin_prefetch(a.p + a.second, 0, 2);
-      }
-    }
+    next.ask(lines);
   }
   unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
     if (in_place) {
@@ -458,7 +490,8 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
   for (int64_t begin = first, end; begin < first + pixels; begin = end) {
     end = end_of_block(begin);
     const int64_t steps = chunks(end - begin, kPixels<E>);
-    NextBlock<T, E> ahead((wide_count + narrow_count) * int64_t(sizeof(T)) / tiles);
+    std::conditional_t<kAmx, NextLines, NextBlock<T, E>> ahead((wide_count + narrow_count) * int64_t(sizeof(T)) /
+                                                               tiles);
     if (end < last_asked) {
       const int64_t next_end = std::min(2 * end - begin, last_asked);
       ahead.add(wide, end, next_end, wide_begin, wide_count);
@@ -498,17 +531,17 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
       visit<1, 2, 3>((to - from) / kWidth, [&]<int kVecs>() {
 #if defined(__AVX512F__)
         if constexpr (kAmx) {
+          const int64_t lines = chunks(ahead.lines(), tiles * chunks(steps, kTileSteps));
           for (int64_t row = 0; row < narrow_count; row += kRows, tile.sums += kRows * pitch) {
             tile.narrow.p = narrow_steps.p + row / kWidth * narrow_steps.vec;
-            tile.ahead = ahead.next(tile.sums);
-            add_amx_tile<kVecs>(tile, std::min(kRows, narrow_count - row), ahead.next(tile.sums));
+            add_amx_tile<kVecs>(tile, std::min(kRows, narrow_count - row), ahead, lines);
           }
           return;
         }
 #endif
         const auto add_tiles = [&]<int kTall>(int64_t row) {
           for (; row + kTall <= narrow_count; row += kTall) {
-            tile.ahead = ahead.next(tile.sums);
+            if constexpr (!kAmx) tile.ahead = ahead.next(tile.sums);
             if constexpr (kReadsPlanes) {
               if (from_planes) {
                 tile.narrow.p = reinterpret_cast<const E*>(plane + row * narrow.strides.channel);
