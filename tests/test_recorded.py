@@ -3,14 +3,17 @@
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import io
 import itertools
+import math
 import pickle
 import random
 import sys
 import threading
 import types
+import weakref
 
 import harness
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from test_fuse import assert_model_as_good_as_torch
 from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
@@ -444,6 +448,44 @@ def test_threads_may_fuse_at_once():
     finally:
         sys.setswitchinterval(interval)
     assert all(isinstance(model, Recorded) for model in models) and "__getattribute__" not in vars(nn.Module)
+
+
+class Rooted(ConvNormAct):
+    """It calls a function that torch.fx records, and looks into its attributes by itself."""
+
+    def forward(self, x):
+        return super().forward(x) * math.sqrt(x.shape[1])
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+class Interrupted(Rooted):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [Rooted, Interrupted])
+def test_nothing_stays_replaced_after_fuse(kind):
+    model = nn.Sequential(kind(16, 16, 3, 1, 16), nn.ReLU())
+    fusedtrain.fuse(nn.Sequential(Rooted(16, 16, 3, 1, 16), nn.ReLU()))  # what is imported and cached at first
+    classes = {cls for module in model.modules() for cls in type(module).__mro__} | {BackwardCFunction}
+    scopes = [vars(owner) for owner in (*classes, torch, torch.distributed, math, random, sys.modules[__name__])]
+    before = [dict(scope) for scope in scopes]
+    with pytest.raises(KeyboardInterrupt) if kind is Interrupted else contextlib.nullcontext():
+        fusedtrain.fuse(model)
+    assert isinstance(model[0], Recorded) == (kind is Rooted)
+    for scope, old in zip(scopes, before):
+        assert scope.keys() == old.keys() and all(scope[name] is value for name, value in old.items())
+
+
+def test_recordings_do_not_outlive_their_blocks():
+    """torch.fx would keep the names of code that calls functions which it records."""
+    block = fused(lambda c: Rooted(c, c, 3, 1, c))[0]
+    kept = weakref.ref(block._recording.forwards[1])
+    fusedtrain.unfuse(block)
+    gc.collect()
+    assert kept() is None
 
 
 class Locked(ConvNormAct):

@@ -67,6 +67,8 @@ def _containers(module: nn.Module) -> Iterator[str]:
 
 
 def _compile(graph: fx.Graph) -> Callable:
+    for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # else torch.fx keeps the names of this code for ever, to wrap them
     code = graph.python_code("self")
     names = dict(code.globals)
     exec(compile(code.src, "<fusedtrain: recorded forward>", "exec"), names)

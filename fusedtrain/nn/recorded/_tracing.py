@@ -270,13 +270,13 @@ def held_by(modules: list[nn.Module], depth: int = 6) -> list:
     return list(found.values())
 
 
-def _get(generator) -> bytes | None:
+def _get(generator) -> tuple | list | bytes | None:
     """The state of a generator of random numbers; None for all else."""
     numpy = sys.modules.get("numpy")
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return pickle.dumps(generator.getstate())
+        return generator.getstate()
     if isinstance(generator, torch.Generator):
-        return pickle.dumps(generator.get_state().tolist())
+        return generator.get_state().tolist()  # which no mode of torch sees
     if numpy is not None and isinstance(generator, numpy.random.RandomState):
         return pickle.dumps(generator.get_state())  # printed it takes milliseconds
     if numpy is not None and isinstance(generator, numpy.random.BitGenerator):
@@ -284,16 +284,15 @@ def _get(generator) -> bytes | None:
     return None
 
 
-def _set(generator, state: bytes) -> None:
-    state = pickle.loads(state)
+def _set(generator, state: tuple | list | bytes) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif hasattr(generator, "set_state"):
-        generator.set_state(state)
+        generator.set_state(pickle.loads(state))
     else:
-        generator.state = state
+        generator.state = pickle.loads(state)
 
 
 def _named(owner, name: str):
@@ -324,9 +323,10 @@ def _untouched(modules: list[nn.Module]):
             changes.append("its forward changes objects or global values")
         if changed or written:
             changes.append("its forward changes its attributes, or holds tensors that are no buffers")
-        if any(_get(generator) != state for generator, state in states):
-            changes.append("its forward draws random numbers outside of layers")
     finally:
+        drawn = [(generator, state) for generator, state in states if _get(generator) != state]
+        if drawn:
+            changes.append("its forward draws random numbers outside of layers")
         for module, old in zip(modules, before):
             vars(module).clear()
             vars(module).update(old)
@@ -339,9 +339,8 @@ def _untouched(modules: list[nn.Module]):
                 setattr(owner, name, value)
             elif _named(owner, name) is not value:
                 owner[name] = value
-        for generator, state in states:
-            if _get(generator) != state:
-                _set(generator, state)
+        for generator, state in drawn:
+            _set(generator, state)
 
 
 _LOOKS = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
@@ -385,8 +384,8 @@ def _closed() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _observed_reads() -> Iterator[set[nn.Module]]:
-    """Yields a set of the modules of which a forward reads attributes, such as ``self.norm.training``."""
+def _observed_reads(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Yields a set of those ``modules`` of which a forward reads attributes, such as ``self.norm.training``."""
     found: set[nn.Module] = set()
     thread = threading.get_ident()
 
@@ -395,11 +394,16 @@ def _observed_reads() -> Iterator[set[nn.Module]]:
             found.add(module)
         return object.__getattribute__(module, name)
 
-    nn.Module.__getattribute__ = read
+    # Not in nn.Module for all: it takes Python a millisecond to go through all classes derived from that.
+    plain = object.__getattribute__
+    kinds = {kind if kind.__getattribute__ is plain else nn.Module for kind in map(type, modules)}
     try:
+        for kind in kinds:
+            kind.__getattribute__ = read
         yield found
     finally:
-        del nn.Module.__getattribute__
+        for kind in kinds:
+            del kind.__getattribute__
 
 
 class _Question(StandIn):
@@ -457,7 +461,7 @@ def trace(block: nn.Module, kind: Kind) -> list[tuple[Tracer, fx.Graph]] | str:
     """Records the forward in evaluation and in training; or says why that cannot be."""
     modules, traced = list(block.modules()), []
     try:
-        with _ONE_AT_A_TIME, _closed() as reasons, _typeless(block), _observed_reads() as read:
+        with _ONE_AT_A_TIME, _closed() as reasons, _typeless(block), _observed_reads(modules) as read:
             for training in (False, True):
                 with _untouched(modules) as changes, _switched(autocast=training):
                     for module in modules:
@@ -477,10 +481,3 @@ def trace(block: nn.Module, kind: Kind) -> list[tuple[Tracer, fx.Graph]] | str:
     called = (node.target for _, graph in traced for node in graph.nodes if node.op == "call_module")
     inlined += [holder for path in called for holder in holders_of(path)]
     return traced
-
-
-def _compile(graph: fx.Graph) -> Callable:
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, "<fusedtrain: recorded forward>", "exec"), names)
-    return names["forward"]
