@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 import weakref
+from math import hypot
 
 import harness
 import numpy as np
@@ -403,13 +404,14 @@ def test_other_threads_ask_for_types_as_ever_while_one_records():
 
             proxy = fx.Tracer().proxy(fx.Graph().placeholder("x"))
             answers = isinstance(Made, type), isinstance(x, (type, int)), issubclass(Made, type), issubclass(bool, type)
-            seen.append((*answers, type(Made), type(proxy), callable(proxy), type.__name__, type.mro(bool)))
+            answers += type(Made), type(proxy), callable(proxy), type.__name__, type.mro(bool)
+            seen.append((*answers, pickle.loads(pickle.dumps(math.sqrt))(4.0)))
         except Exception as failure:
             seen.append(failure)
 
     Meanwhile.other = staticmethod(ask)
     assert isinstance(fused(Meanwhile)[0], Recorded)
-    told = (True, False, True, False, type, fx.Proxy, True, "type", [bool, int, object])
+    told = (True, False, True, False, type, fx.Proxy, True, "type", [bool, int, object], 2.0)
     assert seen and seen == [told] * len(seen)
 
 
@@ -451,10 +453,10 @@ def test_threads_may_fuse_at_once():
 
 
 class Rooted(ConvNormAct):
-    """It calls a function that torch.fx records, and looks into its attributes by itself."""
+    """It calls functions of math, and looks into its attributes by itself."""
 
     def forward(self, x):
-        return super().forward(x) * math.sqrt(x.shape[1])
+        return super().forward(x) * math.sqrt(x.shape[2]) / hypot(x.shape[3], 1.0)
 
     def __getattribute__(self, name):
         return super().__getattribute__(name)
@@ -468,15 +470,31 @@ class Interrupted(Rooted):
 @pytest.mark.parametrize("kind", [Rooted, Interrupted])
 def test_nothing_stays_replaced_after_fuse(kind):
     model = nn.Sequential(kind(16, 16, 3, 1, 16), nn.ReLU())
-    fusedtrain.fuse(nn.Sequential(Rooted(16, 16, 3, 1, 16), nn.ReLU()))  # what is imported and cached at first
     classes = {cls for module in model.modules() for cls in type(module).__mro__} | {BackwardCFunction}
-    scopes = [vars(owner) for owner in (*classes, torch, torch.distributed, math, random, sys.modules[__name__])]
+    scopes = [vars(owner) for owner in (*classes, torch, torch.distributed, math, sys.modules[__name__])]
     before = [dict(scope) for scope in scopes]
     with pytest.raises(KeyboardInterrupt) if kind is Interrupted else contextlib.nullcontext():
         fusedtrain.fuse(model)
     assert isinstance(model[0], Recorded) == (kind is Rooted)
     for scope, old in zip(scopes, before):
         assert scope.keys() == old.keys() and all(scope[name] is value for name, value in old.items())
+
+
+def test_functions_of_math_are_called_anew_in_each_call(calls):
+    block, stock, _ = fused(lambda c: Rooted(c, c, 3, 1, c))
+    truth = copy.deepcopy(stock).double()
+    for size in (9, 5):
+        x = harness.images((2, 16, size, 7))
+        harness.assert_as_good_as_torch(block(x), stock(x), truth(x.double()), f"y {size}")
+    assert calls == ["depthwise_bn_act_se"] * 2
+
+
+def test_nn_module_changes_once_for_all_recordings():
+    """It takes Python a millisecond to go through the classes of all layers."""
+    seen = []
+    Meanwhile.other = staticmethod(lambda: seen.append((nn.Module.__call__, nn.Module.parameters)))
+    fusedtrain.fuse(nn.ModuleList([Meanwhile(16), Meanwhile(16)]))
+    assert len(seen) == 4 and len(set(seen)) == 1
 
 
 def test_recordings_do_not_outlive_their_blocks():

@@ -27,7 +27,7 @@ from fusedtrain.nn.recorded._block import Recorded, restore, stock_class, take
 from fusedtrain.nn.recorded._origin import is_of_a_zoo, is_unknown
 from fusedtrain.nn.recorded._patterns import Pattern, count_pointwise
 from fusedtrain.nn.recorded._state import MANY, Recording, Seen, aliases, is_sequence, state_of
-from fusedtrain.nn.recorded._tracing import Kind, held_by, holders_of, is_inlined, trace
+from fusedtrain.nn.recorded._tracing import Kind, held_by, holders_of, hooked, is_inlined, trace
 
 __all__ = ["Recorded", "Recording", "find", "record", "restore", "stock_class", "take"]
 
@@ -75,6 +75,7 @@ def _compile(graph: fx.Graph) -> Callable:
     return names["forward"]
 
 
+@hooked()
 def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str, Recording | str]:
     """Looks for blocks: the innermost modules that hold whole patterns.
 

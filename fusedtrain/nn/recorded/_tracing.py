@@ -6,13 +6,14 @@ import functools
 import inspect
 import io
 import itertools
+import math
 import operator
 import pickle
 import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch
@@ -118,19 +119,35 @@ def _switched(autocast: bool) -> Iterator[None]:
             torch.set_autocast_enabled(device, enabled)
 
 
+class _OfThread(threading.local):
+    tracer: "Tracer | None" = None  # that records a forward in this thread
+    hooked = False  # whether this thread is within hooked()
+
+
+_OF_THREAD = _OfThread()
+
+
 class Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # their values may change
 
     def __init__(self, block: nn.Module, kind: Kind):
-        super().__init__()
+        super().__init__(autowrap_modules=())  # hooked() looks after math
         self.kind = kind
         self.inlined: list[str] = [""]
         self.block_by_block = is_of_a_zoo(type(block))
         self.modes = _modes()
-        self.thread = threading.get_ident()
+        self.parameters: dict[str, fx.Proxy] = {}
+        self.read: set[nn.Module] = set()
         self.of_images: bool | None = None
         self.asked: list[_Asked] = []
         self.reason: str | None = None
+
+    def trace(self, root: nn.Module, concrete_args: dict | None = None) -> fx.Graph:
+        outer, _OF_THREAD.tracer = _OF_THREAD.tracer, self
+        try:
+            return super().trace(root, concrete_args)
+        finally:
+            _OF_THREAD.tracer = outer
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises, also once the forward is over if it catches that."""
@@ -209,14 +226,14 @@ class Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict):
         """A fused sequence is recorded layer by layer, too. torch.fx asks in every thread."""
-        if threading.get_ident() != self.thread:
+        if _OF_THREAD.tracer is not self:
             return forward(*args, **kwargs)
         if is_sequence(m):
             forward = functools.partial(nn.Sequential.forward, m)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val, parameter_proxy_cache: dict):
-        if threading.get_ident() != self.thread:
+        if _OF_THREAD.tracer is not self:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -354,53 +371,106 @@ _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for na
 _CLOSED += [(BackwardCFunction, "__init__", "it calls a torch.autograd.Function")]
 
 
-@contextlib.contextmanager
-def _closed() -> Iterator[list[str]]:
+def _closed(look: Callable, reason: str) -> Callable:
     """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
-    So does one that asks for modes, and one with a backward of its own. Yields why it did, if it catches that."""
-    thread, reasons = threading.get_ident(), []
+    So does one that asks for modes, and one with a backward of its own."""
 
-    def closed(look: Callable, reason: str) -> Callable:
-        @functools.wraps(look)
-        def asked(*args, **kwargs):
-            # Whoever calls a Function: its frame makes the context.
-            looked = look is object.__init__ or not is_ours(sys._getframe(1).f_globals.get("__name__", ""))
-            if threading.get_ident() == thread and looked:
-                reasons.append(reason)
-                raise RuntimeError(reason)
-            return look(*args, **kwargs)
+    @functools.wraps(look)
+    def asked(*args, **kwargs):
+        # Whoever calls a Function: its frame makes the context.
+        looked = look is object.__init__ or not is_ours(sys._getframe(1).f_globals.get("__name__", ""))
+        if _OF_THREAD.tracer is not None and looked:
+            _OF_THREAD.tracer.refuse(reason)
+        return look(*args, **kwargs)
 
-        return asked
+    return asked
 
-    before = [getattr(owner, name) for owner, name, _ in _CLOSED]
-    try:
-        for (owner, name, reason), look in zip(_CLOSED, before):
-            setattr(owner, name, closed(look, reason))
-        yield reasons
-    finally:
-        for (owner, name, _), look in zip(_CLOSED, before):
-            setattr(owner, name, look)
-        del BackwardCFunction.__init__  # it has object's
+
+_CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__
+
+
+@functools.wraps(_CALL)
+def _call(module: nn.Module, *args, **kwargs):
+    if _OF_THREAD.tracer is None:
+        return _CALL(module, *args, **kwargs)
+    return _OF_THREAD.tracer.call_module(module, functools.partial(_CALL, module), args, kwargs)
+
+
+@functools.wraps(_GETATTR)
+def _getattr(module: nn.Module, name: str):
+    value, tracer = _GETATTR(module, name), _OF_THREAD.tracer
+    return value if tracer is None else tracer.getattr(name, value, tracer.parameters)
+
+
+# torch.fx leaves them where they are; else it would put its own into nn.Module, which do the same, for each recording.
+_call.__fx_already_patched = _getattr.__fx_already_patched = True
+
+
+class _Function(StandIn):
+    """A function of math, recorded where it is called with what a recording holds."""
+
+    def __init__(self, function: Callable):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args, **kwargs):
+        if _OF_THREAD.tracer is not None and _holds_proxies((args, kwargs)):
+            return _OF_THREAD.tracer.create_proxy("call_function", self.__wrapped__, args, kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.__name__  # other threads copy and pickle it as math's
+
+
+def _holds_proxies(arguments: tuple) -> bool:
+    found = []
+    fx.node.map_aggregate(arguments, lambda value: found.append(issubclass(type(value), fx.Proxy)))
+    return any(found)
+
+
+_OF_MATH = {f: _Function(f) for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)}
+_ONE_AT_A_TIME = threading.RLock()  # what is put in the place of methods of torch is seen by all threads
 
 
 @contextlib.contextmanager
-def _observed_reads(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Yields a set of those ``modules`` of which a forward reads attributes, such as ``self.norm.training``."""
-    found: set[nn.Module] = set()
-    thread = threading.get_ident()
+def hooked() -> Iterator[None]:
+    """Puts what tells the tracer of a forward what that does in the place of methods and functions of torch and math,
+    once for all blocks of a model: to change nn.Module takes a millisecond, in which Python goes through all classes
+    derived from it."""
+    if _OF_THREAD.hooked:
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        hooks = [(nn.Module, "__call__", _call), (nn.Module, "__getattr__", _getattr)]
+        hooks += [(owner, name, _closed(getattr(owner, name), reason)) for owner, name, reason in _CLOSED]
+        hooks += [(math, function.__name__, hook) for function, hook in _OF_MATH.items()]
+        before = [vars(owner).get(name) for owner, name, _ in hooks]
+        try:
+            _OF_THREAD.hooked = True
+            for owner, name, hook in hooks:
+                setattr(owner, name, hook)
+            yield
+        finally:
+            for (owner, name, _), own in zip(hooks, before):
+                delattr(owner, name) if own is None else setattr(owner, name, own)
+            _OF_THREAD.hooked = False
 
-    def read(module: nn.Module, name: str):
-        if threading.get_ident() == thread and not is_ours(sys._getframe(1).f_globals.get("__name__", "")):
-            found.add(module)
-        return object.__getattribute__(module, name)
 
-    # Not in nn.Module for all: it takes Python a millisecond to go through all classes derived from that.
-    plain = object.__getattribute__
-    kinds = {kind if kind.__getattribute__ is plain else nn.Module for kind in map(type, modules)}
+def _read(module: nn.Module, name: str):
+    if _OF_THREAD.tracer is not None and not is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+        _OF_THREAD.tracer.read.add(module)
+    return object.__getattribute__(module, name)
+
+
+@contextlib.contextmanager
+def _observed_reads(modules: list[nn.Module]) -> Iterator[None]:
+    """Tells the tracer of a forward of which ``modules`` that reads attributes, such as ``self.norm.training``: in
+    their classes, which takes less than in nn.Module, where the class has no such method of its own."""
+    kinds, plain = {type(module) for module in modules}, object.__getattribute__
+    kinds = {kind if kind.__getattribute__ is plain else nn.Module for kind in kinds}
     try:
         for kind in kinds:
-            kind.__getattribute__ = read
-        yield found
+            kind.__getattribute__ = _read
+        yield
     finally:
         for kind in kinds:
             del kind.__getattribute__
@@ -435,21 +505,31 @@ _QUESTIONS = {builtin.__name__: _Question(builtin) for builtin in (type, callabl
 
 
 @contextlib.contextmanager
-def _typeless(block: nn.Module) -> Iterator[None]:
-    """A forward that asks for ``type(x)`` or ``callable(x)``, which have no hook as isinstance() has, raises."""
-    forwards = [type(module).forward for module in block.modules() if is_unknown(module)]
-    scopes = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
-    asked = [(scope, name) for scope in scopes for name in _QUESTIONS if name not in scope]
+def _hooked_scopes(block: nn.Module) -> Iterator[None]:
+    """A forward that asks for ``type(x)`` or ``callable(x)``, which have no hook as isinstance() has, raises; functions
+    that it has imported from math are recorded."""
+    own = _scopes(module for module in block.modules() if is_unknown(module))
+    hooks = [(scope, name, hook) for scope in own for name, hook in _QUESTIONS.items() if name not in scope]
+    for scope in _scopes(module for module in block.modules() if module is block or is_unknown(module)):
+        builtins = [(k, v) for k, v in scope.copy().items() if isinstance(v, types.BuiltinFunctionType)]
+        hooks += [(scope, name, _OF_MATH[function]) for name, function in builtins if function in _OF_MATH]
+    before = [scope.get(name) for scope, name, _ in hooks]
     try:
-        for scope, name in asked:
-            scope[name] = _QUESTIONS[name]
+        for scope, name, hook in hooks:
+            scope[name] = hook
         yield
     finally:
-        for scope, name in asked:
-            scope.pop(name, None)
+        for (scope, name, _), value in zip(hooks, before):
+            if value is None:
+                scope.pop(name, None)
+            else:
+                scope[name] = value
 
 
-_ONE_AT_A_TIME = threading.RLock()  # what is put in the place of methods of torch is seen by all threads
+def _scopes(modules: Iterable[nn.Module]) -> list[dict]:
+    """The global names of forwards."""
+    scopes = [getattr(inspect.unwrap(type(module).forward), "__globals__", {}) for module in modules]
+    return list({id(scope): scope for scope in scopes}.values())
 
 
 def holders_of(path: str) -> Iterator[str]:
@@ -457,11 +537,12 @@ def holders_of(path: str) -> Iterator[str]:
     return itertools.accumulate(path.split(".")[:-1], "{}.{}".format)
 
 
+@hooked()
 def trace(block: nn.Module, kind: Kind) -> list[tuple[Tracer, fx.Graph]] | str:
     """Records the forward in evaluation and in training; or says why that cannot be."""
     modules, traced = list(block.modules()), []
     try:
-        with _ONE_AT_A_TIME, _closed() as reasons, _typeless(block), _observed_reads(modules) as read:
+        with _hooked_scopes(block), _observed_reads(modules):
             for training in (False, True):
                 with _untouched(modules) as changes, _switched(autocast=training):
                     for module in modules:
@@ -469,13 +550,12 @@ def trace(block: nn.Module, kind: Kind) -> list[tuple[Tracer, fx.Graph]] | str:
                     tracer = Tracer(block, kind)
                     traced.append((tracer, tracer.trace(block)))
                     tracer.refuse_decisions()
-                    if reasons:
-                        raise RuntimeError(reasons[0])
                 if changes:
                     return changes[0]
     except Exception as error:  # whatever a forward does with something that is no tensor
         return f"torch.fx cannot record its forward: {str(error).partition(chr(10))[0] or type(error).__name__}"
     inlined = traced[0][0].inlined
+    read = set().union(*(tracer.read for tracer, _ in traced))
     inlined += [path for path, module in block.named_modules(remove_duplicate=False) if module in read]
     # A forward may walk through the layers of a sequence, too.
     called = (node.target for _, graph in traced for node in graph.nodes if node.op == "call_module")
