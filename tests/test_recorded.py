@@ -875,10 +875,11 @@ class DrawsOfNumpys(DrawsOfItsOwn):
 class DrawsOfTorchs(DrawsOfItsOwn):
     def __init__(self, *args):
         super().__init__(*args)
+        del self.draw
         self.options = types.SimpleNamespace(generators=[torch.Generator()])
 
     def draw(self):
-        return torch.rand((), generator=self.options.generators[0])
+        return torch.rand((), generator=self.options.generators[0], device="cpu")
 
 
 class Iterates(ConvNormAct):
@@ -1155,6 +1156,14 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
     assert not SEEN and LATEST is None and Options.calls == 0 and (kind is not Stores or not model[0].store.maps)
     assert not issubclass(kind, DrawsOfItsOwn) or model[0].draw() == kind(16, 16, 3, 1, 16).draw()
+
+
+def test_generators_are_set_back_where_a_device_is_in_force():
+    model = nn.Sequential(DrawsOfTorchs(16, 16, 3, 1, 16), nn.ReLU())
+    with torch.device("meta"):
+        report = fusedtrain.fuse(model)
+    assert [c.reason for c in report.kept] == [REASONS[DrawsOfTorchs]]
+    assert torch.equal(model[0].draw(), DrawsOfTorchs(16, 16, 3, 1, 16).draw())
 
 
 class LimitedNorm(nn.Conv2d):

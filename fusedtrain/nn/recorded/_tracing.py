@@ -305,7 +305,7 @@ def _set(generator, state: tuple | list | bytes) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))  # a device may be in force
     elif hasattr(generator, "set_state"):
         generator.set_state(pickle.loads(state))
     else:
