@@ -10,6 +10,7 @@ import harness
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -1002,6 +1003,24 @@ def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
         x = harness.images((size, 3, 32, 32))
         truth = copy.deepcopy(model).double()(x.double())
         harness.assert_as_good_as_torch(exported(x), model(x), truth, f"batch of {size}")
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="dynamo knows no hints of sizes")
+@pytest.mark.parametrize("sizes", [(64, 256), (256, 64)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES[1:3])
+def test_fused_models_compile_once_for_images_that_different_backends_take(zoo, family, sizes):
+    """A network has dozens of the sizes by which backends are chosen, and torch.compile gives up after 8 graphs."""
+    torch.manual_seed(0)
+    model = randomised(of_family(zoo, family))
+    stock, truth = copy.deepcopy(model), copy.deepcopy(model).double()
+    fusedtrain.fuse(model)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for size in sizes:
+        x = harness.images((2, 3, size, size + 32))
+        harness.assert_as_good_as_torch(compiled(x), stock(x), truth(x.double()), f"{size} pixels")
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -17,15 +17,20 @@ from fusedtrain import _extension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def is_less(size: int, bound: float) -> bool:
+def is_less(size: int, bound: int) -> bool:
     """Whether a size is below a bound by which backends are chosen.
 
-    False where an exported graph leaves the size open: a comparison would tie it to one side of the bound.
+    Where a graph leaves the size open, a comparison would tie it to one side of the bound. A compiled graph, of any
+    size, takes the backend of the size that it is made for first; of an exported one the answer is False.
     """
     if torch.compiler._is_exporting_flag:
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # pulls in much
 
         return statically_known_true(size < bound)
+    if torch.compiler.is_compiling() and not MIXES_UP_SYMBOLS:
+        from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+        return optimization_hint(size) < optimization_hint(bound)
     return size < bound
 
 

@@ -31,7 +31,8 @@ def _stock_padding(x: Tensor, padding: list[int], stride: list[int]) -> tuple[Te
     what happens to stand in memory."""
     left, right, top, bottom = padding
     on_cpu = x.device.type == "cpu" and x.dtype == torch.bfloat16
-    narrow = on_cpu and _common.is_less(x.shape[3], stride[1])
+    exporting = torch.compiler._is_exporting_flag  # a compiled graph may hold for images that are not narrow alone
+    narrow = on_cpu and (_common.is_less(x.shape[3], stride[1]) if exporting else x.shape[3] < stride[1])
     if left == right and top == bottom and not narrow:
         return x, (top, left)
     return F.pad(x, padding), (0, 0)

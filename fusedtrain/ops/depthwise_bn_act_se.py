@@ -498,7 +498,7 @@ def depthwise_bn_act_se(
     y = _common.in_format_of(y, x)
     if not after:
         return y
-    if y.numel() < _LARGE:
+    if _common.is_less(y.numel(), _LARGE):
         return _project(y, projection)
     return _Projection.apply(y, *(projection if apart else after), after if apart else None, again, *kept)
 

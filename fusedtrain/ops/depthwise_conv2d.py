@@ -70,7 +70,7 @@ class _Where(NamedTuple):
     @staticmethod
     def _holds(x: Tensor, mib: float) -> bool:
         """Whether x has up to so many MiB."""
-        return mib == float("inf") or _common.is_less(x.numel() * x.element_size(), mib * 2**20 + 1)
+        return mib == float("inf") or _common.is_less(x.numel() * x.element_size(), int(mib * 2**20) + 1)
 
 
 # (layout, dtype, stride) -> {kernel: where oneDNN was measured faster}, after the rows "cpu" and "eager" of

@@ -80,7 +80,7 @@ def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: 
     if not _by_kernel(z, x.shape[1]):
         return False
     n, channels, h, w = z.shape
-    if n * h * w < _PIXELS or channels < _EXPANDS * x.shape[1]:
+    if _common.is_less(n * h * w, _PIXELS) or channels < _EXPANDS * x.shape[1]:
         return False
     ops = ("pointwise_conv2d", IMPLS, x, weight, bias, stride), ("batch_norm_act", NORM_IMPLS, z, *select_)
     return all(select(*op) is op[1]["cpu"] for op in ops)
