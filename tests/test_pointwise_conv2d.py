@@ -777,6 +777,34 @@ def test_pixels_that_a_stride_reads_are_copied_on_amds_cpus(
         assert (list(stride) in seen) == ("backward" in copied)
 
 
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("images", [4, 16])
+@pytest.mark.parametrize(
+    ("layout", "channels", "large", "copied"),
+    [
+        ("contiguous", 8, 1 << 20, ("forward", "backward")),
+        ("channels_last", 127, 1 << 20, ()),
+        ("channels_last", 128, 1 << 20, ("backward",)),
+        ("channels_last", 128, 128 * 8, ("forward", "backward")),
+    ],
+)
+def test_pixels_that_a_stride_reads_are_copied_on_intel_with_tiles(
+    layout, channels, large, copied, images, dtype, no_instructions, monkeypatch
+):
+    for name, value in (("isa_active", "amx_bf16"), ("cpu_vendor", "intel")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(MODULE, "_LARGE_STRIDED", large)
+    x, weight = harness.images((images, channels, 5, 7), layout, dtype), harness.normal(8, channels, 1, 1, dtype=dtype)
+    assert [part for part in ("forward", "backward") if MODULE._is_read_first(x, weight, part == "backward")] == [
+        *copied
+    ]
+    if dtype == torch.float32:
+        draws = [make("cpu", x.shape, layout, dtype, out=8, seed=seed) for seed in range(2)]
+        harness.assert_op_as_good_as_torch(function((2, 2)), reference_of((2, 2)), draws, "pointwise_conv2d")
+
+
 @pytest.mark.parametrize(("layout", "copied"), [("channels_last", False), ("contiguous", True)])
 def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instructions, monkeypatch):
     if not MODULE._HAS_MKL:

@@ -193,6 +193,7 @@ class _Limits(NamedTuple):
 # By the CPU's vendor, its instruction set, and whether ATen would take MKL; on others there is no limit
 # (benchmarks/LOG.md, 2026-11-22).
 _LIMITS = {
+    ("intel", "amx_bf16", True): _Limits(forward=0, dx=0, dw=1 << 16),  # with a stride
     ("intel", "avx512", True): _Limits(forward=0, dx=1 << 14, dw=1 << 14),
     ("intel", "avx2", True): _Limits(forward=0, dx=1 << 14, dw=0),
 }
@@ -251,7 +252,7 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
     chosen = [_chosen(part, x, weight, stride) for part in _PARTS]
     if chosen[0] is not None:
         return None if set(chosen) != {"stock"} else "stock PyTorch was measured faster: few images, and these channels"
-    read_first = stride != [1, 1] and _is_read_first(x, weight)
+    read_first = stride != [1, 1] and (_is_read_first(x, weight) or _is_read_first(x, weight, backward=True))
     products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
     if planes and not products and not read_first and not _by_planes(x, stride):
         return "stock PyTorch was measured faster: contiguous images, or a stride over them"
@@ -284,7 +285,8 @@ _LARGE_WEIGHT = 1 << 19  # elements, up to which a sum over contiguous images st
 _PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
 _SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
 _LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneDNN is faster at
-_MANY_STRIDED = 128  # channels of channels_last images, from which on a copy costs less than it gains
+# Of channels_last images: channels, and with AMX elements of a weight, from which on a copy costs less than it gains.
+_MANY_STRIDED, _LARGE_STRIDED = 128, 1 << 20
 _WEIGHTS_A_PIXEL = 250  # on AMD's: elements of a weight for each pixel of few contiguous images, up to which it does so
 _MANY_NARROW = 250_000  # on AMD's: elements of contiguous bfloat16 images, from which on it does so
 # Elements of a weight, from which on stock is faster on Zen 4 over contiguous images; of bfloat16 for each pixel of one
@@ -317,6 +319,11 @@ def _is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
             return weight.numel() <= _LARGE_WEIGHT and not _common.is_less(x.numel(), _MANY_NARROW)
         pixels = x.shape[0] * x.shape[2] * x.shape[3]
         return not few or not _common.is_less(_WEIGHTS_A_PIXEL * pixels, weight.numel())
+    if _amx_products.is_here() and x.dtype in (torch.float32, torch.bfloat16):
+        if not _common.is_channels_last(x):
+            return x.is_contiguous()
+        many = x.shape[1] >= _MANY_STRIDED if backward else weight.numel() >= _LARGE_STRIDED
+        return many and not torch.compiler.is_compiling()
     if x.dtype != torch.float32 or vendor != "intel" or isa not in _PRODUCTS or not _HAS_MKL:
         return False
     if _common.is_channels_last(x):
