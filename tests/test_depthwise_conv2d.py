@@ -528,7 +528,9 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
 @pytest.mark.parametrize(
     ("isa", "direction", "dtype", "stride", "channels", "stock"),
     [
-        ("amx_bf16", "forward", torch.bfloat16, 2, 64, True),
+        ("amx_bf16", "forward", torch.bfloat16, 2, 64, False),
+        ("amx_bf16", "forward", torch.bfloat16, 1, 64, True),
+        ("amx_bf16", "forward", torch.float32, 1, 64, False),
         ("avx512_bf16", "forward", torch.bfloat16, 2, 64, True),
         ("avx512_bf16 zen4", "forward", torch.bfloat16, 2, 64, False),
         ("avx512_bf16 zen4", "forward", torch.float32, 2, 64, False),
@@ -543,7 +545,7 @@ def test_automatic_choice_avoids_stock_where_it_fails(shape, kernel, multiplier,
         ("avx512", "forward", torch.float32, 2, 64, False),
         ("avx512", "forward", torch.float32, 2, 899, False),
         ("avx512", "forward", torch.float32, 2, 900, True),
-        ("amx_bf16", "forward", torch.float32, 2, 64, True),
+        ("amx_bf16", "forward", torch.float32, 2, 64, False),
         ("avx2", "forward", torch.float32, 2, 64, False),
         ("avx512_bf16", "backward", torch.bfloat16, 2, 64, False),
     ],
@@ -560,6 +562,33 @@ def test_what_was_measured_slower_goes_to_stock(isa, direction, dtype, stride, c
     name = "depthwise_conv2d" if direction == "forward" else "depthwise_conv2d_backward"
     chosen = backends.select(name, impls, x, weight, None, [stride, stride], [2, 2, 2, 2], [1, 1])
     assert chosen is impls["reference" if stock else "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "stride", "columns", "mib", "stock"),  # columns of y, MiB of x
+    [
+        (torch.float32, 3, 2, 56, 1, True),
+        (torch.float32, 3, 2, 55, 1, False),
+        (torch.float32, 5, 2, 32, 1, True),
+        (torch.float32, 5, 2, 31, 1, False),
+        (torch.float32, 7, 1, 56, 1, True),
+        (torch.float32, 7, 1, 55, 1, False),
+        (torch.bfloat16, 3, 1, 64, 24, True),
+        (torch.bfloat16, 3, 1, 64, 26, False),
+        (torch.bfloat16, 5, 1, 64, 9, True),
+        (torch.bfloat16, 5, 1, 64, 11, False),
+    ],
+)
+def test_large_rows_go_to_stock_on_intel_with_tiles(dtype, kernel, stride, columns, mib, stock, monkeypatch):
+    if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
+        pytest.skip("without the compiled kernels stock PyTorch is all there is")
+    for key, value in (("isa_active", "amx_bf16"), ("cpu_vendor", "intel"), ("cpu_family", 6)):
+        monkeypatch.setitem(_extension.BUILD_INFO, key, value)
+    rows = mib * 2**20 // (64 * columns * stride * dtype.itemsize) + (mib > 1)
+    x = torch.empty(1, 64, rows, columns * stride, dtype=dtype).to(memory_format=torch.channels_last)
+    weight, padding = torch.empty(64, 1, kernel, kernel, dtype=dtype), [kernel // 2] * 4
+    chosen = backends.select("depthwise_conv2d", IMPLS, x, weight, None, [stride] * 2, padding, [1, 1])
+    assert chosen is IMPLS["reference" if stock else "cpu"]
 
 
 @pytest.mark.parametrize(("isa", "name"), [("avx512_bf16", "reference"), ("avx512", "cpu"), ("avx2", "cpu")])

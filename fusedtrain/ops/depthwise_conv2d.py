@@ -106,7 +106,8 @@ _STOCK_FASTER = {
 # What differs where one of these is the instruction set in use (benchmarks/LOG.md, 2026-11-22), on Zen 4
 # (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, ragged channels)
 # and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25), and on Intel's that take
-# whole pixels (benchmarks/results/intel-r-xeon-r-processor-2-50ghz-family-6-avx512). Without instructions for
+# whole pixels (benchmarks/results/intel-r-xeon-r-processor-2-50ghz-family-6-avx512; with AMX: benchmarks/LOG.md,
+# 2026-11-29). Without instructions for
 # bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
@@ -145,6 +146,14 @@ _STOCK_FASTER_ON = {
                 5: _Where(least=8, many_channels=900),
             },
             ("channels_last", torch.float32, 2): {3: _NEVER, 5: _Where(least=8, many_channels=900)},
+        },
+    },
+    ("intel", "amx_bf16"): {
+        "forward": {
+            ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER, 7: _ALWAYS._replace(least=56)},
+            ("channels_last", torch.float32, 2): {3: _ALWAYS._replace(least=56), 5: _ALWAYS._replace(least=32)},
+            ("channels_last", torch.bfloat16, 1): {3: _Where(mib=25), 5: _Where(mib=10), 7: _NEVER},
+            ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
         },
     },
     "avx2": {
