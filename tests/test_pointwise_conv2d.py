@@ -945,8 +945,12 @@ def test_what_runs_a_product_on_intel_with_tiles(dtype, layout, shape, out, chos
     x = harness.images(shape, layout if layout != "transposed" else "contiguous", dtype)
     x, weight = x.mT if layout == "transposed" else x, torch.zeros(out, shape[1], 1, 1, dtype=dtype)
     expected = [None] * 3 if chosen is None else chosen.split()
+    for known in MODULE._amx_products._HAS_LIBRARY:
+        monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, known, True)
     assert [MODULE._chosen(part, x, weight, [1, 1]) for part in MODULE._PARTS] == expected
     assert [MODULE._chosen(part, x, weight, [2, 1]) for part in MODULE._PARTS] == [None] * 3
+    monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, dtype, False)
+    assert MODULE._chosen("forward", x, weight, [1, 1]) is None
 
 
 @pytest.mark.parametrize("chosen", ["kernel", "product", "stock"])

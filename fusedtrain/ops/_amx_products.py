@@ -34,6 +34,8 @@ class _Sizes(NamedTuple):
         return not _common.is_less(self.plane, pixels)
 
 
+# The libraries whose products these are.
+_HAS_LIBRARY = {torch.float32: torch.backends.mkl.is_available(), torch.bfloat16: torch.backends.mkldnn.is_available()}
 _FEW = 16  # images: of fewer ATen runs MKL's float32 product on one thread
 
 # (dtype, channels_last, few images) -> part -> what runs it, and where; the first that holds, else stock PyTorch.
@@ -92,21 +94,20 @@ _ROWS: dict[tuple[torch.dtype, bool, bool], dict[str, tuple[_Row, ...]]] = {
 }
 
 
-def is_here() -> bool:
-    """Whether this CPU is one of those."""
+def holds_for(x: Tensor) -> bool:
+    """Whether this CPU is one of those, and images in the dtype of x were measured there."""
     cpu = _extension.BUILD_INFO
-    return cpu.get("cpu_vendor") == "intel" and cpu.get("isa_active") == "amx_bf16"
+    here = cpu.get("cpu_vendor") == "intel" and cpu.get("isa_active") == "amx_bf16"
+    return here and _HAS_LIBRARY.get(x.dtype, False)
 
 
 def choose(part: str, x: Tensor, c: int, d: int) -> str | None:
     """What runs "forward", "dx" or "dw" from c to d channels, without a stride, over images of the size, dtype and
     layout of x: "kernel", "product" or "stock"; None where that was not measured."""
     channels_last = _common.is_channels_last(x)
-    if not is_here() or not (channels_last or x.is_contiguous()):
+    if not holds_for(x) or not (channels_last or x.is_contiguous()):
         return None
-    parts = _ROWS.get((x.dtype, channels_last, _common.is_less(x.shape[0], _FEW)))
-    if parts is None:
-        return None
+    parts = _ROWS[x.dtype, channels_last, _common.is_less(x.shape[0], _FEW)]
     sizes = _Sizes(c, d, x.shape[2] * x.shape[3])
     chosen = next((run for run, where in parts[part] if where(sizes)), "stock")
     # Of contiguous images it goes from one to the next: compiled, their number would be part of the program.

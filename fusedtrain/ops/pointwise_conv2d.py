@@ -319,7 +319,7 @@ def _is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
             return weight.numel() <= _LARGE_WEIGHT and not _common.is_less(x.numel(), _MANY_NARROW)
         pixels = x.shape[0] * x.shape[2] * x.shape[3]
         return not few or not _common.is_less(_WEIGHTS_A_PIXEL * pixels, weight.numel())
-    if _amx_products.is_here() and x.dtype in (torch.float32, torch.bfloat16):
+    if _amx_products.holds_for(x):
         if not _common.is_channels_last(x):
             return x.is_contiguous()
         many = x.shape[1] >= _MANY_STRIDED if backward else weight.numel() >= _LARGE_STRIDED
