@@ -818,22 +818,29 @@ def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instru
         assert MODULE._is_read_first(x, weight) == expected
 
 
-@pytest.mark.parametrize("vendor", ["intel", "amd"])
+@pytest.mark.parametrize(
+    ("vendor", "isa", "stride"),
+    [
+        ("intel", "avx512", (2, 2)),
+        ("intel", "amx_bf16", (1, 1)),
+        ("amd", "avx512", (2, 2)),
+    ],
+)
 @dense_layouts
-def test_a_stride_compiles_once_for_even_and_odd_sizes(layout, vendor, no_instructions, monkeypatch):
-    for key, value in (("isa_active", "avx512"), ("cpu_vendor", vendor), ("cpu_family", 25)):
+def test_compiles_once_for_even_and_odd_sizes(layout, vendor, isa, stride, no_instructions, monkeypatch):
+    for key, value in (("isa_active", isa), ("cpu_vendor", vendor), ("cpu_family", 25)):
         monkeypatch.setitem(_extension.BUILD_INFO, key, value)
     monkeypatch.setattr(MODULE, "_SMALL", 0)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function((2, 2)), fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(function(stride), fullgraph=True, dynamic=True, backend=counter)
     for pixels in ((8, 6), (9, 7), (12, 5)):
         inputs = make("cpu", (16, 128, *pixels), layout, out=128)
         results = []
         for run, dtype in (
             (compiled, torch.float32),
-            (function((2, 2)), torch.float32),
-            (reference_of((2, 2)), torch.float64),
+            (function(stride), torch.float32),
+            (reference_of(stride), torch.float64),
         ):
             x, w, b = (t.detach().to(dtype).requires_grad_() for t in inputs.values())
             y = run(x, w, b)
