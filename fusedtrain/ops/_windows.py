@@ -1,5 +1,7 @@
 """Convolutions with a window: their geometry, and stock PyTorch's with padding on each side."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,18 +26,35 @@ def output_size(image, kernel, stride, padding, dilation) -> tuple[int, int]:
     return ho, wo
 
 
-def _stock_padding(x: Tensor, padding: list[int], stride: list[int]) -> tuple[Tensor, tuple[int, int]]:
-    """Returns what stock convolutions need for ``padding``: x, padded first where it is asymmetric, and the rest.
+class _Stock(NamedTuple):
+    """What stock convolutions are given: x, padded first where that is needed, ``rest`` of the padding, the stride, and
+    how many columns at the right were left out."""
 
-    Padded first are images narrower than the stride as well: oneDNN's gradient of bfloat16 weights takes for padding
-    what happens to stand in memory."""
+    x: Tensor
+    rest: tuple[int, int]
+    stride: list[int]
+    spare: int = 0
+
+
+def _for_stock(x: Tensor, weight: Tensor, padding: list[int], stride: list[int], dilation: list[int]) -> _Stock:
+    """Asymmetric padding comes first. In bfloat16 oneDNN takes for padding what stood in memory: the gradient
+    of the weight does so of images narrower than the stride, and y of one column where tiles multiply (AMX). So such
+    images are padded first, and of what makes one column nothing else is given, which needs no stride."""
     left, right, top, bottom = padding
-    on_cpu = x.device.type == "cpu" and x.dtype == torch.bfloat16
-    exporting = torch.compiler._is_exporting_flag  # a compiled graph may hold for images that are not narrow alone
-    narrow = on_cpu and (_common.is_less(x.shape[3], stride[1]) if exporting else x.shape[3] < stride[1])
-    if left == right and top == bottom and not narrow:
-        return x, (top, left)
-    return F.pad(x, padding), (0, 0)
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and stride[1] > 1:
+        spare = x.shape[3] + left + right - dilation[1] * (weight.shape[3] - 1) - 1
+        if _is_certain(spare, stride[1]):
+            return _Stock(F.pad(x, [left, right - spare, top, bottom]), (0, 0), [stride[0], 1], spare)
+        if _is_certain(x.shape[3], stride[1]):
+            return _Stock(F.pad(x, padding), (0, 0), stride)
+    if left == right and top == bottom:
+        return _Stock(x, (top, left), stride)
+    return _Stock(F.pad(x, padding), (0, 0), stride)
+
+
+def _is_certain(size: int, bound: int) -> bool:
+    """Whether a size is below a bound. Unlike where backends are chosen a compiled graph must hold for that."""
+    return _common.is_less(size, bound) if torch.compiler._is_exporting_flag else size < bound
 
 
 _VECTOR = 16  # channels
@@ -59,24 +78,25 @@ def _contiguous(t: Tensor) -> Tensor:
 
 
 def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
-    padded, rest = _stock_padding(x, padding, stride)
+    padded, rest, steps, _ = _for_stock(x, weight, padding, stride, dilation)
     if not _garbles(x, weight, stride, dilation, groups):
-        return F.conv2d(padded, weight, bias, stride, rest, dilation, groups)
-    y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, stride, rest, dilation, groups)
+        return F.conv2d(padded, weight, bias, steps, rest, dilation, groups)
+    y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, steps, rest, dilation, groups)
     return _common.laid_out(y, torch.channels_last) if _looks_channels_last(x) else y
 
 
 def stock_backward(dy, x, weight, stride, padding, dilation, groups: int, need) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db, those of them that ``need`` asks for."""
-    padded, rest = _stock_padding(x, padding, stride)
+    padded, rest, steps, spare = _for_stock(x, weight, padding, stride, dilation)
     inputs = dy, padded, weight
     garbles = _garbles(x, weight, stride, dilation, groups)
     if garbles:
         inputs = [_contiguous(t) for t in inputs]
     dx, dw, db = torch.ops.aten.convolution_backward(
-        *inputs, [weight.shape[0]], stride, rest, dilation, False, [0, 0], groups, need
+        *inputs, [weight.shape[0]], steps, rest, dilation, False, [0, 0], groups, need
     )
-    dx = F.pad(dx, [-p for p in padding]) if need[0] and padded is not x else dx
+    left, right, top, bottom = padding
+    dx = F.pad(dx, [-left, spare - right, -top, -bottom]) if need[0] and padded is not x else dx
     if garbles:
         dx = _common.dense_like(dx, x) if need[0] else dx
         dw = dw.contiguous(memory_format=_common.format_of(weight)) if need[1] else dw
