@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,39 @@ def run(*arguments: object) -> str:
     done = subprocess.run(command, cwd=FOLDER, env=harness.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+# The process of :func:`run_code`.
+IMPORTED = """
+import json, sys
+from pathlib import Path
+sys.path.append(sys.argv[1])  # behind the benchmarks' folder, which has a harness of its own
+import forks, layers, models_report, report
+for line in sys.stdin:
+    code, output, *arguments = json.loads(line)
+    sys.argv[1:] = arguments
+    print(*forks.wait([forks.fork(lambda: exec(code, {}), Path(output))]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_code(tmp_path_factory):
+    """Runs a piece of code in the benchmarks' folder and returns what it printed: in forks of one process, in which
+    the imports, that take seconds, are made already."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED, Path(__file__).parent]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def of(code: str, *arguments: object) -> str:
+        output = outputs / f"{len(list(outputs.iterdir()))}.txt"
+        print(json.dumps([code, str(output), *map(str, arguments)]), file=imported.stdin, flush=True)
+        status, printed = imported.stdout.readline(), output.read_text()
+        assert status == "0\n", printed
+        return printed
+
+    with subprocess.Popen(command, cwd=FOLDER, env=harness.environment(), **pipes) as imported:
+        yield of
+        imported.stdin.close()
 
 
 # A one-layer benchmark whose candidate returns channel_scale times a factor.
@@ -68,8 +102,8 @@ print(*map(len, times), set(times[2]) < set(times[1]) < set(times[0]), round(har
 """
 
 
-def test_slow_candidates_sit_out_rounds_which_they_share_with_all_others():
-    assert run("-c", RACE).split() == ["200", "50", "7", "True", "10.0"]
+def test_slow_candidates_sit_out_rounds_which_they_share_with_all_others(run_code):
+    assert run_code(RACE).split() == ["200", "50", "7", "True", "10.0"]
 
 
 # torch.compile takes half a minute; test_a_wrong_candidate_gets_no_number races it.
@@ -144,8 +178,8 @@ print(report.python_section("train_loop", rows))
 """
 
 
-def test_the_cost_of_the_training_loop_is_measured_and_a_missing_peer_named():
-    text = run("-c", LOOPS)
+def test_the_cost_of_the_training_loop_is_measured_and_a_missing_peer_named(run_code):
+    text = run_code(LOOPS)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| raw loop", "| Trainer, "))]
     assert len(rows) == 4 and all(0 < float(row[3].rstrip(" |")) < 1e5 for row in rows)
     assert "- Not measured: no_such_package: it could not be imported there." in text
@@ -172,20 +206,20 @@ def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
     assert "old" not in filled and "| float32, channels_last |" in filled and re.search(r"\| \d\.\d\d .* \(\d", line)
 
 
-def test_cases_with_several_numbers_of_threads_have_a_line_each():
+def test_cases_with_several_numbers_of_threads_have_a_line_each(run_code):
     code = """
 import report, results
 row = dict.fromkeys(results.COLUMNS, 1.0) | {"case": "c", "layout": "contiguous", "mode": "fwd+bwd", "backend": "auto"}
 rows = [{**row, "shape": "8", "dtype": "float32", "threads": n, "us_p50": us} for n, us in (("1", 20.0), ("2", 10.0))]
 print(report.every_case(rows) + report.every_case(rows[:1]))
 """
-    lines = [line for line in run("-c", code).splitlines() if line.startswith("| c |")]
+    lines = [line for line in run_code(code).splitlines() if line.startswith("| c |")]
     form = "| c | 8 | float32 | contiguous |{} 1.00 = | {} |"
     for line, start in zip(lines, (form.format(" 1 |", 20), form.format(" 2 |", 10), form.format("", 20)), strict=True):
         assert line.startswith(start)
 
 
-def test_readme_is_of_one_thread(tmp_path):
+def test_readme_is_of_one_thread(run_code, tmp_path):
     code = """
 import sys; from pathlib import Path; import models, models_report, report, results
 file = Path(sys.argv[1], "device", "linear.csv")
@@ -199,21 +233,21 @@ for threads, speedup in (("1", 2.0), ("4", 0.5)):
     results.merge(file.parent / "models" / "steps.csv", of, models.STEPS)
 print(report.readme_block([file]) + models_report.readme_block(Path(sys.argv[1])))
 """
-    op, network = (line for line in run("-c", code, tmp_path).splitlines() if line.startswith("| cpu |"))
+    op, network = (line for line in run_code(code, tmp_path).splitlines() if line.startswith("| cpu |"))
     assert op == "| cpu | linear | - | 2.00 ▲ (2.00) | - | - | 0 of 1 |" and network.startswith("| cpu | net 8 |")
 
 
-def test_losses_of_one_dtype_are_reported():
+def test_losses_of_one_dtype_are_reported(run_code):
     code = """
 import models_report
 form = {"network": "net", "dtype": "float32", "seed": 0.0, "loss": 0.5}
 rows = [{**form, "backend": backend, "step": float(step)} for backend in ("eager", "fused") for step in (1, 2)]
 print(models_report._losses(rows))
 """
-    assert run("-c", code).splitlines()[2:4] == ["| net | float32 | 0.500 | 0.500 |", "| net | bfloat16 | - | - |"]
+    assert run_code(code).splitlines()[2:4] == ["| net | float32 | 0.500 | 0.500 |", "| net | bfloat16 | - | - |"]
 
 
-def test_a_new_measurement_replaces_its_own_rows_only(results, tmp_path):
+def test_a_new_measurement_replaces_its_own_rows_only(run_code, results, tmp_path):
     (file,) = results.glob("*/channel_pool.csv")
     copy = tmp_path / file.name
     copy.write_text(file.read_text())
@@ -228,11 +262,11 @@ after = results.read(path)
 assert [row["commit"] for row in after if row["case"] != "added"] == ["new"]
 assert [row["case"] for row in after].count("added") == 1
 """
-    run("-c", code, copy)
+    run_code(code, copy)
 
 
-def test_layers_are_those_of_the_networks(zoo):
-    layers = run("-c", "import layers\nfor l in layers.SE_LAYERS: print(l.label, l.c, l.r, l.h, l.act, l.gate)")
+def test_layers_are_those_of_the_networks(run_code, zoo):
+    layers = run_code("import layers\nfor l in layers.SE_LAYERS: print(l.label, l.c, l.r, l.h, l.act, l.gate)")
     listed = {tuple(line.split()) for line in layers.splitlines()}
     found = set()
     names = {"SiLU": "silu", "ReLU": "relu", "Sigmoid": "sigmoid", "Hardsigmoid": "hard_sigmoid"}
@@ -270,8 +304,8 @@ for factor in (1.0, 1.1, float("nan")):
 """
 
 
-def test_a_wrong_step_gets_no_number():
-    rows = [line.split("|") for line in run("-c", LISTS).splitlines() if "|" in line]
+def test_a_wrong_step_gets_no_number(run_code):
+    rows = [line.split("|") for line in run_code(LISTS).splitlines() if "|" in line]
     numbers = {(factor, backend): number == "True" for factor, backend, _, number, _ in rows}
     assert {shape for _, _, shape, _, _ in rows} == {"23"}
     for factor in ("1.0", "1.1", "nan"):
@@ -319,12 +353,12 @@ print(seconds >= 0.01, clock() - start >= 0.01)
 """
 
 
-def test_steps_on_a_gpu_are_timed_until_they_are_done():
-    assert run("-c", ON_GPU).split()[-2:] == ["True", "True"]
+def test_steps_on_a_gpu_are_timed_until_they_are_done(run_code):
+    assert run_code(ON_GPU).split()[-2:] == ["True", "True"]
 
 
-def test_the_parameters_are_those_of_the_networks(zoo):
-    listed = run("-c", "import networks\nfor n, s in networks.NETWORKS.items(): print(n, sorted(s), sep=':')")
+def test_the_parameters_are_those_of_the_networks(run_code, zoo):
+    listed = run_code("import networks\nfor n, s in networks.NETWORKS.items(): print(n, sorted(s), sep=':')")
     for line in listed.splitlines():
         name, shapes = line.split(":")
         with torch.device("meta"):
@@ -355,8 +389,8 @@ for name, models.fusedtrain.fuse in breaks.items():
 """
 
 
-def test_a_wrong_network_gets_no_number(zoo):
-    found = dict(line.split("|", 1) if "|" in line else (line, "") for line in run("-c", NETWORK).splitlines())
+def test_a_wrong_network_gets_no_number(run_code, zoo):
+    found = dict(line.split("|", 1) if "|" in line else (line, "") for line in run_code(NETWORK).splitlines())
     assert found["1.0"] == ""
     assert "float32: no number: logits are off by" in found["1.001"]
     assert "float32: no number" in found["nan"] and "bfloat16: no number" in found["nan"]
@@ -364,9 +398,9 @@ def test_a_wrong_network_gets_no_number(zoo):
     assert "no number: gradients are off by nan, " in found["once"]
 
 
-def test_nan_in_any_parameter_is_an_error_of_an_optimizer():
+def test_nan_in_any_parameter_is_an_error_of_an_optimizer(run_code):
     code = "import lists, torch; one = [torch.ones(2)] * 2; print(lists._error([one[0], one[0] * float('nan')], one))"
-    assert run("-c", code) == "nan\n"
+    assert run_code(code) == "nan\n"
 
 
 # Gradients of this network: in some batches a value is rounded to the other side of a kink, in stock forms too.

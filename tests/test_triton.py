@@ -102,9 +102,9 @@ def test_loads_are_16_bytes_wide_where_rows_are(target):
     assert not [name(kernel) for kernel in wide if kernel["loads_of_16_bytes"] == 0]
 
 
-def test_sizes_of_one_are_compiled():
-    done = child("compile", "cuda:90", "ones")
-    assert done.returncode == 0, done.stderr
+def test_sizes_of_one_are_read():
+    done = child("read", "cuda:90", "ones")
+    assert done.returncode == 0 and int(done.stdout) == 14, done.stdout + done.stderr
 
 
 @interpreted

@@ -1,10 +1,12 @@
 """What test_triton.py runs in a process of its own, one case per call.
 
 ``compile TARGET CASE...`` compiles, without a GPU, every kernel that the launches of the cases would run on "cuda:80",
-"cuda:90" or "hip:gfx942", and prints one JSON line of facts per kernel. ``guard CASE...`` runs cases in Triton's
+"cuda:90" or "hip:gfx942", and prints one JSON line of facts per kernel. ``read TARGET CASE...`` ends where Triton has
+read the kernels, an eighth of the time, and prints how many they are. ``guard CASE...`` runs cases in Triton's
 interpreter on tensors that end where readable memory ends, so that an access behind the end is a segmentation fault.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -15,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import harness
 import torch
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from fusedtrain.kernels import (
@@ -238,13 +242,48 @@ def facts(kernel, target: GPUTarget) -> dict:
     return {"registers": registers, "stack": stack, "spills": local, "loads_of_16_bytes": len(wide)}
 
 
+def target_of(name: str) -> GPUTarget:
+    backend, arch = name.split(":")
+    return GPUTarget("hip", arch, 64) if backend == "hip" else GPUTarget("cuda", int(arch), 32)
+
+
 def compile_cases(target_name: str, *cases: str) -> None:
-    backend, arch = target_name.split(":")
-    target = GPUTarget("hip", arch, 64) if backend == "hip" else GPUTarget("cuda", int(arch), 32)
+    target = target_of(target_name)
     for case in cases:
         for kernel, constants, itemsize in compiled_kernels(lambda run=CASES[case]: run("meta"), target):
             record = {"kernel": kernel.name, "constants": constants, "itemsize": itemsize}
             print(json.dumps(record | {"shared": kernel.metadata.shared} | facts(kernel, target)), flush=True)
+
+
+class _Read(Exception):
+    pass
+
+
+def read_cases(target_name: str, *cases: str) -> None:
+    target = target_of(target_name)
+    kernels, run, backend = set(), JITFunction.run, type(make_backend(target))
+    add_stages = backend.add_stages
+
+    def add_none(self, stages, *options):
+        """The first stage is what has been read: Triton's own language."""
+        add_stages(self, stages, *options)
+
+        def end(source, metadata):
+            raise _Read
+
+        stages.update(dict.fromkeys([*stages][1:], end))
+
+    def read_only(self, *args, grid, warmup, **kwargs):
+        with contextlib.suppress(_Read):
+            run(self, *args, grid=grid, warmup=True, **kwargs)
+            return
+        kernels.add(self.__name__)
+
+    triton.runtime.driver.set_active(_Driver(target))
+    with mock.patch.object(backend, "add_stages", add_none), mock.patch.object(JITFunction, "run", read_only):
+        for case in cases:
+            CASES[case]("meta")
+    print(len(kernels))
 
 
 # --- guard ------------------------------------------------------------------------------------------------------------
@@ -285,4 +324,4 @@ def guard_cases(*cases: str) -> None:
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    {"compile": compile_cases, "guard": guard_cases}[command](*arguments)
+    {"compile": compile_cases, "read": read_cases, "guard": guard_cases}[command](*arguments)
