@@ -333,6 +333,8 @@ def test_second_derivative_is_refused(device, kernels):
 )
 @dense_layouts
 def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, width, row, column, layout):
+    if harness.interpreted(kernels, device) and width == 20 and column < 0:
+        pytest.skip("on the interpreter's smaller image the same pixels as of other cases")
     shape, geometries = for_kernels(kernels, device, (2, 13, 11, width)), ("3x3", "3x3_stride2", "3x3_dilated")
     if shape[1] > 3:
         geometries += ("5x5", "5x5_stride2", "7x7", "13x13")
