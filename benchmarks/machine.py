@@ -31,12 +31,17 @@ def _allocator(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
+    """The CPU with its widest vectors, and whether it has tile registers."""
+    capability = torch.backends.cpu.get_cpu_capability()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
+        return f"{platform.processor() or platform.machine()}, {capability}"
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
-    return f"{fields.get('model name', platform.machine())} (family {fields.get('cpu family', '?')})"
+    tiles = " AMX" if " amx_tile" in text else ""
+    return (
+        f"{fields.get('model name', platform.machine())} (family {fields.get('cpu family', '?')}), {capability}{tiles}"
+    )
 
 
 def _cache_mib(device: torch.device) -> float:
@@ -80,7 +85,7 @@ def _peak_gflops(device: torch.device) -> float:
 def describe(device: torch.device) -> dict[str, str | int | float]:
     """The columns that every row of a run shares."""
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     return {
         "device": name,
         "torch": torch.__version__,
