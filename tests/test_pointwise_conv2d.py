@@ -928,6 +928,7 @@ def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, k
         (torch.float32, "channels_last", (4, 96, 10, 10), 24, "stock product kernel"),
         (torch.float32, "channels_last", (4, 256, 2, 2), 1024, "product stock stock"),
         (torch.float32, "channels_last", (4, 1024, 2, 2), 256, "product product product"),
+        (torch.float32, "channels_last", (15, 96, 8, 8), 192, "stock stock stock"),
         (torch.float32, "contiguous", (16, 24, 40, 50), 144, "kernel product product"),
         (torch.float32, "contiguous", (16, 144, 40, 50), 24, "product kernel product"),
         (torch.float32, "contiguous", (16, 24, 10, 10), 144, "product product product"),
@@ -957,6 +958,11 @@ def test_what_runs_a_product_on_intel_with_tiles(dtype, layout, shape, out, chos
         monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, known, True)
     assert [MODULE._chosen(part, x, weight, [1, 1]) for part in MODULE._PARTS] == expected
     assert [MODULE._chosen(part, x, weight, [2, 1]) for part in MODULE._PARTS] == [None] * 3
+    if chosen is not None:
+        monkeypatch.setattr(MODULE, "_SMALL", 0)
+        monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
+        runs = "reference" if set(expected) == {"stock"} else "cpu"
+        assert backends.select("pointwise_conv2d", IMPLS, x, weight, None, [1, 1]) is IMPLS[runs]
     monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, dtype, False)
     assert MODULE._chosen("forward", x, weight, [1, 1]) is None
 

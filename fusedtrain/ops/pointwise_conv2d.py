@@ -249,9 +249,9 @@ def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[
         return _TOO_SMALL
     planes = not _common.is_channels_last(x)
     stride = stride or [1, 1]
-    chosen = [_chosen(part, x, weight, stride) for part in _PARTS]
-    if chosen[0] is not None:
-        return None if set(chosen) != {"stock"} else "stock PyTorch was measured faster: few images, and these channels"
+    if _chosen("dw", x, weight, stride) is not None:
+        any_of_ours = any(_chosen(part, x, weight, stride) != "stock" for part in reversed(_PARTS))
+        return None if any_of_ours else "stock PyTorch was measured faster: images, channels and layout like these"
     read_first = stride != [1, 1] and (_is_read_first(x, weight) or _is_read_first(x, weight, backward=True))
     products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
     if planes and not products and not read_first and not _by_planes(x, stride):
