@@ -113,7 +113,10 @@ def select(op: str, impls: dict[str, Impl], *args) -> Impl:
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
             return impls[measured[0]]
+        on_cpu = args[0].is_cpu if isinstance(args[0], torch.Tensor) else False
         for name, impl in impls.items():
+            if on_cpu and name == "cuda":
+                continue  # whose answer is known: calls cost what small images wait for
             if impl.why_not(*args) is None:
                 if impl.slower is not None and impl.slower(*args) is not None:
                     name = "reference"  # which is stock PyTorch

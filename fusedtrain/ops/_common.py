@@ -27,7 +27,7 @@ def is_less(size: int, bound: int) -> bool:
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # pulls in much
 
         return statically_known_true(size < bound)
-    if torch.compiler.is_compiling() and not MIXES_UP_SYMBOLS:
+    if torch.compiler.is_dynamo_compiling() and not MIXES_UP_SYMBOLS:
         from torch.fx.experimental.symbolic_shapes import optimization_hint
 
         return optimization_hint(size) < optimization_hint(bound)
@@ -247,7 +247,8 @@ def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[i
     # An int is not asked for a length: torch.compile cannot ask those that it holds symbols for.
     both = value if not isinstance(value, int) and hasattr(value, "__len__") else (value, value)
     if len(both) == 2:
-        h, w = whole(both[0]), whole(both[1])
+        h, w = both  # ints, mostly: calls cost what small images wait for
+        h, w = h if isinstance(h, int) else whole(h), w if isinstance(w, int) else whole(w)
         if h is not None and w is not None and h >= least and w >= least:
             return [h, w]
     raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
