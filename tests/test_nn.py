@@ -123,11 +123,16 @@ CASES = {
     "CecaModule k7": ("CecaModule", {"kernel_size": 7, "act_layer": nn.ReLU}, False),
     "SqueezeExciteCl": ("SqueezeExciteCl", {"channels": C}, True),
     "SqueezeExciteCl mish": ("SqueezeExciteCl", {"channels": C, "bias": False, "act_layer": "mish"}, False),
-    "GlobalContext": ("GlobalContext", {"channels": C, "act_layer": nn.SiLU}, False),
-    "GlobalContext add": ("GlobalContext", {"channels": C, "fuse_add": True, "fuse_scale": False}, False),
+    # A norm over three hidden channels, as many as the ratio would give, makes much of the rounding of their mean.
+    "GlobalContext": ("GlobalContext", {"channels": C, "rd_channels": 16, "act_layer": nn.SiLU}, False),
+    "GlobalContext add": (
+        "GlobalContext",
+        {"channels": C, "rd_channels": 16, "fuse_add": True, "fuse_scale": False},
+        False,
+    ),
     "GlobalContext both": (
         "GlobalContext",
-        {"channels": C, "fuse_add": True, "use_attn": False, "gate_layer": "hard_sigmoid"},
+        {"channels": C, "rd_channels": 16, "fuse_add": True, "use_attn": False, "gate_layer": "hard_sigmoid"},
         False,
     ),
     "SplitAttn": ("SplitAttn", {"in_channels": C}, False),
