@@ -22,6 +22,8 @@ from unittest import mock
 if "PYTEST_XDIST_WORKER" in os.environ:
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+# Threads that spin while they wait starve each other on a machine with other work, for minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 
+import forked
 import pytest
 import torch
 from torch import Tensor
@@ -486,23 +487,26 @@ def environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in env.items() if value is not None}
 
 
-def start_python(*arguments, pipes: dict | None = None, **env: str | None) -> subprocess.Popen:
+def start_python(*arguments, pipes: dict | None = None, fresh: bool = False, **env: str | None) -> subprocess.Popen:
     """Starts Python in the tests' folder: there the installed package is found, not the sources. Ctrl-C reaches it as
     from a terminal, also where the tests run in the background.
 
     Args:
         arguments: of the interpreter.
         pipes: further arguments of Popen.
+        fresh: as an interpreter that has imported nothing, see forked.py.
         env: as for :func:`environment`.
     """
     command, folder = [sys.executable, "-W", "ignore", *arguments], os.path.dirname(__file__)
     pipes = {"preexec_fn": functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL), **(pipes or {})}
-    return subprocess.Popen(command, cwd=folder, env=environment(**env), text=True, **pipes)
+    start = subprocess.Popen if fresh else forked.Python
+    return start(command, cwd=folder, env=environment(**env), text=True, **pipes)
 
 
-def run_python(*arguments, **env: str | None) -> subprocess.CompletedProcess:
+def run_python(*arguments, fresh: bool = False, **env: str | None) -> subprocess.CompletedProcess:
     """Runs Python to its end as :func:`start_python` starts it; its output is captured."""
-    with start_python(*arguments, pipes={"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, **env) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_python(*arguments, pipes=pipes, fresh=fresh, **env) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

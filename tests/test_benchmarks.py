@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import harness
 import pytest
 import torch
@@ -19,7 +20,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 def run(*arguments: object) -> str:
     """Runs Python in the benchmarks' folder and returns what it printed."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=FOLDER, env=harness.environment(), capture_output=True, text=True, check=False)
+    done = forked.run(command, cwd=FOLDER, env=harness.environment(), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -93,6 +94,7 @@ def test_a_wrong_candidate_gets_no_number():
 
 # Candidates that say how long they took.
 RACE = """
+import forked
 import harness
 
 racers = [(harness.Candidate(name, "", None, ()), lambda s=s: (s, s)) for name, s in zip("abc", (1e-4, 1e-3, 1.0))]

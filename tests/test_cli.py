@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import harness
 import pytest
 import torch
@@ -18,20 +19,10 @@ import fusedtrain
 from fusedtrain.cli import main
 from fusedtrain.train import SmallNet
 
-# Threads that spin while they wait starve each other on a machine with other work, here for minutes.
-PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-
 
 def command(*arguments: str, cwd, **env) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "fusedtrain", *arguments],
-        cwd=cwd,
-        env=harness.environment(COLUMNS="200", **PATIENT, **env),
-        capture_output=True,
-        text=True,
-        timeout=600,  # hangs only
-        check=False,
-    )
+    words = [sys.executable, "-m", "fusedtrain", *arguments]
+    return forked.run(words, cwd=cwd, env=harness.environment(COLUMNS="200", **env), timeout=600)  # hangs only
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +182,7 @@ def test_the_second_start_of_a_command_imports_what_the_first_did(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *words],
         cwd=here,
-        env=harness.environment(**PATIENT, GLIBC_TUNABLES=None, PYTHONPATH=str(Path(fusedtrain.__file__).parents[1])),
+        env=harness.environment(GLIBC_TUNABLES=None, PYTHONPATH=str(Path(fusedtrain.__file__).parents[1])),
         capture_output=True,
         text=True,
         timeout=600,  # hangs only
@@ -205,7 +196,7 @@ def test_the_second_start_of_a_command_imports_what_the_first_did(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted alone"])
 def test_a_command_that_ends_takes_its_training_process_along(tmp_path, number):
     arguments = ["-m", "fusedtrain", "train", "--epochs", "1000", "--device", "cpu", "--output", str(tmp_path / "run")]
-    process = harness.start_python(*arguments, pipes={"stdout": subprocess.PIPE}, **PATIENT)
+    process = harness.start_python(*arguments, pipes={"stdout": subprocess.PIPE})
     assert "epoch    1/1000" in process.stdout.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (trainer,) = (pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
@@ -229,9 +220,9 @@ def test_a_command_that_ends_takes_its_training_process_along(tmp_path, number):
 def test_a_process_of_a_run_that_the_system_kills_is_one_line(tmp_path, which, message):
     arguments = [] if which == "trainer" else ["--model", "smallnet", "--size", "8", "--workers", "1"]
     words = [sys.executable, "-m", "fusedtrain", "train", *arguments, "--epochs", "1000", "--device", "cpu"]
-    env = harness.environment(**PATIENT, GLIBC_TUNABLES="")  # no second start
+    env = harness.environment(GLIBC_TUNABLES="")  # no second start
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, env=env, **pipes) as process:
+    with forked.Python(words, cwd=tmp_path, env=env, **pipes) as process:
         try:
             while "1/1000" not in (line := process.stdout.readline()):
                 assert line, process.stderr.read()

@@ -20,7 +20,7 @@ from fusedtrain.train import Callback, CheckpointStore
 
 def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ranks.__file__]
-    env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    env = harness.environment(OMP_NUM_THREADS="1")
     return subprocess.run(
         [*command, str(folder), *cases],
         env=env,
@@ -182,7 +182,7 @@ def test_a_run_of_torchrun_whose_rank_is_killed_goes_on_from_its_last_checkpoint
     command += ["--monitor-interval=0.2", "-m", "fusedtrain", "train", "--model", "smallnet", "--size", "8"]
     command += ["--batch-size", "128", "--epochs", "2", "--every-steps", "1", "--device", "cpu", "--output", "out"]
     command += ["--log-every", "1", "--timeout", "60"]
-    env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLIBC_TUNABLES="")  # no second start
+    env = harness.environment(OMP_NUM_THREADS="1", GLIBC_TUNABLES="")  # no second start
     with subprocess.Popen(
         command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:

@@ -23,7 +23,7 @@ def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(Path(__file__).parent / "zoo_child.py"), str(EXAMPLES / script)]
     # Two processes need two GPUs, which are not everywhere.
-    env = harness.environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES="")
+    env = harness.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = re.findall(printed.replace("NUMBER", r"([\d.]+)"), done.stdout)

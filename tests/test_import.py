@@ -14,7 +14,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 def run_python(code: str, **env) -> str:
-    done = harness.run_python("-c", code, **env)
+    done = harness.run_python("-c", code, fresh=True, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,7 +30,9 @@ def test_it_imports_torch_and_nothing_else():
 
 def test_it_takes_less_than_50_ms_on_top_of_torch():
     code = "import torch, time; start = time.process_time(); import fusedtrain; print(time.process_time() - start)"
-    seconds = [float(run_python(code)) for _ in range(5)]  # the first may compile; others may share the core
+    seconds = [float(run_python(code))]  # the first may compile; others may share the core
+    while seconds[-1] >= 0.05 and len(seconds) < 5:
+        seconds.append(float(run_python(code)))
     assert min(seconds) < 0.05, seconds
 
 

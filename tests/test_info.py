@@ -3,9 +3,9 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 
+import forked
 import harness
 import pytest
 import torch
@@ -18,14 +18,10 @@ SECTIONS = ["versions", "build", "cpu", "gpus", "backends", "allocator", "enviro
 
 def info_of_a_process(*arguments: str, without=(), **env) -> str:
     program = f"import sys; sys.modules.update(dict.fromkeys({list(without)!r})); from fusedtrain.cli import main"
-    return subprocess.run(
-        [sys.executable, "-c", f"{program}; sys.exit(main(['info', *{list(arguments)!r}]))"],
-        cwd=os.sep,  # away from the source tree
-        env=harness.environment(**env),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = [sys.executable, "-c", f"{program}; sys.exit(main(['info', *{list(arguments)!r}]))"]
+    done = forked.run(command, cwd=os.sep, env=harness.environment(**env), timeout=60)  # away from the source tree
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_text_and_json_tell_the_same(capsys):

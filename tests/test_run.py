@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import forked
 import harness
 import pytest
 import torch
@@ -41,9 +42,9 @@ from fusedtrain.train.groups import parameter_groups
 
 
 def command(*arguments: str, cwd) -> subprocess.CompletedProcess:
-    env = harness.environment(OMP_WAIT_POLICY="PASSIVE", COLUMNS="200", GLIBC_TUNABLES="")  # no second start
+    env = harness.environment(COLUMNS="200", GLIBC_TUNABLES="")  # no second start
     line = [sys.executable, "-m", "fusedtrain", "train", *arguments]
-    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return forked.run(line, cwd=cwd, env=env, timeout=300)
 
 
 DIGITS = ["--model", "smallnet", "--size", "8", "--batch-size", "256", "--device", "cpu", "--output", "out"]

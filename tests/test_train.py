@@ -6,8 +6,6 @@ import mmap
 import os
 import re
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -524,7 +522,7 @@ def write(file):
 
 write_atomic(Path(sys.argv[1]), write)
 """
-    done = subprocess.run([sys.executable, "-c", program, path], cwd=tmp_path, env=harness.environment(), check=False)
+    done = harness.run_python("-c", program, path)
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
 
