@@ -41,11 +41,12 @@ class Python(subprocess.Popen):
     def _execute_child(self, *arguments):
         as_usual = super()._execute_child
         bound = inspect.signature(as_usual).bind(*arguments).arguments
+        env = dict(os.environ if bound["env"] is None else bound["env"])
         command, cwd = [os.fspath(word) for word in bound["args"]], os.fspath(bound["cwd"] or os.getcwd())
-        if sys.platform != "linux" or not _server().can_fork(bound["env"]):
+        if sys.platform != "linux" or not _server().can_fork(env):
             return as_usual(*arguments)
         streams = [bound[end] if bound[end] != -1 else i for i, end in enumerate(("p2cread", "c2pwrite", "errwrite"))]
-        self.pid = _server().fork(command, cwd, bound["env"], bound["start_new_session"], streams)
+        self.pid = _server().fork(command, cwd, env, bound["start_new_session"], streams)
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(bound[end] for end in pipes))

@@ -28,6 +28,7 @@ from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import forked
 import harness
 import pytest
 import torch
@@ -70,7 +71,14 @@ from fusedtrain.diagnose.rules.finding import Finding, count_text, duration_text
 from fusedtrain.diagnose.statistics import Paired, bootstrap
 
 ROOT = Path(__file__).parents[1]
+SUBPROCESS = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked.Python})
 PLANTED = sorted((ROOT / "benchmarks" / "planted").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def scripts_are_forks(monkeypatch):
+    """The processes in which scripts are diagnosed need not import torch each."""
+    monkeypatch.setattr(script, "subprocess", SUBPROCESS)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
