@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import multiprocessing
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from fusedtrain.train.callbacks import Callbacks
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.memory import available, private
 from fusedtrain.tune.state import State
-from fusedtrain.tune.target import Observer, Target, TuneError, end_with_parent, wait
+from fusedtrain.tune.target import Observer, Target, TuneError, end_with_parent, trial_context, wait
 
 WARM_UP = 2  # steps; the optimizer's state comes with the first, allocators settle in the second
 WARM_UP_OF_GRAPHS = 6  # with torch.compile or CUDA graphs, which are made meanwhile
@@ -116,9 +115,7 @@ def _line(size: int, trial: dict) -> str:
 
 def _trial(target: Target, size: int, steps: int, memory: int | None) -> dict:
     """Runs steps of one size in another process and returns what came of it."""
-    # A server that has imported torch forks one process per trial: each is as good as new, and starts at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fusedtrain.tune.batch_size"])
+    context = trial_context()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(target, size, steps, memory, there), daemon=True)
     process.start()

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import queue
 import random
@@ -23,7 +22,7 @@ from fusedtrain import _files
 from fusedtrain._extras import need, require
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.options import load_yaml
-from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load
+from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load, trial_context
 
 # The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
@@ -264,7 +263,7 @@ def _cut_off(study) -> set[int]:
 def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> int:
     """Lets worker processes run so many trials, and passes their lines on; returns the exit code of one that failed, or
     0."""
-    context = multiprocessing.get_context("spawn")
+    context = trial_context(trains=space.objective is not None)
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
         context.Process(target=_work, args=(space, storage, i, begun, tickets, lines))
