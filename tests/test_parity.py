@@ -173,10 +173,10 @@ def test_what_cannot_be_compared_gets_one_line(capsys):
 
 
 def test_what_a_process_refuses_gets_one_line_too(capsys, monkeypatch):
-    def spawn(function, arguments, count):
+    def start(function, arguments, count, start_method):
         torch.save("there is no such model", f"{arguments[-1]}/0.pt")
         raise torch.multiprocessing.ProcessRaisedException("another one lost its connection", 1, 0)
 
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
     assert main(["check", "--model", "smallnet"]) == 2
     assert capsys.readouterr().err == "fusedtrain check: there is no such model\n"

@@ -22,6 +22,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fusedtrain import _processes
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.distributed import SYNCED
@@ -107,7 +108,10 @@ def compare(setup: Callable[[int], tuple], ranks: int = 2, updates: int = 2) -> 
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{index}.pt") for index in range(ranks + 1)]
         try:
-            torch.multiprocessing.spawn(_process, (ranks, setup, updates, folder), ranks + 1)
+            start = _processes.context(__name__, "torch._dynamo").get_start_method()
+            torch.multiprocessing.start_processes(
+                _process, (ranks, setup, updates, folder), ranks + 1, start_method=start
+            )
         except torch.multiprocessing.ProcessRaisedException:
             if not any(isinstance(_read(file), str) for file in files):
                 raise

@@ -10,11 +10,12 @@ from statistics import median
 
 import torch
 
+from fusedtrain import _processes
 from fusedtrain.train.callbacks import Callbacks
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.memory import available, private
 from fusedtrain.tune.state import State
-from fusedtrain.tune.target import Observer, Target, TuneError, end_with_parent, trial_context, wait
+from fusedtrain.tune.target import Observer, Target, TuneError, end_with_parent, wait
 
 WARM_UP = 2  # steps; the optimizer's state comes with the first, allocators settle in the second
 WARM_UP_OF_GRAPHS = 6  # with torch.compile or CUDA graphs, which are made meanwhile
@@ -115,7 +116,7 @@ def _line(size: int, trial: dict) -> str:
 
 def _trial(target: Target, size: int, steps: int, memory: int | None) -> dict:
     """Runs steps of one size in another process and returns what came of it."""
-    context = trial_context()
+    context = _processes.context("fusedtrain.tune", "torch._dynamo")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(target, size, steps, memory, there), daemon=True)
     process.start()

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from fusedtrain import _files
+from fusedtrain import _files, _processes
 from fusedtrain._extras import need, require
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.options import load_yaml
-from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load, trial_context
+from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load
 
 # The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
@@ -263,7 +263,7 @@ def _cut_off(study) -> set[int]:
 def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> int:
     """Lets worker processes run so many trials, and passes their lines on; returns the exit code of one that failed, or
     0."""
-    context = trial_context(trains=space.objective is not None)
+    context = _processes.context("fusedtrain.tune", *(["torch._dynamo"] if space.objective else []))
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
         context.Process(target=_work, args=(space, storage, i, begun, tickets, lines))

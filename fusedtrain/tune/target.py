@@ -167,20 +167,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # which need not be the current one
 
 
-def trial_context(trains: bool = True):
-    """The context of multiprocessing for trials: its processes are forks of a server that has imported torch, each as
-    good as new, and start at once. Where there are no forks, they import it themselves.
-
-    Args:
-        trains: whether the trials train in these processes, with an optimizer, which imports as much again.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fusedtrain.tune", *(["torch._dynamo"] if trains else [])])
-    return context
-
-
 def end_with_parent() -> None:
     """Ends this process of multiprocessing when the one that wants its result is gone. The system would wait for the
     one that forked it, which may be a server."""
