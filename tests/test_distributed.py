@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import harness
 import pytest
 import ranks
@@ -21,15 +22,7 @@ from fusedtrain.train import Callback, CheckpointStore
 def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ranks.__file__]
     env = harness.environment(OMP_NUM_THREADS="1")
-    return subprocess.run(
-        [*command, str(folder), *cases],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return forked.run([*command, str(folder), *cases], env=env, cwd=folder, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
