@@ -55,6 +55,9 @@ import fusedtrain
 from fusedtrain import _extension
 from fusedtrain.nn import _small
 
+# Seconds. A data loader that the garbage collector finds waits as long for workers that do not hear of their end.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # not 5
+
 torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):

@@ -98,8 +98,7 @@ def test_corrupt_samples_are_left_out_and_counted_up_to_the_limit(num_workers):
         list(few)
 
 
-def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds that torch waits for each
+def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample():
     with pytest.raises(
         data.WorkerError, match=r"killed by SIGKILL: worker 1 was at sample 6 \(square-6.png\); the system"
     ):
@@ -112,8 +111,7 @@ def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample(monkeypatc
         list(data.loader(Squares(hang=2), 4, num_workers=1, timeout=2))
 
 
-def test_a_worker_that_stayed_and_died_between_two_passes_tells_so(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+def test_a_worker_that_stayed_and_died_between_two_passes_tells_so():
     batches = data.loader(Squares(8), 4, num_workers=1, persistent_workers=True)
     assert len(list(batches)) == 2
     previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here
