@@ -5,6 +5,8 @@ import itertools
 import random
 import re
 
+import forks
+import harness
 import pytest
 import torch
 from torch import nn
@@ -78,22 +80,24 @@ CASES = {  # options of setup, kinds that differ, the reason
 }
 
 
-def process(index: int, ranks: int, folder: str) -> None:
-    """All cases in one process after the other, so that there is one start."""
+def run_cases(folder: str) -> None:
+    """All cases one after the other in two ranks and in the one process, so that there is one start."""
     own = parity._experiments
 
     def experiments(setup, *arguments):
         return {name: own(functools.partial(setup, **options), *arguments) for name, (options, *_) in CASES.items()}
 
     parity._experiments = experiments
-    parity._process(index, ranks, setup, 2, folder)
+    children = [forks.fork(functools.partial(parity._process, index, 2, setup, 2, folder)) for index in range(3)]
+    assert forks.wait(children) == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     """The traces of two ranks and of the one process: name of the case -> experiment -> trace."""
     folder = tmp_path_factory.mktemp("parity")
-    torch.multiprocessing.spawn(process, (2, str(folder)), 3)
+    done = harness.run_python("-c", "import sys, test_parity; test_parity.run_cases(sys.argv[1])", str(folder))
+    assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(3)]
 
 
@@ -110,17 +114,7 @@ def test_what_differs_is_found_with_its_reason(traces, name):
         assert re.search(reason, text), text
 
 
-def test_the_command_names_the_layers_and_its_status_tells(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["check", "--updates", "1", "--model", "smallnet", "--size", "8", "--batch-size", "4", "--no-fuse"]
-    assert main(words) == 1
-    out = capsys.readouterr().out
-    assert "samples    8 alike" in out and re.search(r"statistics \d+ of 34 differ\n +\S+  \S+running_", out)
-    assert "reason: BatchNorm (bn1, blocks.0.bn1, blocks.0.bn2 and 14 more) takes its statistics" in out
-    assert list(tmp_path.iterdir()) == []  # nothing is written
-
-
-def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(
+def test_the_command_takes_the_options_of_a_run_names_the_layers_and_leaves_its_files_alone(
     capsys, tmp_path, tmp_path_factory, monkeypatch
 ):
     images = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -133,7 +127,10 @@ def test_the_comparison_takes_the_options_of_a_run_and_leaves_its_files_alone(
     words += ["--data", str(data)]  # an epoch: 2 updates
     words += ["--weights", "w.pt", "--best-weights", "b.pt", "--cuda-graphs", "--bf16-compress"]
     words += ["--monitor", "accuracy", "--mode", "max"]
-    assert main(words) == 1, capsys.readouterr().err
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "samples    24 alike" in out and re.search(r"statistics \d+ of 34 differ\n +\S+  \S+running_", out), out
+    assert "reason: BatchNorm (bn1, blocks.0.bn1, blocks.0.bn2 and 14 more) takes its statistics" in out
     assert list(tmp_path.iterdir()) == []
 
 
