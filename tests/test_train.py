@@ -1,5 +1,6 @@
 """The training loop and its parts; the whole run from the command line stands in test_cli.py."""
 
+import copy
 import functools
 import gc
 import mmap
@@ -36,9 +37,14 @@ from fusedtrain.train.memory import PeakMemory, resident
 from fusedtrain.train.model import LAYERS
 
 
-def small_net(layers: str = "fused", seed: int = 0, **options) -> SmallNet:
+@functools.cache
+def small_net_of(layers: str, seed: int) -> SmallNet:
     torch.manual_seed(seed)
-    return SmallNet(10, layers=layers, **options)
+    return SmallNet(10, layers=layers)
+
+
+def small_net(layers: str = "fused", seed: int = 0) -> SmallNet:
+    return copy.deepcopy(small_net_of(layers, seed))  # to fuse one takes longer than most of these tests
 
 
 def batches(count: int, batch_size: int, dtype=torch.float32, **options) -> Batches:
@@ -69,19 +75,20 @@ def test_fused_and_stock_start_from_the_same_weights():
     assert not torch.equal(stock["conv_stem.weight"], other["conv_stem.weight"])
 
 
+@functools.cache
+def first_losses(layers: str, dtype: torch.dtype, device: str, precision: str) -> torch.Tensor:
+    runs = []
+    for seed in range(4):  # the losses of one bf16 run are too few to judge rounding by
+        options = {"precision": precision, "device": device, "schedule": Schedule(warmup_epochs=0)}
+        run = trainer(small_net(layers, seed).to(dtype), **options)
+        runs.append(run.fit(batches(5 * 16, 16, dtype, seed=seed)).step_losses)
+    return torch.tensor(runs, dtype=dtype)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_first_losses_of_fused_layers_are_as_good_as_those_of_stock_layers(device, precision):
-    def losses(layers, dtype, precision):
-        runs = []
-        for seed in range(4):  # the losses of one bf16 run are too few to judge rounding by
-            options = {"precision": precision, "device": device, "schedule": Schedule(warmup_epochs=0)}
-            run = trainer(small_net(layers, seed).to(dtype), **options)
-            data = batches(5 * 32, 32, dtype, seed=seed)
-            runs.append(run.fit(data, data).step_losses)
-        return torch.tensor(runs, dtype=dtype)
-
-    ours, stock = (losses(layers, torch.float32, precision) for layers in ("fused", "stock"))
-    truth = losses("stock", torch.float64, "fp32")
+    ours, stock = (first_losses(layers, torch.float32, device, precision) for layers in ("fused", "stock"))
+    truth = first_losses("stock", torch.float64, device, "fp32")
     harness.assert_as_good_as_torch(ours, stock, truth, "losses of the first steps")
 
 
