@@ -158,9 +158,15 @@ def assert_gradients_are_derivatives(function: Callable, inputs: dict) -> None:
     assert torch.autograd.gradcheck(function, leaves)
 
 
-def assert_opcheck(operator, *args) -> None:
-    """``torch.library.opcheck``: the schema, the fake and the implementation agree on these arguments."""
-    results = torch.library.opcheck(operator, args)
+def assert_opcheck(operator, *args, symbolic: bool = True) -> None:
+    """``torch.library.opcheck``: the schema, the fake and the implementation agree on these arguments.
+
+    ``symbolic``: with sizes that are symbols, too, which takes most of the time; further options of an operator need
+    not be.
+    """
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    checks += ("test_aot_dispatch_dynamic",) if symbolic else ()
+    results = torch.library.opcheck(operator, args, test_utils=checks)
     assert set(results.values()) == {"SUCCESS"}, results
 
 

@@ -230,23 +230,24 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout):
     properties.assert_opcheck(impl.stats, x)
     mean, m2 = impl.stats(x)
     for running in ((None, None), (mean.clone(), m2.clone()), (bias.clone(), weight.clone())):
-        properties.assert_opcheck(impl.update, mean, m2, *running, 189.0, 0.1, 1e-5)
+        symbolic = running[0] is not None and running[0].dtype == mean.dtype
+        properties.assert_opcheck(impl.update, mean, m2, *running, 189.0, 0.1, 1e-5, symbolic=symbolic)
     rstd = impl.update(mean, m2, None, None, 189.0, 0.1, 1e-5)
     for rest in (
         (weight, bias, residual, silu, False),
         (None, None, None, 0, False),
         (weight, None, residual, 1, True),
     ):
-        properties.assert_opcheck(impl.forward, x, mean, rstd, *rest)
-        properties.assert_opcheck(impl.reduce, x, x, mean, rstd, *rest)
+        symbolic = rest[1] is not None
+        properties.assert_opcheck(impl.forward, x, mean, rstd, *rest, symbolic=symbolic)
+        properties.assert_opcheck(impl.reduce, x, x, mean, rstd, *rest, symbolic=symbolic)
         sums = impl.reduce(x, x, mean, rstd, *rest)
         for given, needs in ((sums, (True, True)), (sums, (True, False)), ((None, None), (False, True))):
             arguments = (*rest[:3], *given, 189.0, *rest[3:], *needs)
-            properties.assert_opcheck(impl.backward, x, x, mean, rstd, *arguments)
+            properties.assert_opcheck(impl.backward, x, x, mean, rstd, *arguments, symbolic=symbolic and all(needs))
 
 
-@dense_layouts
-@modes
+@pytest.mark.parametrize(("training", "layout"), [(True, "contiguous"), (True, "channels_last"), (False, "contiguous")])
 def test_compiles_as_one_graph_and_once(device, backend, layout, training):
     inputs = make(device, layout=layout, dtype=torch.bfloat16, residual="before")
     properties.assert_compiles(function(inputs, training, residual="before"), inputs)
@@ -254,6 +255,8 @@ def test_compiles_as_one_graph_and_once(device, backend, layout, training):
 
 @pytest.mark.parametrize("again", [lambda x: x, torch.Tensor.contiguous], ids=["itself", "contiguous"])
 def test_compiles_where_x_is_the_residual(device, backend, again):
+    if harness.interpreted(backend, device):
+        pytest.skip("the names of images count in front of the kernels")
     normalise = function(make(device, residual="before"), residual="before")
     properties.assert_compiles(lambda x, weight, bias: normalise(x, weight, bias, again(x)), make(device))
 

@@ -100,9 +100,9 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout, pool):
     properties.assert_opcheck(IMPLS[kernels].backward, torch.ones_like(pooled), x, peak, ties, *codes)
 
 
-@dense_layouts
-@pools
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("pool", "layout", "dtype"), zip(_codes.POOLS, harness.DENSE_LAYOUTS, (torch.bfloat16, torch.float32))
+)
 def test_compiles_as_one_graph_and_once(device, backend, layout, pool, dtype):
     properties.assert_compiles(function(pool), make(device, layout=layout, dtype=dtype))
 
