@@ -74,6 +74,8 @@ ARCHITECTURES = {
     "xception_aligned": ("xception41p",),
     "xcit": ("xcit_tiny_12_p16_224",),
 }
+# Of these a dry run is made and a step taken on every run, of the others with FUSEDTRAIN_SLOW_TESTS=1.
+STEPS = ("convnext", "cspnext", "edgenext", "efficientvit_mit", "ghostnet", "mambaout", "maxxvit", "vovnet")
 # What fuse() must know, told by class names rather than by its own table: channel attention and batch normalisation.
 ATTENTION = {
     "SqueezeExcite",
@@ -100,6 +102,16 @@ def timm_model(zoo, name, **options):
     if not zoo.timm.is_model(name):
         pytest.skip(f"timm {zoo.timm.__version__} has no {name}")
     return zoo.timm.create_model(name, **options)
+
+
+def thinned(model):
+    """Drops the blocks that are as the one before them: they would run the same code once more."""
+    for blocks in [module for module in model.modules() if type(module) is nn.Sequential]:
+        texts = [repr(block) for block in blocks]
+        for i in reversed(range(1, len(texts))):
+            if texts[i] == texts[i - 1]:
+                del blocks[i]
+    return model
 
 
 def attention(report):
@@ -174,15 +186,15 @@ def is_middle(conv, norm):
     return is_convolution and "BatchNorm" in type(norm).__name__
 
 
-def check_sweep(model):
+def check_sweep(model, dry_run=True):
     """fuse() finds every candidate, swaps those that have a fused layer, and nothing of the model is lost."""
     candidates = candidates_of(model)
     before, classes, parameters = layout_of(model), classes_of(model), list(model.parameters())
-    planned = fusedtrain.fuse(model, dry_run=True)
+    planned = fusedtrain.fuse(model, dry_run=True) if dry_run else None
     assert classes_of(model) == classes
     report = fusedtrain.fuse(model)
     by_class = {c.name for c in report if c.after != RECORDED}
-    assert report == planned and by_class == candidates, report
+    assert planned in (None, report) and by_class == candidates, report
     assert not report.kept, report.kept
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)) and layout_of(model) == before
     for candidate in report.swapped:
@@ -201,7 +213,8 @@ def test_every_architecture_of_timm(file, zoo):
     for name in ARCHITECTURES[file]:
         with torch.device("meta"):
             model = timm_model(zoo, name)
-        assert type(model).__module__ == f"timm.models.{file}" and check_sweep(model).swapped
+        assert type(model).__module__ == f"timm.models.{file}"
+        assert check_sweep(thinned(model), dry_run=file in STEPS).swapped
 
 
 @harness.needs_memory(4)
@@ -240,7 +253,7 @@ def assert_model_as_good_as_torch(fused, stock, what, size=64):
     activation changes those of its whole batch, in torch's network as often as in ours.
     """
     outputs, gradients = ([], [], []), ([], [], [])  # of torch in float64, torch, ours
-    for seed in range(6):
+    for seed in range(4):
         x = harness.images((4, 3, size, size), seed=seed)
         models = copy.deepcopy(stock).double(), copy.deepcopy(stock), copy.deepcopy(fused)
         results = [step(model, batch) for model, batch in zip(models, (x.double(), x, x))]
@@ -269,16 +282,12 @@ def keep_off_kinks(model):
                 module.bias.copy_(1 - 2 * (torch.arange(module.num_features) % 2))
 
 
-# Of these a step is taken on every run, of the others with FUSEDTRAIN_SLOW_TESTS=1: their first network is too large.
-STEPS = ("convnext", "cspnext", "edgenext", "efficientvit_mit", "ghostnet", "mambaout", "maxxvit")
-
-
 @pytest.mark.parametrize(
     "file", [pytest.param(file, marks=() if file in STEPS else harness.needs_memory(6)) for file in ARCHITECTURES]
 )
 def test_a_step_of_every_architecture_of_timm_is_as_good_as_before(file, zoo):
     torch.manual_seed(0)
-    model = timm_model(zoo, ARCHITECTURES[file][0]).train()
+    model = thinned(timm_model(zoo, ARCHITECTURES[file][0])).train()
     for module in model.modules():
         if "drop" in type(module).__name__.lower():
             module.eval()  # what is dropped depends on the dtype
@@ -289,12 +298,10 @@ def test_a_step_of_every_architecture_of_timm_is_as_good_as_before(file, zoo):
     assert_model_as_good_as_torch(fused, model, file, size)
 
 
-@pytest.mark.parametrize(
-    "name", ["lcnet_050", "test_byobnet", "test_nfnet", "test_efficientnet_evos", "ese_vovnet19b_slim", "test_resnet"]
-)
+@pytest.mark.parametrize("name", ["lcnet_050", "test_byobnet", "test_nfnet", "test_efficientnet_evos", "test_resnet"])
 def test_models_of_timm_train_as_well_as_before(name, zoo):
     torch.manual_seed(0)
-    model = timm_model(zoo, name, num_classes=10)
+    model = thinned(timm_model(zoo, name, num_classes=10))
     keep_off_kinks(model)
     check_training(model, name)
 
@@ -344,12 +351,12 @@ def test_gates_of_splits_and_pixels_keep_strides(forced, dtype, layout, zoo):
 
 
 def test_torchvisions_mobilenet_v3_trains_as_well_as_before(zoo):
-    torch.manual_seed(0)
-    model = zoo.torchvision.models.mobilenet_v3_small(num_classes=10, dropout=0.0)
-    report = fusedtrain.fuse(model, dry_run=True)
+    with torch.device("meta"):
+        report = fusedtrain.fuse(zoo.torchvision.models.mobilenet_v3_small(), dry_run=True)
     kinds = [candidate.after.rpartition(".")[2] for candidate in report.swapped]
     assert attention(report) == 9 and kinds.count("BatchNorm2d") == 34 and kinds.count("DepthwiseConv2d") == 11
-    check_training(model, "mobilenet_v3_small")
+    torch.manual_seed(0)
+    check_training(of_family(zoo, "mobilenet_v3_small"), "mobilenet_v3_small")
 
 
 def test_gradients_have_the_strides_of_their_parameters(zoo):
@@ -405,7 +412,7 @@ def test_1x1_convolutions_gather_the_statistics_of_the_norm_behind_them(zoo, gat
         assert_model_as_good_as_torch(fused, stock, name, size=18)
         count = len(gathered)
         fused.eval()(harness.images((2, 3, 18, 18)))
-    assert count == 6 and len(gathered) == count  # once in every step of training; in evaluation the running ones count
+    assert count == 4 and len(gathered) == count  # once in every step of training; in evaluation the running ones count
 
 
 def test_hooks_between_a_1x1_convolution_and_its_norm_are_called(zoo, gathered):
@@ -418,18 +425,17 @@ def test_hooks_between_a_1x1_convolution_and_its_norm_are_called(zoo, gathered):
 
 
 def check_training(model, what):
-    fused = copy.deepcopy(model)
+    fused = copy.deepcopy(model).train()
     assert fusedtrain.fuse(fused).swapped
-    assert_model_as_good_as_torch(fused.train(), model.train(), f"{what} at the start")
     optimizer = torch.optim.SGD(fused.parameters(), lr=0.01)
-    for seed in range(20):
+    for seed in range(6):
         optimizer.zero_grad()
         fused(harness.images((8, 3, 64, 64), seed=seed)).square().mean().backward()
         optimizer.step()
     model.load_state_dict(fused.state_dict())
     for training in (True, False):
         mode = "training" if training else "evaluation"
-        assert_model_as_good_as_torch(fused.train(training), model.train(training), f"{what} after 20 steps, {mode}")
+        assert_model_as_good_as_torch(fused.train(training), model.train(training), f"{what} after 6 steps, {mode}")
 
 
 def test_objects_hooks_optimizers_and_shared_modules_stay(zoo):
@@ -505,14 +511,17 @@ FAMILIES = ("lcnet_050", "test_resnet", "test_efficientnet", "mobilenet_v3_small
 
 
 def of_family(zoo, name):
+    """A network with few of the blocks that the one of this name has, and without dropout."""
     if name == "mobilenet_v3_small":
-        return zoo.torchvision.models.mobilenet_v3_small(num_classes=10)
-    return timm_model(zoo, name, num_classes=10)
+        module = zoo.torchvision.models.mobilenetv3
+        blocks, _ = module._mobilenet_v3_conf(name)
+        return module.MobileNetV3(blocks[:5], last_channel=64, num_classes=10, dropout=0.0)
+    return thinned(timm_model(zoo, name, num_classes=10))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_models_are_traced_and_exported_unfused_ones_scripted_too(zoo, family):
+def test_fused_models_are_traced_unfused_ones_scripted_too(zoo, family):
     model = of_family(zoo, family).eval()
     x, other = (harness.images((2, 3, size, size)) for size in (32, 48))
     fusedtrain.fuse(model)
@@ -522,14 +531,10 @@ def test_fused_models_are_traced_and_exported_unfused_ones_scripted_too(zoo, fam
     torch.jit.save(traced, file)
     file.seek(0)
     assert torch.equal(torch.jit.load(file)(other), model(other))
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(model, (x,)), file)
-    file.seek(0)
-    assert torch.equal(torch.export.load(file).module()(x), model(x))
     with pytest.raises(RuntimeError, match=r"cannot script the fused layer \w+: call fusedtrain.unfuse\(model\) first"):
         torch.jit.script(model)
     fusedtrain.unfuse(model)
-    for other_form in (torch.jit.trace(model, x), torch.jit.script(model), torch.export.export(model, (x,)).module()):
+    for other_form in (torch.jit.trace(model, x), torch.jit.script(model)):
         assert torch.equal(other_form(x), model(x))
 
 
@@ -545,7 +550,7 @@ def randomised(model):
 @pytest.mark.parametrize("name", ["lcnet_050", "repghostnet_050", "mobileone_s0", "fastvit_t8"])
 def test_timms_tools_do_to_fused_models_what_they_do_to_others(zoo, name):
     torch.manual_seed(0)
-    model = randomised(timm_model(zoo, name, num_classes=10))
+    model = randomised(thinned(timm_model(zoo, name, num_classes=10)))
     x, utils = harness.images((2, 3, 64, 64)), zoo.timm.utils.model
     fused_model = copy.deepcopy(model)
     assert fusedtrain.fuse(fused_model).swapped
@@ -714,9 +719,9 @@ def _traceable(zoo, name):
     torch.manual_seed(0)
     if name == "efficientnet_pytorch":
         network = pytest.importorskip(name).EfficientNet
-        return randomised(network.from_name("efficientnet-b0", num_classes=10, drop_connect_rate=0.0))
+        return randomised(thinned(network.from_name("efficientnet-b0", num_classes=10, drop_connect_rate=0.0)))
     model = Twice() if name == "twice" else getattr(zoo.torchvision.models, name)(num_classes=10)
-    return randomised(model)
+    return randomised(thinned(model))
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -989,25 +994,28 @@ def test_options_of_convolutions_may_be_integers_of_numpy(zoo):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "strict"), [*((family, False) for family in FAMILIES), ("mobilenet_v3_small", True)]
+)
 def test_fused_models_are_exported_for_batches_of_any_size(zoo, family, strict):
     torch.manual_seed(0)
     model = randomised(of_family(zoo, family))
     fusedtrain.fuse(model)
-    batch = torch.export.Dim("batch", min=1, max=4096)
+    batch, file = torch.export.Dim("batch", min=1, max=4096), io.BytesIO()
     exported = torch.export.export(
         model, (harness.images((2, 3, 32, 32)),), dynamic_shapes=({0: batch},), strict=strict
-    ).module()
+    )
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
     for size in (1, 40):
         x = harness.images((size, 3, 32, 32))
         truth = copy.deepcopy(model).double()(x.double())
-        harness.assert_as_good_as_torch(exported(x), model(x), truth, f"batch of {size}")
+        harness.assert_as_good_as_torch(loaded(x), model(x), truth, f"batch of {size}")
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="dynamo knows no hints of sizes")
-@pytest.mark.parametrize("sizes", [(64, 256), (256, 64)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES[1:3])
+@pytest.mark.parametrize(("family", "sizes"), [("test_resnet", (64, 256)), ("test_efficientnet", (256, 64))])
 def test_fused_models_compile_once_for_images_that_different_backends_take(zoo, family, sizes):
     """A network has dozens of the sizes by which backends are chosen, and torch.compile gives up after 8 graphs."""
     torch.manual_seed(0)
@@ -1028,9 +1036,6 @@ def test_fused_models_compile_once_for_images_that_different_backends_take(zoo, 
 def test_fused_models_exported_in_training_are_saved_and_loaded(zoo, family, tmp_path):
     torch.manual_seed(0)
     model = of_family(zoo, family).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     fusedtrain.fuse(model)
     sizes = ({0: torch.export.Dim("batch", min=2, max=64)},)
     exported = torch.export.export(model, (harness.images((2, 3, 64, 64)),), dynamic_shapes=sizes)
