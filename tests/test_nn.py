@@ -881,7 +881,7 @@ STRIDED = cases.pairwise(conv=POOLED, dtype=harness.DTYPES, images=(2, 16), norm
 
 
 @pytest.mark.parametrize(
-    ("kind", "pooled", "dtype", "images", "norm"), [(*case.pop("conv"), *case.values()) for case in STRIDED]
+    ("kind", "pooled", "dtype", "images", "norm"), [(*case.pop("conv"), *case.values()) for case in STRIDED], ids=str
 )
 def test_images_are_channels_last_behind_the_same_layers_as_before(kind, pooled, dtype, images, norm):
     """Behind those whose weights are, too, whatever their images: what comes from a reshape, for instance, is not."""
