@@ -51,7 +51,7 @@ def spilling(usages: list[Usage]) -> list[Usage]:
 
 @pytest.fixture(scope="session")
 def compiled(nvcc_folder):
-    """(folder of the object files, {stem: whether it compiled, and what nvcc said})"""
+    """(folder of what nvcc wrote, {stem: whether it compiled, and what nvcc said})"""
     return nvcc_folder, nvcc.compile_all(nvcc_folder)
 
 
@@ -74,7 +74,7 @@ def test_a_kernel_that_spills_is_found(tmp_path):
         "  for (int i = 0; i < 64; ++i) p[(63 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 7) % 64];\n"
         "}\n"
     )
-    found = usages(nvcc.compile_cuda(source, tmp_path / "spills.o"))
+    found = usages(nvcc.compile_cuda(source, tmp_path / "spills"))
     assert len(found) == 2 * len(CODES)
     bad = spilling(found)
     assert [usage.arch for usage in bad] == CODES
@@ -92,7 +92,7 @@ def cuobjdump() -> str:
 
 
 def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
-    """Mangled name -> machine code of every kernel of an object file for one architecture."""
+    """Mangled name -> machine code of every kernel in what nvcc wrote, for one architecture."""
     command = [tool, "-sass", "-arch", arch, path]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"^\s*Function : (\S+)$", sass, flags=re.MULTILINE)
@@ -102,29 +102,28 @@ def machine_code(path: Path, tool: str, arch: str) -> dict[str, str]:
 def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
     # A kernel for each rule, and for each number of states.
     for stem, kernels in (("grad_norm", 1), ("optimizer_step", len(_codes.RULES)), ("optimizer_step_narrow", 5)):
-        code = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
+        code = machine_code(compiled[0] / stem, cuobjdump, CODES[0])
         walks = [text for name, text in code.items() if re.search(r"(partial|step|narrow)_kernel", name)]
         assert len(walks) == kernels
         assert all("LDG.E.128" in text and ("STG.E.128" in text or stem == "grad_norm") for text in walks)
 
 
-# Kernels of core/cuda_images.h have the elements N of a pack: 4 of float32, 8 of bfloat16 and float16; with their
-# element types, activations (the four with kernels of their own, and all others) and layouts.
+# Kernels of core/cuda_images.h have the elements N of a pack: 4 of float32, 8 of bfloat16 and float16. A pass over
+# images has one for each element type, activation (the four with kernels of their own, and all others) and layout; see
+# nvcc_fewer/core/visit.h for those that stand for others.
+KERNELS = 3 * 5 * 2 if nvcc.SLOW else 2 * 2 * 2
+
+
 @pytest.mark.parametrize(
-    ("stem", "count"),
-    [
-        ("channel_scale", 3 * 5 * 2),
-        ("batch_norm_act", 3 * 5 * 2),
-        ("batch_norm_act_backward", 60),
-        ("depthwise_bn_act_se", 120),
-    ],
+    ("stem", "passes"),
+    [("channel_scale", 1), ("batch_norm_act", 1), ("batch_norm_act_backward", 2), ("depthwise_bn_act_se", 4)],
 )
-def test_images_move_16_bytes_at_a_time(compiled, cuobjdump, stem, count):
-    kernels = machine_code(compiled[0] / f"{stem}.o", cuobjdump, CODES[0])
+def test_images_move_16_bytes_at_a_time(compiled, cuobjdump, stem, passes):
+    kernels = machine_code(compiled[0] / stem, cuobjdump, CODES[0])
     vectors = {
         name: code for name, code in kernels.items() if re.search(r"_(rows|planes)_kernel.*(TermIf.*ELi4E|ELi8E)", name)
     }
-    assert len(vectors) >= count
+    assert len(vectors) >= passes * KERNELS
     for name, code in vectors.items():
         assert re.search(r"LDG\.E\.128", code), name
         if "map_" in name:
