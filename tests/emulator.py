@@ -32,10 +32,8 @@ FLAGS = ["-std=c++20", "-O0", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wextra
 FLAGS += ["-ftls-model=initial-exec"]  # threadIdx and its like are read without a call
 if "clang" not in CXX:  # g++ takes memory instead of looking for what it can use again: an eighth of its time
     FLAGS += ["--param=ggc-min-expand=10000", "--param=ggc-min-heapsize=4000000"]
-# Without two checks of what is read and written: the address sanitizer makes them too, and they cost much time. With
-# fewer kernels, see that folder.
+# Without two checks of what is read and written: the address sanitizer makes them too, and they cost much time.
 SANITIZERS = [
-    f"-I{TESTS / 'cuda_emu/sanitized'}",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,object-size",
     "-fno-sanitize-recover=all",
@@ -43,13 +41,17 @@ SANITIZERS = [
     "-fno-asynchronous-unwind-tables",
     *([] if "clang" in CXX else ["--param=asan-instrumentation-with-call-threshold=0"]),
 ]
+# See core/visit.h there. The sanitizers follow memory, of which the identity may read less, and not values.
+FEWER = [f"-I{TESTS / 'fewer_kernels'}", "-DOWN_KERNELS=kIdentity,kSilu"]
+FEWER_SANITIZED = [FEWER[0], "-DOWN_KERNELS=kIdentity", "-DANY_HALF=kBFloat16"]
 SANITIZED = os.environ.get("FUSEDTRAIN_TEST_SANITIZED") == "1"  # set by test_cuda_emu.py for its own subprocess
 WHY_NOT = None if shutil.which(CXX) else f"no C++ compiler: {CXX}"
 
 
 def compile(sources: list[Path], path: Path, sanitized: bool = SANITIZED) -> None:
     """Compiles CUDA files into one library."""
-    flags = FLAGS + (SANITIZERS if sanitized else [])
+    slow = os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1"
+    flags = FLAGS + (FEWER_SANITIZED + SANITIZERS if sanitized else [] if slow else FEWER)
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # no sanitizer in the compiler
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
 
