@@ -96,6 +96,12 @@ def skip_copied_layouts(backend: str, device: str, layout: str) -> None:
         pytest.skip("other backends show what becomes of these strides")
 
 
+def skip_strides_of_reference(backend: str, layout: str) -> None:
+    """Skips what compares torch with itself once more: the reference takes images as the stock path does."""
+    if backend == "reference" and layout not in DENSE_LAYOUTS:
+        pytest.skip("other backends show what becomes of these strides and addresses")
+
+
 def skip_all_but_dense_layouts(backend: str, device: str, layout: str) -> None:
     """:func:`skip_copied_layouts`, and those that differ from a dense one in their address, which the interpreter does
     not look at."""

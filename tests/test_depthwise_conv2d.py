@@ -120,6 +120,7 @@ def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
     kernel = GEOMETRIES[geometry][0]
     skip_if_slow(backend, device, SHAPES[case["shape"]], kernel)
     harness.skip_copied_layouts(backend, device, case["layout"])
+    harness.skip_strides_of_reference(backend, case["layout"])
     inputs = make(
         *(device, SHAPES[case["shape"]], case["layout"], case["dtype"], kernel, case["multiplier"], case["bias"])
     )
@@ -163,9 +164,12 @@ PLANE_GEOMETRIES["5x5_stride2_less"] = ((5, 5), (2, 2), (2, 1, 2, 1), (1, 1))  #
 def test_contiguous_planes(device, kernels, shape, geometry, dtype):
     name, geometry = geometry, PLANE_GEOMETRIES[geometry]
     skip_if_slow(kernels, device, PLANES[shape], geometry[0])
-    draws = harness.draws(
-        lambda seed: make(device, PLANES[shape], dtype=dtype, kernel=geometry[0], seed=seed), device, kernels
-    )
+
+    def draw(seed):
+        return make(device, PLANES[shape], dtype=dtype, kernel=geometry[0], seed=seed)
+
+    # A quarter of a million pixels show torch's typical error at once.
+    draws = draw(0) if shape == "bands_of_planes" else harness.draws(draw, device, kernels)
     harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, name)
 
 
@@ -327,7 +331,10 @@ def test_second_derivative_is_refused(device, kernels):
     properties.assert_second_derivative_is_refused(function(), make(device))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize(
     ("width", "row", "column"), [(20, 3, 4), (20, 3, -2), (20, 3, -1), (7, 0, 0), (7, 3, -1), (7, -1, -1)]
 )
@@ -336,7 +343,9 @@ def test_nan_and_infinity_spread_as_in_torch(device, kernels, value, width, row,
     if harness.interpreted(kernels, device) and width == 20 and column < 0:
         pytest.skip("on the interpreter's smaller image the same pixels as of other cases")
     shape, geometries = for_kernels(kernels, device, (2, 13, 11, width)), ("3x3", "3x3_stride2", "3x3_dilated")
-    if shape[1] > 3:
+    if harness.interpreted(kernels, device):
+        geometries = geometries[NOT_FINITE.index(value) :][:1]  # one kernel for all
+    else:
         geometries += ("5x5", "5x5_stride2", "7x7", "13x13")
     for geometry in geometries:
         inputs = make(device, shape, layout, kernel=GEOMETRIES[geometry][0])

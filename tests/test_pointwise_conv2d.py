@@ -63,6 +63,8 @@ def reference_of(stride=(1, 1)):
 
 @pytest.mark.parametrize("case", CASES, ids=cases.label)
 def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    harness.skip_strides_of_reference(backend, case["layout"])
+
     def draw(seed):
         return make(device, SHAPES[case["shape"]], case["layout"], case["dtype"], case["out"], case["bias"], seed)
 
@@ -142,13 +144,19 @@ def assert_kernel_is_as_good_as_torch(inputs: dict, stride=(1, 1)):
     harness.assert_as_good_as_torch(ours, stock, truth, "y")
 
 
-@pytest.mark.parametrize("layout", harness.LAYOUTS)
-@pytest.mark.parametrize("out", [1, 16, 24, 40, 72, 130])  # vectors in panels of every width, whole and in part
-@pytest.mark.parametrize("shape", [(2, 13, 7, 9), (1, 1, 1, 1), (3, 16, 1, 5), (2, 33, 11, 10), (0, 4, 3, 3)])
-def test_kernel_is_as_good_as_torch(kernel_dtype, shape, out, layout):
+OUTS = [1, 16, 24, 40, 72, 130]  # vectors in panels of every width, whole and in part
+KERNEL_CASES = cases.pairwise(
+    shape=[(2, 13, 7, 9), (1, 1, 1, 1), (3, 16, 1, 5), (2, 33, 11, 10), (0, 4, 3, 3)],
+    layout=harness.LAYOUTS,
+    out=OUTS,
+)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=cases.label)
+def test_kernel_is_as_good_as_torch(kernel_dtype, case):
     for stride in ((1, 1), (2, 2), (3, 1)):
         for bias in (True, False):
-            assert_kernel_is_as_good_as_torch(make("cpu", shape, layout, kernel_dtype, out, bias), stride)
+            assert_kernel_is_as_good_as_torch(make("cpu", dtype=kernel_dtype, bias=bias, **case), stride)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -263,11 +271,17 @@ def assert_moments_are_as_good_as_torch(draws: list[dict], strides=((1, 1),)):
     harness.assert_moments_as_good_as_torch(runs)
 
 
-@pytest.mark.parametrize("layout", harness.LAYOUTS)
-@pytest.mark.parametrize("out", [1, 16, 24, 40, 72, 130])
-@pytest.mark.parametrize("shape", [(2, 13, 7, 9), (3, 16, 1, 5), (2, 33, 11, 10), (1, 1200, 9, 9), (2, 3, 40, 37)])
-def test_kernel_gathers_mean_and_variance_as_well_as_torch(kernel_dtype, shape, out, layout):
-    draws = [make("cpu", shape, layout, kernel_dtype, out, bias, seed) for bias in (True, False) for seed in range(4)]
+GATHERED = cases.pairwise(
+    shape=[(2, 13, 7, 9), (3, 16, 1, 5), (2, 33, 11, 10), (1, 1200, 9, 9), (2, 3, 40, 37)],
+    layout=harness.LAYOUTS,
+    out=OUTS,
+)
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=cases.label)
+def test_kernel_gathers_mean_and_variance_as_well_as_torch(kernel_dtype, case):
+    forms = [case | {"dtype": kernel_dtype, "bias": bias, "seed": seed} for bias in (True, False) for seed in range(4)]
+    draws = [make("cpu", **form) for form in forms]
     assert_moments_are_as_good_as_torch(draws, ((1, 1), (2, 2)))
 
 
