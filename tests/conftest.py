@@ -83,7 +83,8 @@ def pytest_report_header():
 
 
 # Files by the time they take, where their numbers of tests do not tell.
-_SLOW = ("test_cuda_emu.py", "test_triton.py", "test_diagnose.py", "test_tune.py", "test_benchmarks.py")
+_SLOW = ("cuda_emu", "diagnose", "fuse", "tune", "cli", "distributed", "triton", "run", "isa", "resume", "benchmarks")
+_SLOW += ("examples", "guarded", "parity", "activation_checkpointing", "train")
 _LAST = "test_nvcc.py"  # it waits for nvcc_behind
 
 
@@ -91,7 +92,7 @@ _LAST = "test_nvcc.py"  # it waits for nvcc_behind
 def pytest_collection_modifyitems(items):
     """The longest files first: xdist hands out whole files, and what begins last should be short."""
     count = Counter(item.path.name for item in items)
-    slow = {name: rank for rank, name in enumerate(_SLOW)} | {_LAST: len(_SLOW) + 1}
+    slow = {f"test_{name}.py": rank for rank, name in enumerate(_SLOW)} | {_LAST: len(_SLOW) + 1}
     items.sort(key=lambda item: (slow.get(item.path.name, len(_SLOW)), -count[item.path.name], item.path.name))
 
 

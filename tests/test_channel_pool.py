@@ -101,7 +101,7 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout, pool):
 
 
 @pytest.mark.parametrize(
-    ("pool", "layout", "dtype"), zip(_codes.POOLS, harness.DENSE_LAYOUTS, (torch.bfloat16, torch.float32))
+    ("pool", "layout", "dtype"), list(zip(_codes.POOLS, harness.DENSE_LAYOUTS, (torch.bfloat16, torch.float32)))
 )
 def test_compiles_as_one_graph_and_once(device, backend, layout, pool, dtype):
     properties.assert_compiles(function(pool), make(device, layout=layout, dtype=dtype))

@@ -6,10 +6,10 @@ skipped.
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import harness
 import pytest
 
@@ -24,7 +24,7 @@ def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  
     command += [str(Path(__file__).parent / "zoo_child.py"), str(EXAMPLES / script)]
     # Two processes need two GPUs, which are not everywhere.
     env = harness.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    done = forked.run(command, env=env, cwd=folder, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = re.findall(printed.replace("NUMBER", r"([\d.]+)"), done.stdout)
     assert len(found) == ranks, done.stdout[-2000:]

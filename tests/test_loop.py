@@ -1147,6 +1147,7 @@ def test_a_terminal_shows_brackets_as_they_are(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one is shown whole lines alone
     with Progress("net[/b]", epochs=1, steps=2) as progress:
         progress.line("from runs/[exp]/a")
     assert "net[/b]" in terminal.getvalue() and "from runs/[exp]/a" in terminal.getvalue()

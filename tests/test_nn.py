@@ -909,5 +909,5 @@ def test_neither_timm_nor_torchvision_is_imported():
         "import sys, torch, fusedtrain.nn as nn; [nn.SEModule(8), nn.EcaModule(8), nn.SqueezeExcitation(8, 2)];"
         "print(sorted({'timm', 'torchvision', 'triton'} & set(sys.modules)))"
     )
-    result = harness.run_python("-c", code)
+    result = harness.run_python("-c", code, fresh=True)
     assert result.stdout.strip() == "[]", result.stderr

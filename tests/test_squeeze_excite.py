@@ -144,7 +144,7 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout, pool, bia
         properties.assert_opcheck(impl.backward, *args, symbolic=need_dx and need_dw)
 
 
-@pytest.mark.parametrize(("pool", "layout"), zip(_codes.POOLS, harness.DENSE_LAYOUTS))
+@pytest.mark.parametrize(("pool", "layout"), list(zip(_codes.POOLS, harness.DENSE_LAYOUTS)))
 def test_compiles_as_one_graph_and_once(device, backend, layout, pool):
     properties.assert_compiles(function(pool=pool), make(device, layout=layout, dtype=torch.bfloat16))
 
