@@ -73,7 +73,7 @@ class _Server:
         with other:
             start = [sys.executable, __file__, str(other.fileno())]
             # It ends when this process has closed its end of the requests.
-            subprocess.Popen(start, pass_fds=[other.fileno()], env=self.environment, start_new_session=True)
+            subprocess.Popen(start, pass_fds=[other.fileno()], env=self.environment)
 
     def can_fork(self, env: dict[str, str]) -> bool:
         own = self.environment
@@ -105,7 +105,7 @@ def _serve(requests: socket.socket) -> list[str]:
         receiver, sender = os.pipe()
         between = os.fork()
         if between == 0:
-            child = os.fork()
+            orphaned_by, child = os.getpid(), os.fork()
             if child:
                 os.write(sender, str(child).encode())
                 os._exit(0)
@@ -119,7 +119,7 @@ def _serve(requests: socket.socket) -> list[str]:
     requests.close()
     os.close(receiver)
     os.close(sender)
-    while os.getppid() == between:
+    while os.getppid() == orphaned_by:
         pass
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
@@ -191,6 +191,7 @@ def _live(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all, its forks among them
     for _name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(_name)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import random
 import re
 
@@ -88,7 +89,8 @@ def run_cases(folder: str) -> None:
         return {name: own(functools.partial(setup, **options), *arguments) for name, (options, *_) in CASES.items()}
 
     parity._experiments = experiments
-    children = [forks.fork(functools.partial(parity._process, index, 2, setup, 2, folder)) for index in range(3)]
+    arguments = (2, setup, 2, dict(os.environ), folder)
+    children = [forks.fork(functools.partial(parity._process, index, *arguments)) for index in range(3)]
     assert forks.wait(children) == [0, 0, 0]
 
 
@@ -177,3 +179,15 @@ def test_what_a_process_refuses_gets_one_line_too(capsys, monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
     assert main(["check", "--model", "smallnet"]) == 2
     assert capsys.readouterr().err == "fusedtrain check: there is no such model\n"
+
+
+def refused(ranks):
+    raise InputError(os.environ["OWN"])
+
+
+@pytest.mark.parametrize("value", ["3", "4"])
+def test_ranks_have_the_environment_of_the_command(value, monkeypatch):
+    """A server of forks keeps the environment that it was started with."""
+    monkeypatch.setenv("OWN", value)
+    with pytest.raises(InputError, match=value):
+        parity.compare(refused)

@@ -1103,3 +1103,26 @@ def test_a_search_is_kept_wherever_its_space_lies(tmp_path):
     (folder / "space.yaml").write_text(json.dumps({"objective": f"{folder}/o.py:f", "params": {"x": [1]}, "trials": 1}))
     assert main(["tune", "search", str(folder / "space.yaml")]) == 0
     assert (folder / "space.db").stat().st_size and [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_trials_have_the_environment_that_the_search_has_now(space, tmp_path, monkeypatch):
+    """A server of forks keeps the environment that it was started with."""
+    own = write(
+        tmp_path / "own.py",
+        """
+        import os
+
+        def number(params, report):
+            return float(os.environ["OWN"])
+
+        def net():
+            raise RuntimeError(os.environ["OWN"])
+        """,
+    )
+    path = space(objective=f"{own}:number", params="{x: [1]}", trials=1, sampler="grid")
+    for value in ("3", "4"):
+        monkeypatch.setenv("OWN", value)
+        found = tune.search(tune.read_space(path), tmp_path / f"{value}.db")
+        assert found["best"]["value"] == float(value)
+        with pytest.raises(tune.TuneError, match=f"a batch of 2: RuntimeError: {value}"):
+            tune.tune_batch_size(target(own, "net"), smallest=2, steps=1)

@@ -109,9 +109,8 @@ def compare(setup: Callable[[int], tuple], ranks: int = 2, updates: int = 2) -> 
         files = [Path(folder, f"{index}.pt") for index in range(ranks + 1)]
         try:
             start = _processes.context(__name__, "torch._dynamo").get_start_method()
-            torch.multiprocessing.start_processes(
-                _process, (ranks, setup, updates, folder), ranks + 1, start_method=start
-            )
+            arguments = (ranks, setup, updates, dict(os.environ), folder)
+            torch.multiprocessing.start_processes(_process, arguments, ranks + 1, start_method=start)
         except torch.multiprocessing.ProcessRaisedException:
             if not any(isinstance(_read(file), str) for file in files):
                 raise
@@ -129,7 +128,8 @@ def _read(file: Path):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def _process(index: int, ranks: int, setup: Callable, updates: int, folder: str) -> None:
+def _process(index: int, ranks: int, setup: Callable, updates: int, variables: dict, folder: str) -> None:
+    _processes.take_over(variables)
     torch.set_num_threads(max(1, torch.get_num_threads() // (ranks + 1)))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     if index < ranks:

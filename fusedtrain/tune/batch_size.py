@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import signal
 import sys
 import time
@@ -118,7 +119,8 @@ def _trial(target: Target, size: int, steps: int, memory: int | None) -> dict:
     """Runs steps of one size in another process and returns what came of it."""
     context = _processes.context("fusedtrain.tune", "torch._dynamo")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(target, size, steps, memory, there), daemon=True)
+    arguments = (target, size, steps, memory, there, dict(os.environ))
+    process = context.Process(target=_child, args=arguments, daemon=True)
     process.start()
     there.close()
     try:
@@ -135,7 +137,8 @@ def _trial(target: Target, size: int, steps: int, memory: int | None) -> dict:
     return {"fits": False, "reason": f"the process was killed by {signal.Signals(-process.exitcode).name}"}
 
 
-def _child(target: Target, size: int, steps: int, memory: int | None, results) -> None:
+def _child(target: Target, size: int, steps: int, memory: int | None, results, variables: dict) -> None:
+    _processes.take_over(variables)
     end_with_parent()
     try:
         limited = memory is not None and target.resolve_device().type == "cpu"

@@ -266,7 +266,7 @@ def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int,
     context = _processes.context("fusedtrain.tune", *(["torch._dynamo"] if space.objective else []))
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
-        context.Process(target=_work, args=(space, storage, i, begun, tickets, lines))
+        context.Process(target=_work, args=(space, storage, i, begun, tickets, lines, dict(os.environ)))
         for i in range(min(workers, trials))
     ]
     for process in processes:
@@ -289,8 +289,9 @@ def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int,
             process.kill()
 
 
-def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines) -> None:
+def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines, variables: dict) -> None:
     """Runs trials as long as there are tickets."""
+    _processes.take_over(variables)
     end_with_parent()
     for number in ENDS:
         signal.signal(number, _leave)
