@@ -184,7 +184,7 @@ def test_what_libraries_say_without_memory_is_no_error(models, monkeypatch, mess
     monkeypatch.setattr(sizes, "_run", full)
     monkeypatch.setattr(sizes, "end_with_parent", lambda: None)
     found = Results()
-    sizes._child(target(models, "killed"), 8, 1, None, found)
+    sizes._child(target(models, "killed"), 8, 1, None, found, dict(os.environ))
     assert found == [{"fits": False, "reason": f"RuntimeError: {message} (out of memory)"}]
 
 
