@@ -110,7 +110,7 @@ def test_lists_move_16_bytes_at_a_time(compiled, cuobjdump):
 
 # Kernels of core/cuda_images.h have the elements N of a pack: 4 of float32, 8 of bfloat16 and float16. A pass over
 # images has one for each element type, activation (the four with kernels of their own, and all others) and layout.
-KERNELS = 3 * 5 * 2 if nvcc.SLOW else 2 * 2 * 2
+KERNELS = 3 * (5 if nvcc.SLOW else 2) * 2
 
 
 @pytest.mark.parametrize(
