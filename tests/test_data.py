@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import harness
 import pytest
@@ -518,6 +519,18 @@ def test_without_a_place_to_remember_it_in_a_plan_is_made_all_the_same(monkeypat
     monkeypatch.setattr(workers, "SECONDS", 0.1)
     with pytest.warns(UserWarning, match="what is measured is not remembered: .*Not a directory"):
         assert data.loader(Squares(), 4).plan.points
+
+
+def test_a_killed_call_that_was_to_measure_again_leaves_nothing_older(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    workers.plan(Squares(), 4)
+    with monkeypatch.context() as killed:
+        killed.setattr(workers, "_measure", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            workers.plan(Squares(), 4, remember=False)
+    lines = []
+    workers.plan(Squares(), 4, progress=lines.append)
+    assert lines[0].startswith("one worker: ")
 
 
 def test_the_quota_of_either_version_of_cgroups_counts(monkeypatch, tmp_path):

@@ -956,6 +956,10 @@ def test_a_range_test_with_dropout_and_a_loss_scale_goes_on_bit_by_bit(zoo, tmp_
     lines = []
     assert tune.tune_lr(drops, digits, **numbers, data_key="again", progress=lines.append) == whole
     assert lines == ["goes on after step 20"]
+    with pytest.raises(Stopped):  # one that began anew is what goes on, not what was there before
+        tune.tune_lr(drops, digits, **numbers, data_key="again", fresh=True, progress=stop)
+    assert tune.tune_lr(drops, digits, **numbers, data_key="again", progress=lines.append) == whole
+    assert lines == ["goes on after step 20"] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -995,6 +999,7 @@ def test_a_broken_state_is_forgotten():
     state.add(3, {"b": 2})
     assert State("x", {"a": 1}).get(3) == {"b": 2}
     assert State("x", {"a": 2}).get(3) is None and State("x", {"a": 1}, fresh=True).get(3) is None
+    assert State("x", {"a": 1}).get(3) is None
     state.path.write_text("{")
     assert State("x", {"a": 1}).results == {}
 

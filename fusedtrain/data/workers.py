@@ -128,7 +128,9 @@ def plan(
         except OSError as error:
             warnings.warn(f"what is measured is not remembered: {error}; FUSEDTRAIN_CACHE names a folder", stacklevel=2)
             path = None
-        known = _files.read_json(path) if remember and path else None
+        if path and not remember:
+            path.unlink(missing_ok=True)
+        known = _files.read_json(path) if path else None
         if known is None or known.get("key") != key:
             known = {"key": key, "one": None, "points": {}}
         if "plan" not in known:

@@ -79,19 +79,22 @@ def tune_lr(
     state = State("lr", {**target.key(), **numbers, "data": data_key}, fresh=fresh)
     done = state.get("done")
     if done is None:
-        losses = _train(target, dataset, numbers, state.path.with_suffix(".pt"), fresh, progress)
+        kept = state.path.with_suffix(".pt")
+        if fresh:
+            kept.unlink(missing_ok=True)
+        losses = _train(target, dataset, numbers, kept, progress)
         state.add("done", done := {"losses": losses})
-        state.path.with_suffix(".pt").unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
     losses = done["losses"]
     lrs = [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(len(losses))]
     return _judge(lrs, losses, steps) | {"lrs": lrs, "losses": losses}
 
 
-def _train(target: Target, dataset, numbers: dict, kept, fresh: bool, progress) -> list[float]:
+def _train(target: Target, dataset, numbers: dict, kept: Path, progress) -> list[float]:
     """Returns the losses of the steps; saves everything that they depend on from time to time."""
     trainer = target.build()
     test = RangeTest(trainer, numbers, kept, progress)
-    if kept.exists() and not fresh:
+    if kept.exists():
         test.saved = torch.load(kept, weights_only=True, map_location=trainer.device)
         test.losses = test.saved["losses"]
         progress(f"goes on after step {len(test.losses)}")

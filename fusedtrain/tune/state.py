@@ -20,7 +20,9 @@ class State:
         self.key = json.loads(json.dumps(key))
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16]
         self.path: Path = _files.cache_folder("tune") / f"{kind}-{digest}.json"
-        known = None if fresh else _files.read_json(self.path)
+        if fresh:  # at once: a search that is killed before its first result goes on as what it is
+            self.path.unlink(missing_ok=True)
+        known = _files.read_json(self.path)
         self.results: dict = known["results"] if known is not None and known.get("key") == self.key else {}
 
     def add(self, name, result) -> None:
