@@ -163,6 +163,7 @@ def extensions() -> dict:
     archs = cuda_archs() if cuda else []
     os.environ.setdefault("MAX_JOBS", str(max_jobs()))
     binding_flags = [*CXX_FLAGS, "-Wno-unused-parameter", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+    binding_flags.append(f"-ffile-prefix-map={ROOT}/=")  # errors name a source by its path here
     facts = {
         "COMPILER": output_of(CXX, "--version").splitlines()[0],
         "ISA_VARIANTS": " ".join(isa.removeprefix("k").lower() for isa in ISAS),
