@@ -63,6 +63,12 @@ def depthwise_conv2d(r: Draw):
     return lambda *tensors: ops.depthwise_conv2d(*tensors, *options), inputs, options
 
 
+def global_response_norm(r: Draw):
+    x, act = r.images(r.few()), r.choice(("identity", "gelu", "silu"))
+    inputs = x, r.normal(x.shape[1]), r.normal(x.shape[1])
+    return lambda *tensors: ops.global_response_norm(*tensors, in_act=act), inputs, (act,)
+
+
 def grouped_conv2d(r: Draw):
     groups, ci, co = r.randint(1, 7), r.choice((1, 2, 4, 8, r.few())), r.choice((4, 16, r.few()))
     x = r.images(groups * ci)
@@ -149,6 +155,7 @@ OPS = (
     channel_pool,
     channel_scale,
     squeeze_excite,
+    global_response_norm,
     batch_norm_act,
     batch_norm_act_se_,
     depthwise_bn_act_se,

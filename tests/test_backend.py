@@ -175,6 +175,7 @@ ASKED = {  # as users call them: options by position and by name
     "pointwise_conv2d": ((IMAGES, torch.ones(4, 8, 1, 1)), {"stride": 2}),
     "grouped_conv2d": ((IMAGES, torch.ones(8, 2, 3, 3)), {"padding": "valid", "groups": 4}),
     "linear": ((ROWS, torch.ones(4, 8)), {"bias": torch.ones(4)}),
+    "global_response_norm": ((IMAGES, VECTOR, VECTOR), {"in_act": "gelu"}),
     "grad_norm": (([IMAGES, ROWS],), {}),
 }
 

@@ -21,6 +21,7 @@ OPS = {
     ),
     "depthwise_conv2d": lambda x, w: ops.depthwise_conv2d(x, w((16, 1, 3, 3))),
     "depthwise_conv2d of one image": lambda x, w: ops.depthwise_conv2d(x[0], w((16, 1, 3, 3))),
+    "global_response_norm": lambda x, w: ops.global_response_norm(x, w((16,)), w((16,))),
     "grouped_conv2d": lambda x, w: ops.grouped_conv2d(x, w((16, 8, 3, 3)), groups=2),
     "linear": lambda x, w: ops.linear(x, w((5, x.shape[-1]))),
     "pointwise_conv2d": lambda x, w: ops.pointwise_conv2d(x, w((8, 16, 1, 1))),

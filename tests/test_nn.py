@@ -71,6 +71,8 @@ ORIGINALS = {
     "SplitAttn": "timm.layers.split_attn.SplitAttn",
     "CbamModule": "timm.layers.cbam.CbamModule",
     "LightCbamModule": "timm.layers.cbam.LightCbamModule",
+    "GlobalResponseNorm": "timm.layers.grn.GlobalResponseNorm",
+    "GlobalResponseNormMlp": "timm.layers.mlp.GlobalResponseNormMlp",
 }
 
 # label -> class, arguments, whether the whole layer is one op
@@ -154,6 +156,8 @@ CASES = {
         False,
     ),
     "LightCbamModule": ("LightCbamModule", {"channels": C, "spatial_kernel_size": 3, "gate_layer": "tanh"}, False),
+    "GlobalResponseNorm": ("GlobalResponseNorm", {"dim": C, "channels_last": False}, False),
+    "GlobalResponseNormMlp": ("GlobalResponseNormMlp", {"in_features": C, "use_conv": True, "drop": (0.0, 0.0)}, False),
 }
 # Of layers that are more than one gate: their calls of ops.
 CALLS = {
@@ -162,6 +166,8 @@ CALLS = {
     "CbamModule": ["pool_twice", "joined", "summed", "scale", "pixel_means_and_maxima", "scale_pixels"],
     "CbamModule bias": ["pool_twice", "scale", "pixel_means_and_maxima", "scale_pixels"],
     "LightCbamModule": ["squeeze_excite", "pixel_averages", "scale_pixels"],
+    "GlobalResponseNorm": ["normalised"],
+    "GlobalResponseNormMlp": ["normalised"],
 }
 CALLS |= {label: ["pool_splits", "normalised", "average"] for label in CASES if label.startswith("SplitAttn")}
 ONE_EACH = [label for label in CASES if label in ORIGINALS] + ["SEModule norm"]
@@ -409,7 +415,7 @@ def test_eca_refuses_what_has_no_centre_or_no_channels():
 INNER = {"SqueezeExcite": "conv_expand", "SEModule": "bn", "SENetModule": "relu", "SqueezeExcitation": "avgpool"}
 INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EseModule": "conv", "EcaModule": "conv", "CecaModule": "gate"}
 INNER |= {"SqueezeExciteCl": "layer.fc2", "GlobalContext": "conv_attn", "SplitAttn": "rsoftmax"}
-INNER |= {"CbamModule": "channel.fc1", "LightCbamModule": "spatial.conv"}
+INNER |= {"CbamModule": "channel.fc1", "LightCbamModule": "spatial.conv", "GlobalResponseNormMlp": "act"}
 
 
 @pytest.mark.parametrize("label", INNER)

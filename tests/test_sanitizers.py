@@ -22,6 +22,7 @@ TESTS = (
     "test_channel_scale.py",
     "test_squeeze_excite.py",
     "test_depthwise_conv2d.py",
+    "test_global_response_norm.py",
     "test_grouped_conv2d.py",
     "test_pointwise_conv2d.py",
     "test_batch_norm_act.py",

@@ -6,6 +6,7 @@ from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
 from fusedtrain.nn.eca import CecaModule, EcaModule
 from fusedtrain.nn.global_context import GlobalContext
+from fusedtrain.nn.global_response_norm import GlobalResponseNorm, GlobalResponseNormMlp
 from fusedtrain.nn.grouped_conv2d import GroupedConv2d
 from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
@@ -34,6 +35,8 @@ __all__ = [
     "EffectiveSEModule",
     "EseModule",
     "GlobalContext",
+    "GlobalResponseNorm",
+    "GlobalResponseNormMlp",
     "GroupedConv2d",
     "LightCbamModule",
     "Linear",

@@ -22,6 +22,7 @@ from fusedtrain.nn import (
     depthwise_conv2d,
     eca,
     global_context,
+    global_response_norm,
     grouped_conv2d,
     linear,
     pointwise_conv2d,
@@ -216,6 +217,12 @@ RULES = (
             type(module) is nn.Sequential and _holds_middle(module, depthwise_bn_act_se.CONVOLUTIONS)
         ),
     ),
+    Rule("timm.layers.grn.GlobalResponseNorm", global_response_norm.GlobalResponseNorm, ("weight", "bias", "wb_shape")),
+    Rule(
+        "timm.layers.mlp.GlobalResponseNormMlp",
+        global_response_norm.GlobalResponseNormMlp,
+        ("fc1", "act", "drop1", "grn", "fc2", "drop2"),
+    ),
     Rule("timm.layers.cbam.CbamModule", cbam.CbamModule, ("channel", "spatial")),
     Rule("timm.layers.cbam.LightCbamModule", cbam.LightCbamModule, ("channel", "spatial")),
     Rule("timm.layers.cbam.ChannelAttn", cbam.ChannelAttn, ("fc1", "act", "fc2", "gate")),
@@ -408,10 +415,11 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     """Makes the stock layers of a model fused ones, in place, wherever that surely computes the same.
 
     Candidates are the channel attention layers of timm and torchvision, batch normalisation (with timm's activation
-    behind it, and over processes), depthwise, grouped and 1x1 convolutions, Linear layers of networks that
-    convolve, and the blocks in which these follow each other: timm's inverted residual and separable blocks and its
-    ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of
-    ResNet, and blocks and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
+    behind it, and over processes), global response normalisation, depthwise, grouped and 1x1 convolutions, Linear
+    layers of networks that convolve, and the blocks in which these follow each other: timm's inverted residual and
+    separable blocks and its ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and
+    torchvision, such as those of ResNet, and blocks and gates of your own classes, which torch.fx looks into
+    (:mod:`fusedtrain.nn.recorded`).
     A layer stays, with the reason in the report, when its class is derived from a known one (of torch's layers: with
     more than another constructor), its forward was replaced, it is parametrized, quantised, sharded, compiled, or
     inside a wrapped part of the model.

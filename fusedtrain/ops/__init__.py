@@ -9,6 +9,7 @@ from fusedtrain.ops.channel_pool import channel_pool
 from fusedtrain.ops.channel_scale import channel_scale
 from fusedtrain.ops.depthwise_bn_act_se import depthwise_bn_act_se
 from fusedtrain.ops.depthwise_conv2d import depthwise_conv2d
+from fusedtrain.ops.global_response_norm import global_response_norm
 from fusedtrain.ops.grad_norm import grad_norm
 from fusedtrain.ops.grouped_conv2d import grouped_conv2d
 from fusedtrain.ops.linear import linear
@@ -22,6 +23,7 @@ __all__ = [
     "channel_scale",
     "depthwise_bn_act_se",
     "depthwise_conv2d",
+    "global_response_norm",
     "grad_norm",
     "grouped_conv2d",
     "linear",

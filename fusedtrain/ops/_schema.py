@@ -5,9 +5,9 @@ library only adds implementations. Each operator also has a ``.triton`` overload
 but those of ``CPU_ONLY``.
 
 Conventions: ``act``, ``gate``, ``in_act`` and ``pool`` are codes of ``_codes.py``; ``x``, ``dy``, ``y`` and ``dx`` are
-dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak, ties, mean, m2, rstd and
-sums are float32 (float64 for float64 inputs); a tensor that a mode does not need has shape [0]. Strides and dilations
-are (height, width), paddings (left, right, top, bottom).
+dense in contiguous or channels_last format and share it; pooled, hidden, logits, gate, peak, ties, norm, mean, m2, rstd
+and sums are float32 (float64 for float64 inputs); a tensor that a mode does not need has shape [0]. Strides and
+dilations are (height, width), paddings (left, right, top, bottom).
 """
 
 import functools
@@ -59,6 +59,9 @@ SCHEMAS = {
     " -> Tensor y",
     "depthwise_conv2d_backward": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+    "global_response_norm": "(Tensor x, Tensor weight, Tensor bias, float eps, int in_act) -> (Tensor y, Tensor norm)",
+    "global_response_norm_backward": "(Tensor dy, Tensor x, Tensor weight, Tensor norm, float eps, int in_act,"
+    " bool need_dx) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     "grouped_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor y",
     "grouped_conv2d_dw": "(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups)"
@@ -111,7 +114,7 @@ UNTRACED = {
     "optimizer_step_table_": f"(Tensor table, Tensor like, {_STEP}, {_NARROW}) -> ()",
 }
 
-CPU_ONLY = ("grouped_conv2d", "pointwise_conv2d")  # ops that PyTorch's own libraries run on a GPU
+CPU_ONLY = ("global_response_norm", "grouped_conv2d", "pointwise_conv2d")  # ops that stock PyTorch runs on a GPU
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

@@ -21,6 +21,7 @@ OPS = (
     "channel_pool",
     "channel_scale",
     "depthwise_conv2d",
+    "global_response_norm",
     "grouped_conv2d",
     "linear",
     "pointwise_conv2d",
