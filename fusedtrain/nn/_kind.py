@@ -31,6 +31,7 @@ def derived(fused: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
 
     # A convolution, and what takes more than images, decides by itself, whatever class it has.
     alone = issubclass(fused, nn.Conv2d) or len(inspect.signature(fused.forward).parameters) > 2
+    alone = alone or getattr(fused, "gains_at_any_size", False)
     forward = fused.forward if alone else or_stock(fused.forward, stock.forward)
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__}  # forward: fused may have it from a base
     made = type(fused.__name__, (fused, stock), names | members)

@@ -1,6 +1,7 @@
 """Small images in evaluation: what an op's passes over memory save is less there than its call costs in Python.
 
-Layers then make the calls of their stock class. Depthwise convolutions do not: their kernels gain at any size.
+Layers then make the calls of their stock class, but for those that gain at any size: depthwise convolutions, and what
+says so (``gains_at_any_size``).
 """
 
 import functools

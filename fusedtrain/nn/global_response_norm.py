@@ -51,6 +51,8 @@ class GlobalResponseNorm(nn.Module):
     Source: Woo et al., https://arxiv.org/abs/2301.00808; ``timm.layers.grn.GlobalResponseNorm``
     """
 
+    gains_at_any_size = True
+
     def __init__(self, dim: int, eps: float = 1e-6, channels_last: bool = True, device=None, dtype=None):
         super().__init__()
         self.eps = eps
@@ -92,6 +94,8 @@ class GlobalResponseNormMlp(nn.Module):
     Numerics: those of :func:`fusedtrain.ops.global_response_norm`.
     Source: Woo et al., https://arxiv.org/abs/2301.00808; ``timm.layers.mlp.GlobalResponseNormMlp``
     """
+
+    gains_at_any_size = True
 
     def __init__(
         self,

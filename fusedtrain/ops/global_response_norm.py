@@ -29,15 +29,6 @@ def _fake_backward(dy, x, weight, norm, eps, in_act, need_dx):
     return dx, norm.new_empty(x.shape[1]), norm.new_empty(x.shape[1])
 
 
-_SMALL = 65536  # elements, below which the calls cost more than stock's
-
-
-def _slower(x: Tensor, *_) -> str | None:
-    if _common.is_less(x.numel(), _SMALL):
-        return f"x has fewer than {_SMALL} elements: stock calls cost less"
-    return None
-
-
 def _asked(x, weight=None, bias=None, eps=1e-6, in_act="identity") -> tuple:
     return x, weight, bias, eps, _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
 
@@ -49,7 +40,7 @@ IMPLS = register(
     "global_response_norm",
     {
         "cuda": Impl(reference, None, _common.why_not_cuda),
-        "cpu": Impl(_OP, _BACKWARD, _common.why_not_cpu, _slower),
+        "cpu": Impl(_OP, _BACKWARD, _common.why_not_cpu),  # stock PyTorch takes more calls over images of any size
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
