@@ -388,7 +388,7 @@ def gathered(monkeypatch):
         pytest.skip(reason)
     module, calls = sys.modules["fusedtrain.ops.pointwise_conv2d"], []
     real = module._STATS
-    monkeypatch.setattr(module, "_by_kernel", lambda x, *_: x.dtype == torch.float32)
+    monkeypatch.setattr(module._rules, "by_kernel", lambda x, *_: x.dtype == torch.float32)
     monkeypatch.setattr(module, "_STATS", lambda *inputs: calls.append(1) or real(*inputs))
     return calls
 

@@ -22,7 +22,7 @@ from fusedtrain.nn import PointwiseConv2d
 from fusedtrain.ops import _common, pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import IMPLS, reference
 
-MODULE = sys.modules["fusedtrain.ops.pointwise_conv2d"]
+MODULE, RULES = (sys.modules[f"fusedtrain.ops.{name}"] for name in ("pointwise_conv2d", "_pointwise_rules"))
 SHAPES = {name: shape for name, shape in cases.SHAPES.items() if name not in ("no_pixels", "no_channels")}
 SHAPES |= {"many_pixels": (3, 24, 61, 67)}  # more than one block of pixels
 CASES = cases.pairwise(
@@ -111,8 +111,7 @@ def test_a_bias_of_any_strides(device, backend, layout):
         *(((2, 8, 65, 64), 8), ((2, 256, 9, 9), 384)),  # the last with pixels whose channels share sets of L1
     ],
 )
-def test_layers_of_real_networks(device, backend, shape, out, dtype, monkeypatch):
-    monkeypatch.setattr(MODULE, "_LIMITS", {})  # nothing is left to stock
+def test_layers_of_real_networks(device, backend, shape, out, dtype):
     for stride in ((1, 1), (2, 2)):
         draws = harness.draws(
             lambda seed: make(device, shape, "channels_last", dtype, out, False, seed), device, backend
@@ -344,9 +343,14 @@ def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, fo
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     x = harness.images((2, 16, 5, 5), "channels_last", dtype)
     dy = harness.images((2, 80, 5, 5), "channels_last", dtype)
-    assert (MODULE._by_kernel(x, 80), MODULE._by_kernel(dy, 16), MODULE._by_kernel(x, 16)) == (forward, dx, few)
-    assert not MODULE._by_kernel(dy.contiguous(), 16) and not MODULE._by_planes(x, [1, 1])
-    assert MODULE._by_planes(x.contiguous(), [1, 1]) == planes and not MODULE._by_planes(x.contiguous(), [2, 1])
+    assert (RULES.by_kernel(x, 80), RULES.by_kernel(dy, 16), RULES.by_kernel(x, 16)) == (forward, dx, few)
+    assert not RULES.by_kernel(dy.contiguous(), 16)
+    wide, narrow = (torch.zeros(out, 16, 1, 1, dtype=dtype) for out in (80, 16))
+    for stride in ([1, 1], [2, 1]):
+        unstrided = stride == [1, 1]
+        runs = [[way == "kernel" for way in RULES.ways(("forward", "dx"), x, w, stride)] for w in (wide, narrow)]
+        assert runs[0] == [forward, dx and unstrided] and runs[1][0] == few
+        assert (RULES.ways(("forward",), x.contiguous(), wide, stride) == ["kernel"]) == (planes and unstrided)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,7 @@ def test_many_channels_are_multiplied_in_bfloat16_on_zen(family, channels, chose
     for name, value in (("cpu_vendor", "amd"), ("cpu_family", family), ("isa_active", "avx512_bf16")):
         monkeypatch.setitem(_extension.BUILD_INFO, name, value)
     x = harness.images((2, channels, 5, 5), "channels_last", torch.bfloat16)
-    assert MODULE._by_kernel(x, 240) == chosen
+    assert RULES.by_kernel(x, 240) == chosen
 
 
 @dense_layouts
@@ -498,7 +502,7 @@ def test_bad_arguments_are_named(changes, error, message):
 
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_automatic_choice_is_as_good_as_torch(device, dtype, monkeypatch):
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
     for layout in harness.LAYOUTS:
         inputs = make(device, layout=layout, dtype=dtype)
         harness.assert_op_as_good_as_torch(function(), reference_of(), inputs, layout)
@@ -648,6 +652,8 @@ def test_what_the_cpu_multiplies_is_left_to_it(no_instructions, monkeypatch):
 
 @pytest.mark.parametrize(("isa", "images", "largest"), [("avx512", 8, 1 << 14), ("avx2", 8, 1 << 14)])
 def test_large_weights_are_left_to_stock_on_intels_cpus(isa, images, largest, no_instructions, monkeypatch):
+    if not RULES._HAS_LIBRARY[torch.float32]:
+        pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     x = harness.images((images, 128, 15, 15), "channels_last", torch.float32)
     for vendor, out, name in (
@@ -667,7 +673,7 @@ def test_large_weights_are_left_to_stock_on_intels_cpus(isa, images, largest, no
 def test_either_library_gives_as_good_results_on_intels_cpus(isa, images, weights, no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
     for out, layout in itertools.product((weights, weights + 8), harness.DENSE_LAYOUTS):  # within and beyond the limits
         draws = [make("cpu", (images, 256, 10, 11), layout, out=out, seed=seed) for seed in range(2)]
         harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
@@ -733,12 +739,12 @@ def test_products_of_planes_run_on_intels_cpus(isa, images, pixels, shape, parts
 def test_pixels_that_a_stride_reads_are_copied_on_intels_cpus(
     isa, images, shape, layout, copied, no_instructions, monkeypatch
 ):
-    if not MODULE._HAS_MKL:
+    if not RULES._HAS_LIBRARY[torch.float32]:
         pytest.skip("PyTorch was built without MKL")
     seen, read_by = [], MODULE._read_by
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
     monkeypatch.setattr(MODULE, "_read_by", lambda x, stride: seen.append(stride) or read_by(x, stride))
     for stride in ((2, 2), (1, 3)):
         draws = [make("cpu", (images, shape[0], 5, 7), layout, out=shape[1], seed=seed) for seed in range(2)]
@@ -776,9 +782,9 @@ def test_pixels_that_a_stride_reads_are_copied_on_amds_cpus(
     seen, read_by = [], MODULE._read_by
     for key, value in (("isa_active", isa), ("cpu_vendor", "amd"), ("cpu_family", family)):
         monkeypatch.setitem(_extension.BUILD_INFO, key, value)
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
-    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
-    monkeypatch.setattr(MODULE, "_MANY_NARROW", 2 * 48 * 35)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(RULES, "_NARROW", 2 * 48 * 35)
     monkeypatch.setattr(MODULE, "_read_by", lambda x, stride: seen.append(stride) or read_by(x, stride))
     for stride in ((2, 2), (1, 3)):
         draws = [make("cpu", (images, shape[0], 5, 7), layout, dtype, out=shape[1], seed=seed) for seed in range(2)]
@@ -809,14 +815,12 @@ def test_pixels_that_a_stride_reads_are_copied_on_intel_with_tiles(
 ):
     for name, value in (("isa_active", "amx_bf16"), ("cpu_vendor", "intel")):
         monkeypatch.setitem(_extension.BUILD_INFO, name, value)
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
-    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
-    monkeypatch.setattr(MODULE, "_LARGE_STRIDED", large)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(RULES, "_HEAVY", large)
     monkeypatch.setattr(MODULE, "_BY_LIBRARY", None)  # oneDNN's, slower than what ATen takes of few images
     x, weight = harness.images((images, channels, 5, 7), layout, dtype), harness.normal(8, channels, 1, 1, dtype=dtype)
-    assert [part for part in ("forward", "backward") if MODULE._is_read_first(x, weight, part == "backward")] == [
-        *copied
-    ]
+    assert [part for part in ("forward", "backward") if RULES.is_read_first(x, weight, part == "backward")] == [*copied]
     if dtype == torch.float32:
         draws = [make("cpu", x.shape, layout, dtype, out=8, seed=seed) for seed in range(2)]
         harness.assert_op_as_good_as_torch(function((2, 2)), reference_of((2, 2)), draws, "pointwise_conv2d")
@@ -824,14 +828,14 @@ def test_pixels_that_a_stride_reads_are_copied_on_intel_with_tiles(
 
 @pytest.mark.parametrize(("layout", "copied"), [("channels_last", False), ("contiguous", True)])
 def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instructions, monkeypatch):
-    if not MODULE._HAS_MKL:
+    if not RULES._HAS_LIBRARY[torch.float32]:
         pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
     x, weight = harness.images((16, 128, 5, 7), layout), harness.normal(128, 128, 1, 1)
     for spare, expected in ((0, True), (-1, copied)):
-        monkeypatch.setattr(MODULE, "_LARGE", x.numel() * 4 + spare)
-        assert MODULE._is_read_first(x, weight) == expected
+        monkeypatch.setattr(RULES, "_LARGE", x.numel() * 4 + spare)
+        assert RULES.is_read_first(x, weight) == expected
 
 
 @pytest.mark.parametrize(
@@ -846,7 +850,7 @@ def test_of_large_images_in_channels_last_they_are_not(layout, copied, no_instru
 def test_compiles_once_for_even_and_odd_sizes(layout, vendor, isa, stride, no_instructions, monkeypatch):
     for key, value in (("isa_active", isa), ("cpu_vendor", vendor), ("cpu_family", 25)):
         monkeypatch.setitem(_extension.BUILD_INFO, key, value)
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function(stride), fullgraph=True, dynamic=True, backend=counter)
@@ -876,11 +880,12 @@ def test_compiles_once_for_even_and_odd_sizes(layout, vendor, isa, stride, no_in
     ],
 )
 def test_small_planes_run_in_the_kernel_on_intels_cpus(isa, images, pixels, kernel, no_instructions, monkeypatch):
-    if not MODULE._HAS_MKL:
+    if not RULES._HAS_LIBRARY[torch.float32]:
         pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
-    assert MODULE._by_planes(harness.images((images, 24, *pixels)), [1, 1]) == kernel
+    x, weight = harness.images((images, 24, *pixels)), torch.zeros(8, 24, 1, 1)
+    assert (RULES.ways(("forward",), x, weight, [1, 1]) == ["kernel"]) == kernel
 
 
 @pytest.mark.parametrize(
@@ -921,7 +926,7 @@ def test_gradients_of_contiguous_images_are_stocks_where_it_was_measured_faster(
 
 @pytest.mark.parametrize(("channels", "out", "kernel"), [(32, 24, True), (24, 32, False)])
 def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, kernel, no_instructions, monkeypatch):
-    if not MODULE._HAS_MKL:
+    if not RULES._HAS_LIBRARY[torch.float32]:
         pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx512")
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
@@ -929,7 +934,7 @@ def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, k
     run = MODULE._KERNEL_ON_PLANES
     monkeypatch.setattr(MODULE, "_KERNEL_ON_PLANES", lambda *args: calls.append(args) or run(*args))
     x, dy = harness.images((16, channels, 7, 7)), harness.images((16, out, 7, 7))
-    MODULE._dx(dy, x, harness.normal(out, channels, 1, 1), [1, 1], False)
+    MODULE._backward(dy, x, harness.normal(out, channels, 1, 1), [1, 1], False, (True, False, False))
     assert bool(calls) == kernel
 
 
@@ -960,35 +965,44 @@ def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, k
         (torch.bfloat16, "contiguous", (4, 96, 2, 2), 24, "stock stock kernel"),
         (torch.bfloat16, "contiguous", (4, 128, 28, 28), 512, "product product product"),
         (torch.bfloat16, "contiguous", (4, 256, 2, 2), 1024, "stock stock product"),
-        (torch.float64, "contiguous", (4, 96, 10, 10), 24, None),
-        (torch.float32, "transposed", (4, 96, 10, 12), 24, None),
+        (torch.float64, "channels_last", (4, 96, 10, 10), 24, "stock stock kernel"),
     ],
 )
 def test_what_runs_a_product_on_intel_with_tiles(dtype, layout, shape, out, chosen, no_instructions, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "amx_bf16")
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
-    x = harness.images(shape, layout if layout != "transposed" else "contiguous", dtype)
-    x, weight = x.mT if layout == "transposed" else x, torch.zeros(out, shape[1], 1, 1, dtype=dtype)
-    expected = [None] * 3 if chosen is None else chosen.split()
-    for known in MODULE._amx_products._HAS_LIBRARY:
-        monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, known, True)
-    assert [MODULE._chosen(part, x, weight, [1, 1]) for part in MODULE._PARTS] == expected
-    assert [MODULE._chosen(part, x, weight, [2, 1]) for part in MODULE._PARTS] == [None] * 3
-    if chosen is not None:
-        monkeypatch.setattr(MODULE, "_SMALL", 0)
-        monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
-        runs = "reference" if set(expected) == {"stock"} else "cpu"
-        assert backends.select("pointwise_conv2d", IMPLS, x, weight, None, [1, 1]) is IMPLS[runs]
-    monkeypatch.setitem(MODULE._amx_products._HAS_LIBRARY, dtype, False)
-    assert MODULE._chosen("forward", x, weight, [1, 1]) is None
+    x, weight = harness.images(shape, layout, dtype), torch.zeros(out, shape[1], 1, 1, dtype=dtype)
+    for known in RULES._HAS_LIBRARY:
+        monkeypatch.setitem(RULES._HAS_LIBRARY, known, True)
+    assert RULES.ways(RULES.PARTS, x, weight, [1, 1]) == chosen.split()
+    assert "product" not in RULES.ways(RULES.PARTS, x, weight, [2, 1])  # which knows no stride
+    monkeypatch.setattr(RULES, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_FEW_PRODUCTS", 0)
+    runs = "reference" if set(chosen.split()) == {"stock"} else "cpu"
+    assert backends.select("pointwise_conv2d", IMPLS, x, weight, None, [1, 1]) is IMPLS[runs]
+    assert backends.select("pointwise_conv2d", IMPLS, x.mT, weight, None, [1, 1]) is IMPLS["reference"]
+    monkeypatch.setitem(RULES._HAS_LIBRARY, dtype, False)
+    without = RULES.ways(RULES.PARTS, x, weight, [1, 1])
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "another")
+    assert without == RULES.ways(RULES.PARTS, x, weight, [1, 1])
+
+
+@pytest.mark.parametrize(("images", "out", "dw"), [(15, 1024, "kernel"), (15, 1025, "stock"), (16, 1025, "kernel")])
+def test_gradients_with_a_stride_on_intel_with_tiles(images, out, dw, no_instructions, monkeypatch):
+    if not RULES._HAS_LIBRARY[torch.float32]:
+        pytest.skip("PyTorch was built without MKL")
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "amx_bf16")
+    monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "intel")
+    x, weight = harness.images((images, 64, 2, 2), "channels_last"), torch.zeros(out, 64, 1, 1)
+    assert RULES.ways(("dx", "dw"), x, weight, [2, 1]) == ["stock", dw]
 
 
 @pytest.mark.parametrize("chosen", ["kernel", "product", "stock"])
 @dense_layouts
 def test_all_that_may_be_chosen_there_is_as_good_as_torch(chosen, layout, no_instructions, monkeypatch):
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
-    monkeypatch.setattr(MODULE, "_FEW_PRODUCTS", 0)
-    monkeypatch.setattr(MODULE._amx_products, "choose", lambda part, *_: chosen)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(RULES, "ways", lambda parts, *_: [chosen] * len(parts))
     ran = set()
     parts = {
         "kernel": {"_KERNEL" if layout == "channels_last" else "_KERNEL_ON_PLANES", "_DW"},
@@ -1006,11 +1020,11 @@ def test_all_that_may_be_chosen_there_is_as_good_as_torch(chosen, layout, no_ins
 
 def products_on_intel(isa, shape, out, layout, monkeypatch):
     """Which of y, dx and dw are products on a CPU with those instructions."""
-    if not MODULE._HAS_MKL:
+    if not RULES._HAS_LIBRARY[torch.float32]:
         pytest.skip("PyTorch was built without MKL")
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     monkeypatch.setitem(_extension.BUILD_INFO, "cpu_vendor", "amd" if isa == "amd" else "intel")
-    monkeypatch.setattr(MODULE, "_SMALL", 0)
+    monkeypatch.setattr(RULES, "_SMALL", 0)
     seen = set()
 
     def of(name, run):
@@ -1031,14 +1045,13 @@ def products_on_intel(isa, shape, out, layout, monkeypatch):
 def test_a_forced_backend_runs_every_direction(layout, dtype, monkeypatch):
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
         pytest.skip(reason)
-    monkeypatch.setattr(MODULE, "_limits", lambda few: MODULE._Limits(0, 0, 0))  # stock is faster everywhere
-    monkeypatch.setattr(MODULE, "_KERNEL_IS_FASTER", {})
-    monkeypatch.setattr(MODULE, "_KERNEL_IS_FASTER_ON_PLANES", {})
+    monkeypatch.setattr(RULES, "_choose", lambda *_: "stock")  # which is faster everywhere
+    monkeypatch.setattr(RULES, "_READ_FIRST", {})
     monkeypatch.setattr(MODULE, "reference_backward", None)
     monkeypatch.setattr(MODULE, "reference", None)
-    if MODULE._takes(dtype):
+    if RULES.takes(dtype):
         monkeypatch.setattr(MODULE, "_BY_LIBRARY", None)
-    for stride in (1, 2) if layout == "channels_last" or not MODULE._takes(dtype) else (1,):
+    for stride in (1, 2) if layout == "channels_last" or not RULES.takes(dtype) else (1,):
         leaves = {name: t.requires_grad_() for name, t in make("cpu", layout=layout, dtype=dtype).items()}
         with fusedtrain.use_backend("cpu"):
             y = function(stride)(*leaves.values())

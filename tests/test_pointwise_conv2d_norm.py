@@ -58,7 +58,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(MODULE, "_EXPANDS", 0)
     monkeypatch.setattr(MODULE, "_PIXELS", 0)
     monkeypatch.setattr(MODULE, "_AS_ONE", (torch.float32, torch.bfloat16))
-    monkeypatch.setattr(MODULE, "_by_kernel", by_kernel)
+    monkeypatch.setattr(MODULE, "by_kernel", by_kernel)
     monkeypatch.setattr(MODULE, "_BACKWARD", lambda *args: made.append(1) or OPERATOR(*args))
     with fusedtrain.use_backend("cpu"):  # small images, too
         yield made
@@ -328,7 +328,7 @@ import os, sys, torch, fusedtrain
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 module = sys.modules["fusedtrain.ops.pointwise_conv2d_norm"]
-module._LARGE, module._PIXELS, module._by_kernel, calls = 1, 0, lambda *_: True, []
+module._LARGE, module._PIXELS, module.by_kernel, calls = 1, 0, lambda *_: True, []
 backward = module._BACKWARD
 module._BACKWARD = lambda *args: calls.append(1) or backward(*args)
 x, *others = (t.requires_grad_() for t in torch.load(f"{folder}/{rank}.pt"))

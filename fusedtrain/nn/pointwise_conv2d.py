@@ -7,7 +7,7 @@ from fusedtrain.nn._layout import laid_out_as
 from fusedtrain.nn._small import stays_stock
 from fusedtrain.nn._traced import Conv2d
 from fusedtrain.ops import pointwise_conv2d
-from fusedtrain.ops.pointwise_conv2d import gains_in_small
+from fusedtrain.ops._pointwise_rules import gains_in_small
 
 torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
 torch.fx.wrap("laid_out_as")

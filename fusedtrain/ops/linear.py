@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, is_automatic, register, select
 from fusedtrain.ops import _common
-from fusedtrain.ops.pointwise_conv2d import _takes
+from fusedtrain.ops._pointwise_rules import takes
 
 _PRODUCT, _DW = torch.ops.fusedtrain.pointwise_conv2d.default, torch.ops.fusedtrain.pointwise_conv2d_dw.default
 
@@ -44,7 +44,7 @@ def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
-    if _common.zen() != _ZEN.get(x.dtype) or not _takes(x.dtype):
+    if _common.zen() != _ZEN.get(x.dtype) or not takes(x.dtype):
         return f"stock PyTorch was not measured to be slower on this CPU in {x.dtype}"
     if x.dtype == torch.bfloat16 and weight is not None and _common.is_less(rows * sum(weight.shape), _LARGE):
         return f"fewer than {_LARGE} elements in and out: stock products in bfloat16 were measured faster in the caches"
@@ -61,7 +61,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not _takes(rows.dtype):
+    if not takes(rows.dtype):
         return F.linear(rows, weight, bias)
     y = _PRODUCT(_pixels(rows), weight[:, :, None, None], bias, [1, 1])
     return y.permute(0, 2, 3, 1).reshape(rows.shape[0], weight.shape[0])
@@ -77,7 +77,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, need) -> tuple[Tensor | Non
     rows = _rows(dy if dy.dtype == x.dtype else dy.to(x.dtype))
     if need_dx:
         dx = _multiply(rows, weight.t(), None).view(x.shape)
-    if need_dw and x.dtype != torch.float32 and not (_takes(x.dtype) and weight.numel() <= _FEW_WEIGHTS):
+    if need_dw and x.dtype != torch.float32 and not (takes(x.dtype) and weight.numel() <= _FEW_WEIGHTS):
         dw = rows.t() @ _rows(x)
     elif need_dw:
         dw = _common.strided_like(_DW(_pixels(rows), _pixels(_rows(x)), [1, 1]).view(weight.shape), weight)

@@ -3,16 +3,13 @@ r"""pointwise_conv2d: a 1x1 convolution, a product of matrices over all pixels.
 .. math:: y_{n,o,p} = b_o + \sum_c w_{oc}\, x_{n,c,p}
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
-from fusedtrain.ops import _amx_products, _common, _schema
+from fusedtrain.ops import _common, _schema
+from fusedtrain.ops import _pointwise_rules as _rules
 
 _VECTOR = 16  # channels
 
@@ -62,10 +59,6 @@ def _fake_dw(dy, x, stride):
     return x.new_empty(dy.shape[1], x.shape[1], 1, 1)
 
 
-_HAS_MKL = torch.backends.mkl.is_available()
-_FEW = 16  # images: of fewer ATen runs MKL's float32 product on one thread
-# Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).
-_MOST_CHANNELS = 384
 _CHUNK = 1 << 20  # elements in and out converted at a time: they stay in the caches
 
 
@@ -81,7 +74,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     """The product of a dtype that the CPU does not multiply, a few images at a time."""
     y = _empty(x, weight, stride, _common.format_of(x))
-    convolve = F.conv2d if _limits(few=True) else _onednn
+    convolve = F.conv2d if _rules.mkl_is_faster() else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
     read = _read_by(x, stride)
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, read.numel() + y.numel()))
@@ -91,207 +84,15 @@ def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     return y
 
 
-# Elements of a weight, and products, up to which conversion costs more than it gains (benchmarks/LOG.md, 2026-11-28).
-_TINY_WEIGHT, _FEW_CONVERTED = 512, 1_500_000
-
-
-def _is_converted_within(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
-    """Whether oneDNN, which has code for bfloat16 on every CPU with AVX-512, is faster than :func:`_in_float32`."""
-    if x.dtype != torch.bfloat16 or _extension.BUILD_INFO.get("isa_active") != "avx512":
-        return False
-    few = x.numel() * weight.shape[0] < _FEW_CONVERTED * stride[0] * stride[1]
-    return _common.is_channels_last(x) and (few or weight.numel() <= _TINY_WEIGHT)
-
-
 def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
-    if not _common.cpu_multiplies(x.dtype) and not _is_converted_within(x, weight, stride):
+    library = _rules.library(x, weight, stride)
+    if library == "float32":
         return _in_float32(x, weight, bias, stride)
-    float32 = x.dtype == torch.float32 and x.shape[1] <= _MOST_CHANNELS
-    y = (_onednn if float32 else F.conv2d)(x, weight, bias, stride)
+    y = (_onednn if library == "onednn" else F.conv2d)(x, weight, bias, stride)
     return y.contiguous(memory_format=_common.format_of(x))
 
 
 _schema.LIBRARY.impl("pointwise_conv2d_by_library", _by_library, "CPU")
-
-
-# CPUs, by vendor and instruction set, on which the kernel is faster than PyTorch's libraries (benchmarks/LOG.md,
-# 2026-11-23).
-_KERNEL_IS_FASTER = {
-    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
-    torch.bfloat16: {("amd", "avx512_bf16")},
-}
-
-
-def _takes(dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies a dtype on this CPU."""
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and _common.has_bfloat16())
-
-
-_MANY = 40  # channels, from which on bfloat16 gains (benchmarks/LOG.md, 2026-11-23; Zen 4: 2026-11-26)
-
-
-def _by_kernel(x: Tensor, channels: int, whole: bool = False) -> bool:
-    """Whether the product of x with a weight of so many output channels runs in the kernel; ``whole``: wherever that
-    can."""
-    return (_takes(x.dtype) if whole else _kernel_gains(x, channels)) and _common.is_channels_last(x)
-
-
-def _kernel_gains(x: Tensor, channels: int) -> bool:
-    """Whether the kernel is faster than PyTorch's libraries over channels_last images like x."""
-    chosen = _amx_products.choose("forward", x, x.shape[1], channels)
-    if chosen is not None:
-        return chosen == "kernel"
-    cpu = _extension.BUILD_INFO
-    rules = _products(x)
-    if rules is not None:
-        return x.shape[1] * channels < _SMALL_WEIGHT and (rules.kernel_widens or channels < x.shape[1])
-    if (cpu.get("cpu_vendor"), cpu.get("isa_active")) not in _KERNEL_IS_FASTER.get(x.dtype, ()):
-        return False
-    return x.dtype == torch.float32 or x.shape[1] >= _MANY or (channels <= x.shape[1] and _common.zen() == 4)
-
-
-# The same for contiguous images (benchmarks/LOG.md, 2026-11-24; AVX2: 2026-11-27).
-_KERNEL_IS_FASTER_ON_PLANES = {
-    torch.float32: {("amd", "avx512_bf16"), ("amd", "avx512"), ("amd", "avx2")},
-    torch.bfloat16: {("amd", "avx512_bf16")},
-}
-
-
-def _by_planes(x: Tensor, stride: list[int], whole: bool = False) -> bool:
-    """Whether contiguous x is multiplied in the kernel; ``whole``: wherever that can."""
-    cpu = _extension.BUILD_INFO
-    fast = (cpu.get("cpu_vendor"), cpu.get("isa_active")) in _KERNEL_IS_FASTER_ON_PLANES.get(x.dtype, ())
-    if not fast and not whole:
-        rules = _products(x, channels_last=False)
-        fast = rules is not None and rules.kernel_on_small_planes and _common.is_less(x.shape[2] * x.shape[3], _PLANE)
-    return (_takes(x.dtype) if whole else fast) and stride == [1, 1] and x.is_contiguous()
-
-
-def _stock_over_planes(part: str, x: Tensor, weight: Tensor) -> bool:
-    """Whether stock PyTorch is faster at "dx" or "dw" of contiguous x, where the kernel could run
-    (benchmarks/LOG.md, 2026-11-29)."""
-    if _common.zen() != 4 or not _takes(x.dtype) or _common.is_channels_last(x):
-        return False
-    n, c, h, w = x.shape
-    few, size = _common.is_less(n, _FEW), weight.numel()
-    if x.dtype == torch.float32:
-        return part == "dw" and (size >= _STOCK_DW or (few and c > _STOCK_DW_CHANNELS))
-    if part == "dx":
-        return not _common.is_less(size, _STOCK_DX_A_PIXEL * n * h * w)
-    widest = size >= _STOCK_DW << 2 and weight.shape[0] > c
-    return widest or not (few or _common.is_less(size, _STOCK_DW_A_PIXEL * h * w))
-
-
-class _Limits(NamedTuple):
-    """Elements of a float32 weight up to which what runs here is faster than stock."""
-
-    forward: int
-    dx: int
-    dw: int
-
-
-# By the CPU's vendor, its instruction set, and whether ATen would take MKL; on others there is no limit
-# (benchmarks/LOG.md, 2026-11-22).
-_LIMITS = {
-    ("intel", "amx_bf16", True): _Limits(forward=0, dx=0, dw=1 << 16),  # with a stride
-    ("intel", "avx512", True): _Limits(forward=0, dx=1 << 14, dw=1 << 14),
-    ("intel", "avx2", True): _Limits(forward=0, dx=1 << 14, dw=0),
-}
-
-
-def _limits(few: bool) -> _Limits | None:
-    cpu = _extension.BUILD_INFO
-    return _LIMITS.get((cpu.get("cpu_vendor"), cpu.get("isa_active"), few))
-
-
-def _faster(part: str, x: Tensor, weight: Tensor) -> bool:
-    """Whether "forward", "dx" or "dw" of float32 images is faster here than in stock PyTorch."""
-    few = _common.is_less(x.shape[0], _FEW)
-    limits = _limits(few)
-    if limits is not None:
-        return weight.numel() <= getattr(limits, part)
-    return few or part == "dw"
-
-
-# Up to here the calls cost more than what the kernels may gain: elements, on Zen 5 products.
-_SMALL, _FEW_PRODUCTS = 200_000, 1_200_000
-_TOO_SMALL = f"fewer than {_SMALL:,} elements, or {_FEW_PRODUCTS:,} products on Zen 5: stock calls cost less"
-
-
-def gains_in_small(x: Tensor, weight: Tensor, stride: Sequence[int] = (1, 1)) -> bool | None:
-    """Whether the kernel is faster than stock PyTorch over small images; None where that was not measured.
-
-    On Zen 5: float32 by the products; bfloat16 in training at any size, as a call of oneDNN costs twice the kernel's
-    (benchmarks/LOG.md, 2026-11-25).
-    """
-    # Some of the channels of such images, too: they are copied first.
-    channels_last = x.stride(1) <= x.stride(3)
-    planes = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1) and max(stride) == 1
-    if _common.zen() != 5 or not _takes(x.dtype) or not (channels_last or planes):
-        return None
-    if x.dtype == torch.float32:
-        return not _common.is_less(x.numel() * weight.shape[0], _FEW_PRODUCTS * stride[0] * stride[1])
-    return _common.needs_autograd(x, weight) or (channels_last and _kernel_gains(x, weight.shape[0]))
-
-
-def _slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[int] | None = None) -> str | None:
-    float32 = x.dtype == torch.float32
-    if not float32 and not _common.cpu_multiplies(x.dtype):
-        return None  # PyTorch is several times slower without instructions, up to a hundred times without AVX-512
-    (n, c, h, w), d = x.shape, weight.shape[0]
-    small = _common.is_less(n * h * w * (c + d), _SMALL)
-    if small and float32 and _common.is_less(n * h * w * c * d, _FEW_PRODUCTS):
-        return _TOO_SMALL
-    gains = gains_in_small(x, weight, stride or (1, 1))
-    if gains:
-        return None
-    if small or (gains is False and float32):
-        return _TOO_SMALL
-    planes = not _common.is_channels_last(x)
-    stride = stride or [1, 1]
-    if _chosen("dw", x, weight, stride) is not None:
-        any_of_ours = any(_chosen(part, x, weight, stride) != "stock" for part in reversed(_PARTS))
-        return None if any_of_ours else "stock PyTorch was measured faster: images, channels and layout like these"
-    read_first = stride != [1, 1] and (_is_read_first(x, weight) or _is_read_first(x, weight, backward=True))
-    products = any(_is_product_of_planes(part, x, weight, stride) for part in ("forward", "dw"))
-    if planes and not products and not read_first and not _by_planes(x, stride):
-        return "stock PyTorch was measured faster: contiguous images, or a stride over them"
-    if not planes and _common.is_less(x.numel(), _SMALL) and not _kernel_gains(x, d):  # which gains in y, too
-        return _TOO_SMALL
-    limits = _limits(_common.is_less(x.shape[0], _FEW)) if float32 and not products and not read_first else None
-    if limits is not None and weight.numel() > max(limits):
-        return f"stock PyTorch was measured faster: weights of more than {max(limits)} elements on this CPU"
-    return None
-
-
-class _Products(NamedTuple):
-    """Where MKL's products of matrices are faster than oneDNN's convolutions, which ATen takes from 16 images on."""
-
-    forward: int  # channels of x, from which on y is one; of fewer channels than x it is not: the weight is transposed
-    dx: int  # channels of x, no fewer than those of y, from which on dx is one; 0: of any
-    dw: int  # elements of the weight, from which on its gradient is one; the kernel is faster below
-    kernel_widens: bool  # whether the kernel is faster at small weights even where y has more channels than x
-    kernel_on_small_planes: bool  # whether the kernel is faster over contiguous images of fewer pixels than _PLANE
-    planes_dw: int  # of contiguous images: channels of y, from which on dw is one, or if there are more than in x
-
-
-# On Intel's CPUs, by their instruction set: up to 1.8 times as fast, of contiguous images, which oneDNN rearranges,
-# in the mean 1.3 times (benchmarks/LOG.md, 2026-11-28).
-_PRODUCTS = {
-    "avx512": _Products(forward=96, dx=0, dw=1 << 14, kernel_widens=True, kernel_on_small_planes=True, planes_dw=80),
-    "avx2": _Products(forward=16, dx=64, dw=1 << 12, kernel_widens=False, kernel_on_small_planes=False, planes_dw=1),
-}
-_LARGE_WEIGHT = 1 << 19  # elements, up to which a sum over contiguous images stays in the cache
-_PLANE = 100  # pixels, from which on contiguous y and dx are products of every image
-_SMALL_WEIGHT = 1 << 14  # elements, below which the kernel is faster still
-_LARGE = 32 << 20  # bytes of a gradient, or of images with a stride, which oneDNN is faster at
-# Of channels_last images: channels, and with AMX elements of a weight, from which on a copy costs less than it gains.
-_MANY_STRIDED, _LARGE_STRIDED = 128, 1 << 20
-_WEIGHTS_A_PIXEL = 250  # on AMD's: elements of a weight for each pixel of few contiguous images, up to which it does so
-_MANY_NARROW = 250_000  # on AMD's: elements of contiguous bfloat16 images, from which on it does so
-# Elements of a weight, from which on stock is faster on Zen 4 over contiguous images; of bfloat16 for each pixel of one
-# image at its gradient, and for each pixel of all images at that of x. Of few float32 images: channels.
-_STOCK_DW, _STOCK_DW_A_PIXEL, _STOCK_DX_A_PIXEL, _STOCK_DW_CHANNELS = 1 << 18, 2500, 2000, 64
 
 
 def _read_by(x: Tensor, stride: list[int]) -> Tensor:
@@ -299,75 +100,9 @@ def _read_by(x: Tensor, stride: list[int]) -> Tensor:
     return x[:, :, :: stride[0], :: stride[1]]
 
 
-def _is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
-    """Whether the pixels that a stride reads are copied for a convolution without one: oneDNN, and ATen for few images,
-    first rearrange all of a contiguous image. Measured, up to 3 times (benchmarks/LOG.md, 2026-11-28 and 29).
-
-    Not over channels_last images where torch.compile traces: the program would hold for even or for odd sizes alone.
-    """
-    cpu = _extension.BUILD_INFO
-    vendor, isa = cpu.get("cpu_vendor"), cpu.get("isa_active")
-    few = _common.is_less(x.shape[0], _FEW)
-    if vendor == "amd":
-        if _common.zen() == 5:  # not measured
-            return False
-        if _common.is_channels_last(x):  # the kernel takes a stride, forward
-            return backward and not torch.compiler.is_compiling() and _kernel_gains(x, weight.shape[0])
-        if not _by_planes(x, [1, 1]):
-            return False
-        if x.dtype == torch.bfloat16:
-            return weight.numel() <= _LARGE_WEIGHT and not _common.is_less(x.numel(), _MANY_NARROW)
-        pixels = x.shape[0] * x.shape[2] * x.shape[3]
-        return not few or not _common.is_less(_WEIGHTS_A_PIXEL * pixels, weight.numel())
-    if _amx_products.holds_for(x):
-        if not _common.is_channels_last(x):
-            return x.is_contiguous()
-        many = x.shape[1] >= _MANY_STRIDED if backward else weight.numel() >= _LARGE_STRIDED
-        return many and not torch.compiler.is_compiling()
-    if x.dtype != torch.float32 or vendor != "intel" or isa not in _PRODUCTS or not _HAS_MKL:
-        return False
-    if _common.is_channels_last(x):
-        many = weight.shape[0] >= x.shape[1] >= _MANY_STRIDED and not few
-        return many and not torch.compiler.is_compiling() and x.numel() * x.element_size() <= _LARGE
-    return x.is_contiguous() and (weight.numel() <= _LARGE_WEIGHT or not few)
-
-
-def _products(x: Tensor, channels_last: bool = True) -> _Products | None:
-    """The rules for those CPUs, where they hold for images like x, which are of that layout."""
-    cpu = _extension.BUILD_INFO
-    if cpu.get("cpu_vendor") != "intel" or x.dtype != torch.float32 or not _HAS_MKL:
-        return None
-    if _common.is_channels_last(x) != channels_last or _common.is_less(x.shape[0], _FEW):
-        return None
-    return _PRODUCTS.get(cpu.get("isa_active")) if channels_last or x.is_contiguous() else None
-
-
-def _is_product_of_planes(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
-    """``_is_product`` of contiguous images."""
-    rules = _products(x, channels_last=False) if stride == [1, 1] else None
-    if rules is None:
-        return False
-    if part == "dw":  # image after image: compiled, their number would be part of the program
-        wide = weight.shape[0] >= min(rules.planes_dw, weight.shape[1] + 1)
-        return wide and weight.numel() <= _LARGE_WEIGHT and not torch.compiler.is_compiling()
-    return not _common.is_less(x.shape[2] * x.shape[3], _PLANE)
-
-
-def _is_product(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> bool:
-    """Whether "forward", "dx" or "dw" of x, where the kernel does not run, is a product of matrices."""
-    chosen = _chosen(part, x, weight, stride)
-    if chosen is not None:
-        return chosen == "product"
-    rules = _products(x) if stride == [1, 1] else None
-    if rules is None:
-        return _is_product_of_planes(part, x, weight, stride)
-    d, c = weight.shape[:2]
-    if part == "forward":
-        return d >= c >= rules.forward
-    if part == "dx":
-        fits = _common.is_less(x.numel() * x.element_size(), _LARGE + 1)
-        return fits and (rules.dx == 0 or c >= max(d, rules.dx))
-    return weight.numel() >= rules.dw
+def _read(x: Tensor, stride: list[int]) -> Tensor:
+    """A copy of them."""
+    return _read_by(x, stride).contiguous(memory_format=_common.format_of(x))
 
 
 def _pixels(x: Tensor) -> Tensor:
@@ -410,37 +145,22 @@ def reference_backward(dy, x, weight, stride, need) -> tuple[Tensor, Tensor, Ten
     return torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *geometry, need)
 
 
-_PARTS = ("forward", "dx", "dw")
-
-
-def _chosen(part: str, x: Tensor, weight: Tensor, stride: list[int]) -> str | None:
-    """What runs "forward", "dx" or "dw" on CPUs with AMX; None on others."""
-    return _amx_products.choose(part, x, weight.shape[1], weight.shape[0]) if stride == [1, 1] else None
-
-
-def _run(chosen: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if chosen == "product":
+def _multiply(way: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    """The convolution, in one of the ways of the rules."""
+    if way == "kernel" and _common.is_channels_last(x):
+        return _KERNEL(x, weight, bias, stride)
+    if way == "kernel":
+        return _KERNEL_ON_PLANES(x, weight, bias)
+    if way == "product":
         return _product_of(x, weight, bias)
-    if chosen == "stock":
-        return F.conv2d(x, weight, bias)
-    return _KERNEL(x, weight, bias, [1, 1]) if _common.is_channels_last(x) else _KERNEL_ON_PLANES(x, weight, bias)
+    return (_BY_LIBRARY if way == "library" else F.conv2d)(x, weight, bias, stride)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
-    if stride != [1, 1] and not whole and _is_read_first(x, weight):
-        x, stride = _read_by(x, stride).contiguous(memory_format=_common.format_of(x)), [1, 1]
-    chosen = None if whole else _chosen("forward", x, weight, stride)
-    if chosen is not None:
-        return _run(chosen, x, weight, bias)
-    if _by_kernel(x, weight.shape[0], whole):
-        return _KERNEL(x, weight, bias, stride)
-    if _by_planes(x, stride, whole):
-        return _KERNEL_ON_PLANES(x, weight, bias)
-    if not whole and _is_product("forward", x, weight, stride):
-        return _product_of(x, weight, bias)
-    float32 = x.dtype == torch.float32 and _faster("forward", x, weight)
-    run = _BY_LIBRARY if whole or float32 or not _common.cpu_multiplies(x.dtype) else F.conv2d
-    return run(x, weight, bias, stride)
+    if stride != [1, 1] and not whole and _rules.is_read_first(x, weight):
+        x, stride = _read(x, stride), [1, 1]
+    (way,) = _rules.ways(("forward",), x, weight, stride, whole)
+    return _multiply(way, x, weight, bias, stride)
 
 
 def _transposed(weight: Tensor) -> Tensor:
@@ -448,27 +168,13 @@ def _transposed(weight: Tensor) -> Tensor:
     return weight.flatten(1).t().contiguous()[:, :, None, None]
 
 
-def _dx(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], whole: bool) -> Tensor:
+def _dx(way: str, dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> Tensor:
     """A 1x1 convolution itself; with a stride, among zeros."""
-    chosen = None if whole else _chosen("dx", x, weight, stride)
-    if chosen == "stock":
+    if way == "stock":
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    if chosen is not None:
-        return _run(chosen, dy, weight.transpose(0, 1) if _common.is_channels_last(x) else _transposed(weight))
-    kernel = _by_kernel(dy, x.shape[1], whole) and (whole or _products(x) is None or dy.shape[1] > x.shape[1])
-    if stride == [1, 1] and kernel:
-        return _KERNEL(dy, weight.transpose(0, 1), None, stride)
-    if not whole and _is_product("dx", x, weight, stride):
-        return _product_of(dy, weight.transpose(0, 1))
-    narrows = whole or _products(x, channels_last=False) is None or dy.shape[1] <= x.shape[1]
-    if narrows and _by_planes(dy, stride, whole) and (whole or not _stock_over_planes("dx", x, weight)):
-        return _KERNEL_ON_PLANES(dy, _transposed(weight), None)
-    if _common.cpu_multiplies(x.dtype) and not whole:
-        if stride == [1, 1] and x.dtype == torch.float32 and _faster("dx", x, weight):
-            return _BY_LIBRARY(dy, weight.transpose(0, 1), None, stride)
-        return reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    product = _forward(dy, weight.transpose(0, 1), None, [1, 1], whole)
-    return product if stride == [1, 1] else _among_zeros(product, x, stride)
+    on_planes = way == "kernel" and not _common.is_channels_last(dy)
+    dx = _multiply(way, dy, _transposed(weight) if on_planes else weight.transpose(0, 1), None, [1, 1])
+    return dx if stride == [1, 1] else _among_zeros(dx, x, stride)
 
 
 def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
@@ -478,29 +184,20 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return whole
 
 
-def _dw_by_kernel(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
-    chosen = _chosen("dw", x, weight, stride)
-    if chosen is not None:
-        return chosen == "kernel"
-    return not _stock_over_planes("dw", x, weight) and (x.dtype != torch.float32 or _faster("dw", x, weight))
-
-
 def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    if stride != [1, 1] and not whole and _is_read_first(x, weight, backward=True):
-        read = _read_by(x, stride).contiguous(memory_format=_common.format_of(x))
-        dx, *others = _backward(dy, read, weight, [1, 1], whole, need)
+    if stride != [1, 1] and not whole and _rules.is_read_first(x, weight, backward=True):
+        dx, *others = _backward(dy, _read(x, stride), weight, [1, 1], whole, need)
         return _among_zeros(dx, x, stride) if need_dx else None, *others
     dx = dw = db = None
+    for_dx, for_dw = _rules.ways(("dx", "dw"), x, weight, stride, whole)
     if need_dx:
-        dx = _common.in_format_of(_dx(dy, x, weight, stride, whole), x)  # dy of one channel is in both formats
-    if need_dw and not whole and _is_product("dw", x, weight, stride):
-        dw = _common.strided_like(_dw_product(dy, x), weight)
-    elif need_dw and (whole or _dw_by_kernel(x, weight, stride)):
-        dw = _common.strided_like(_DW(dy, x, stride), weight)
-    elif need_dw:
+        dx = _common.in_format_of(_dx(for_dx, dy, x, weight, stride), x)  # dy of one channel is in both formats
+    if need_dw and for_dw == "stock":
         read, one = _read_pixels(x, stride)
         dw = reference_backward(dy, read, weight, one, [False, True, False])[1]
+    elif need_dw:
+        dw = _common.strided_like(_DW(dy, x, stride) if for_dw == "kernel" else _dw_product(dy, x), weight)
     if need_db:
         db = dy.sum((0, 2, 3))
     return dx, dw, db
@@ -515,7 +212,7 @@ IMPLS = register(
     "pointwise_conv2d",
     {
         "cuda": Impl(reference, None, _common.why_not_cuda),
-        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _slower),
+        "cpu": Impl(_forward, _backward, _common.why_not_cpu, _rules.slower),
         "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
@@ -627,7 +324,7 @@ def _product(
         return reference(x, weight, bias, stride), None
     whole, x = runs_whole(impl, x, weight, bias, stride), _common.dense(x)
     recording = _common.needs_autograd(x, weight, bias)
-    if with_moments and _by_kernel(x, weight.shape[0], whole):
+    if with_moments and _rules.by_kernel(x, weight.shape[0], whole):
         inputs = (x, weight, bias, stride)
         y, *moments = _PointwiseConv2dStats.apply(*inputs, whole) if recording else _STATS(*inputs)
         return _common.in_format_of(y, x), tuple(moments)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops._pointwise_rules import by_kernel
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
     _all_reduced,
@@ -19,7 +20,7 @@ from fusedtrain.ops.batch_norm_act import (
     _statistics,
     batch_norm_act,
 )
-from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _by_kernel, _product
+from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _product
 
 
 @_schema.register_fake("pointwise_conv2d_norm_backward")
@@ -77,7 +78,7 @@ def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: 
     # Before other sizes, which an exported graph leaves open. needs_autograd() would refuse what stock operators run.
     if not _common.records(weight) or torch.compiler._is_exporting_flag or torch.jit.is_tracing():
         return False
-    if not _by_kernel(z, x.shape[1]):
+    if not by_kernel(z, x.shape[1]):
         return False
     n, channels, h, w = z.shape
     if _common.is_less(n * h * w, _PIXELS) or channels < _EXPANDS * x.shape[1]:
