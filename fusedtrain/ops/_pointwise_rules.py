@@ -118,11 +118,7 @@ _INTEL: dict[tuple[str, torch.dtype, str, str], _Parts] = {
     ("intel avx512", float32, "channels_last", _FEW): _FEW_ON_AVX512,
     ("intel avx512", float32, "channels_last", _MANY): {
         "forward": (("kernel", lambda s: s.weight < 1 << 14), ("product", lambda s: s.d >= s.c >= 96)),
-        "dx": (
-            ("kernel", lambda s: s.weight < 1 << 14 and s.c < s.d),
-            ("product", lambda s: s.fits),
-            ("kernel", lambda s: s.d < 2 and s.small),
-        ),
+        "dx": (("kernel", lambda s: s.weight < 1 << 14 and s.c < s.d), ("product", lambda s: s.fits)),
         "dw": (("product", lambda s: s.weight >= 1 << 14), _KERNEL),
     },
     ("intel avx512", float32, "contiguous", _FEW): _FEW_ON_AVX512,
