@@ -345,7 +345,8 @@ def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, fo
     dy = harness.images((2, 80, 5, 5), "channels_last", dtype)
     assert (RULES.by_kernel(x, 80), RULES.by_kernel(dy, 16), RULES.by_kernel(x, 16)) == (forward, dx, few)
     assert not RULES.by_kernel(dy.contiguous(), 16)
-    wide, narrow = (torch.zeros(out, 16, 1, 1, dtype=dtype) for out in (80, 16))
+    wide, narrow, single = (torch.zeros(out, 16, 1, 1, dtype=dtype) for out in (80, 16, 1))
+    assert (RULES.ways(("dx",), x, single, [1, 1]) == ["kernel"]) == planes  # dy of one channel is in both layouts
     for stride in ([1, 1], [2, 1]):
         unstrided = stride == [1, 1]
         runs = [[way == "kernel" for way in RULES.ways(("forward", "dx"), x, w, stride)] for w in (wide, narrow)]
@@ -854,8 +855,8 @@ def test_compiles_once_for_even_and_odd_sizes(layout, vendor, isa, stride, no_in
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function(stride), fullgraph=True, dynamic=True, backend=counter)
-    for pixels in ((8, 6), (9, 7), (12, 5)):
-        inputs = make("cpu", (16, 128, *pixels), layout, out=128)
+    for images, *pixels in ((16, 8, 6), (17, 9, 7), (20, 12, 5)):
+        inputs = make("cpu", (images, 128, *pixels), layout, out=128)
         results = []
         for run, dtype in (
             (compiled, torch.float32),
