@@ -122,6 +122,15 @@ FUSEDTRAIN_HD V vnormal_cdf(V x, V bell) {
   return vselect(x < V(0), tail, V(1) - tail);
 }
 FUSEDTRAIN_HD double vnormal_cdf(double x, double /*bell*/) { return 0.5 * ::erfc(x * -0.70710678118654752440); }
+// Both, for elements of type T.
+template <class T, class V>
+FUSEDTRAIN_HD V bell_of(V x) {
+  return vexp(V(-0.5) * x * x);
+}
+template <class T, class V>
+FUSEDTRAIN_HD V normal_cdf_of(V x, V bell) {
+  return vnormal_cdf(x, bell);
+}
 
 // Act<A, T> also has through(x, dy) = dy a'(x). Where a is flat nothing passes, not even infinity, as in torch.
 template <class Self>
@@ -206,17 +215,13 @@ template <class T>
 struct Act<Activation::kGelu, T> : Through<Act<Activation::kGelu, T>> {
   static constexpr double kInvSqrtTwoPi = 0.39894228040143267794;  // 1 / sqrt(2 pi)
   template <class V>
-  FUSEDTRAIN_HD static V bell(V x) {
-    return vexp(V(-0.5) * x * x);
-  }
-  template <class V>
   FUSEDTRAIN_HD static V value(V x) {
-    return x * vnormal_cdf(x, bell(x));
+    return x * normal_cdf_of<T>(x, bell_of<T>(x));
   }
   template <class V>
   FUSEDTRAIN_HD static V slope(V x) {
-    const V e = bell(x);
-    return vnormal_cdf(x, e) + x * V(kInvSqrtTwoPi) * e;
+    const V bell = bell_of<T>(x);
+    return normal_cdf_of<T>(x, bell) + x * V(kInvSqrtTwoPi) * bell;
   }
 };
 

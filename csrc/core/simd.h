@@ -448,6 +448,10 @@ inline Vec<float> at_least(Vec<float> x, Vec<float> low) { return Vec<float>(_mm
 inline Vec<float> at_most(Vec<float> x, Vec<float> high) { return Vec<float>(_mm256_min_ps(high.v, x.v)); }
 #endif
 
+// Whether a function of elements of type T may have an error of 1e-4, far below their rounding.
+template <class T>
+constexpr bool kHasFewDigits = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
+
 #if defined(__AVX512F__)
 // e^x = 2^floor(n) 2^(n - floor(n)) e^r. n is x / ln 2 rounded to sixteenths, so the second factor is one of 16, and
 // e^r a polynomial of degree 3 (9e-9; 1 ulp with rounding). Infinite where float is, 0 below e^-104; keeps NaN.
@@ -466,17 +470,44 @@ inline Vec<float> vexp(Vec<float> x) {
   return V(_mm512_scalef_ps((power * r * p + power).v, n.v));
 }
 
-// For 16-bit elements e^x is 2^floor(t) times a polynomial of the fraction of t = x log2(e): error 7.5e-5, with that of
-// t 8e-5, far below their rounding.
+// For 16-bit elements 2^t is 2^floor(t) times a polynomial of the fraction: error 7.5e-5, with that of t = x log2(e)
+// 8e-5, far below their rounding.
+inline Vec<float> short_exp2(Vec<float> t) {
+  using V = Vec<float>;
+  const V r(_mm512_reduce_ps(t.v, 1));
+  const V p = ((V(0.0780245233f) * r + V(0.226067159f)) * r + V(0.695833537f)) * r + V(0.999925219f);
+  return V(_mm512_scalef_ps(p.v, t.v));
+}
 template <class T>
 inline Vec<float> one_plus_exp(Vec<float> x) {
   using V = Vec<float>;
-  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>) {
-    const V t = x * V(1.44269504088896341f), r(_mm512_reduce_ps(t.v, 1));
-    const V p = ((V(0.0780245233f) * r + V(0.226067159f)) * r + V(0.695833537f)) * r + V(0.999925219f);
-    return V(1) + V(_mm512_scalef_ps(p.v, t.v));
+  if constexpr (kHasFewDigits<T>) {
+    return V(1) + short_exp2(x * V(1.44269504088896341f));
   } else {
     return V(1) + vexp(x);
+  }
+}
+template <class T>
+inline Vec<float> bell_of(Vec<float> x) {
+  using V = Vec<float>;
+  if constexpr (kHasFewDigits<T>) {
+    return short_exp2(x * x * V(-0.721347520444481704f));
+  } else {
+    return vexp(V(-0.5f) * x * x);
+  }
+}
+// For 16-bit elements a shorter fit (2.4e-5), and the reciprocal's estimate (6e-5).
+template <class T>
+inline Vec<float> normal_cdf_of(Vec<float> x, Vec<float> bell) {
+  using V = Vec<float>;
+  if constexpr (kHasFewDigits<T>) {
+    const V a = at_most(magnitude(x), V(14));
+    const V p = (V(0.0625118688f) * a + V(0.278240174f)) * a + V(0.50001204f);
+    const V q = ((V(0.156517491f) * a + V(0.702528536f)) * a + V(1.35511422f)) * a + V(1);
+    const V tail = bell * p * V(_mm512_rcp14_ps(q.v));
+    return vselect(x < V(0), tail, V(1) - tail);
+  } else {
+    return vnormal_cdf(x, bell);
   }
 }
 #else
@@ -517,12 +548,11 @@ template <class F, class... More>
 template <class T, class W>
 [[gnu::always_inline]] inline W half_one_plus_exp_minus(W x) {
   using V = Vec<float>;
-  constexpr bool kShort = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
   const V log2e(1.44269502f), rounder(12582912.f);  // 1.5 * 2^23: the low bits of the sum are those of an integer
   x = apply([&](V x) __attribute__((always_inline)) { return at_most(at_least(x, V(-89.3f)), V(87.3f)); }, x);
   const W k = apply([&](V x) __attribute__((always_inline)) { return rounder - x * log2e; }, x);
   W f = apply([&](V x, V k) __attribute__((always_inline)) { return (rounder - k) - x * log2e; }, x, k), p;
-  if constexpr (kShort) {
+  if constexpr (kHasFewDigits<T>) {
     p = apply(
         [&](V f) __attribute__((always_inline)) {
           return ((V(0.0551716611f) * f + V(0.242611125f)) * f + V(0.693260968f)) * f + V(0.999928057f);
