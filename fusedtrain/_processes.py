@@ -1,7 +1,10 @@
 """Processes that begin at once, and end with the one that wants their results."""
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 from multiprocessing import connection
 
@@ -41,3 +44,11 @@ def end_with(wanted) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def kill_with(parent: int) -> None:
+    """Lets the system kill this process when its parent is gone, whatever program it runs by then."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+    if os.getppid() != parent:  # it was gone before the system knew
+        os._exit(1)

@@ -14,9 +14,11 @@ import itertools
 import json
 import math
 import mmap
+import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -2170,7 +2172,8 @@ def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch):
     train = tmp_path / "train.py"
     train.write_text(ODD + WRITES)
     task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}
-    messages, log = script._run(task, {})
+    messages = []
+    log = script._run(task, {}, messages)
     report = next(message["report"] for message in reversed(messages) if "report" in message)
     assert report["examined"] and (tmp_path / "end").read_text() == "said"
     steps = (tmp_path / "steps").read_text()
@@ -2422,8 +2425,56 @@ open(sys.argv[1], "w")
 def test_a_script_that_catches_everything_ends_when_all_is_measured(tmp_path):
     (tmp_path / "train.py").write_text(CATCHES_ALL)
     task = {"script": str(tmp_path / "train.py"), "arguments": [str(tmp_path / "end")], "do": "time", "remedies": []}
-    messages, _ = script._run(task, {})
+    messages = []
+    script._run(task, {}, messages)
     assert [*messages[0]] == ["seconds", "own", "losses"] and not (tmp_path / "end").exists()
+
+
+ENDLESS = """
+import os, sys, time, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(os.getpid(), file=open(sys.argv[1], "w"))
+while True:
+    model(torch.rand(16, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(3)  # measuring it takes longer than anybody waits
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_command_that_is_ended_ends_its_script(tmp_path, number, status):
+    (tmp_path / "train.py").write_text(ENDLESS)
+    (tmp_path / "temporary").mkdir()
+    told, command = tmp_path / "told", ["-m", "fusedtrain", "diagnose", "train.py", "told"]
+    options = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path / "temporary")}}
+    with forked.Python([sys.executable, *command], stderr=subprocess.PIPE, text=True, **options) as process:
+        until(lambda: told.exists() and told.read_text().endswith("\n"))
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    until(lambda: not os.path.exists(f"/proc/{told.read_text().strip()}"))
+    assert process.returncode == status
+    if number == signal.SIGTERM:
+        assert "SIGTERM ended it before all was measured" in said and not list((tmp_path / "temporary").iterdir())
+
+
+def until(happened, seconds=60):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_of_a_script_that_is_ended_it_is_told_what_was_measured(tmp_path):
+    (tmp_path / "train.py").write_text(FIXED_BATCH)
+
+    def stage(text):
+        if text == "larger batches":
+            raise script.Terminated
+
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10, stage=stage)
+    assert report["examined"] and report["failure"] == script.TERMINATED and not report["traceback"]
 
 
 @pytest.mark.parametrize(("faster", "kept"), [(0.5, True), (1.0, False)])

@@ -387,7 +387,7 @@ def test_a_file_that_cannot_be_made_is_said_in_one_line(space, tmp_path, monkeyp
 def test_a_process_whose_parent_is_gone_is_killed():
     code = """
         import functools, os, subprocess, sys
-        from fusedtrain.tune.target import kill_with
+        from fusedtrain._processes import kill_with
         start = lambda parent: subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=functools.partial(kill_with, parent)
         )

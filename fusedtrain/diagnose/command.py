@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from fusedtrain import _files
-from fusedtrain.diagnose.script import ScriptError, diagnose_script
+from fusedtrain.diagnose.script import TERMINATED, ScriptError, Terminated, diagnose_script
 
 DESCRIPTION = """Runs a training script, unchanged, for some steps; names what makes it slow and ranks remedies by the
 gain they promise. The script's loop itself carries out the measurements and ends when they are done; what it writes by
@@ -16,7 +18,8 @@ FIRST = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, the 
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command and returns the exit status: 0, 1 where the script fails, 2 for bad input."""
+    """Runs the command and returns the exit status: 0, 1 where the script fails, 2 for bad input, 130 and 143 where
+    Ctrl-C or SIGTERM ends it."""
     parser = argparse.ArgumentParser(prog="fusedtrain diagnose", description=DESCRIPTION)
     parser.add_argument(
         "--verify",
@@ -40,6 +43,7 @@ def main(arguments: list[str]) -> int:
         written = args.html if args.html.exists() else args.html.parent
         if args.html.is_dir() or not os.access(written, os.W_OK):
             return _fail(f"no page can be written to {args.html}", 2)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         report = _diagnose(args)
     except ModuleNotFoundError as error:
@@ -50,6 +54,10 @@ def main(arguments: list[str]) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except Terminated:
+        return _fail(TERMINATED, 143)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if args.html is not None and FIRST:
         from fusedtrain.diagnose.html import page
 
@@ -57,7 +65,13 @@ def main(arguments: list[str]) -> int:
             args.html.write_text(page(report), encoding="utf-8")
         except OSError as error:
             return _fail(f"no page can be written to {args.html}: {error.strerror}", 1)
+    if report["failure"] == TERMINATED:
+        return _fail(TERMINATED, 143)
     return _fail(f"the script failed:\n{report['traceback']}", 1) if report["traceback"] else 0
+
+
+def _terminate(*_) -> NoReturn:
+    raise Terminated
 
 
 def _diagnose(args: argparse.Namespace) -> dict:

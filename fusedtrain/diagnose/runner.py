@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.multiprocessing
 
+from fusedtrain import _processes
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.diagnosis import Diagnosis
 from fusedtrain.diagnose.drive import SETTLING, Driver, Finished
@@ -211,4 +212,5 @@ def _flush() -> None:
 
 if __name__ == "__main__":
     content = json.loads(Path(sys.argv[1]).read_text())
+    _processes.kill_with(content["parent"])
     run(Task(content), lambda: run_script(content))

@@ -23,8 +23,15 @@ CLEAR = 0.1  # where both of the first two pairs save more, they are enough
 ALLOCATOR = {"remedy": "Allocator", "arguments": {}}
 
 
+TERMINATED = "SIGTERM ended it before all was measured, as it does where another process of torchrun fails"
+
+
 class ScriptError(Exception):
     """The script cannot be diagnosed; the message says why."""
+
+
+class Terminated(BaseException):
+    """The process that diagnoses has been told to end; the command raises it for SIGTERM."""
 
 
 def diagnose_script(
@@ -51,13 +58,21 @@ def diagnose_script(
 
     Raises:
         ScriptError: the script fails, ends too early, or no training loop was recognised in it.
+        Terminated: nothing was measured until then; else the report tells what was.
     """
     if not module and not Path(script).is_file():
         raise ScriptError(f"there is no file {script}")
     task = {"script": script, "arguments": arguments, "module": module, "steps": steps, "verify": verify}
     task["do"] = "diagnose"
-    messages, log = _run(task, {}, stage)
-    report = next((m["report"] for m in reversed(messages) if "report" in m), None)
+    messages: list[dict] = []
+    try:
+        log = _run(task, {}, messages, stage)
+    except Terminated:
+        report = _last_report(messages)
+        if report is None:
+            raise
+        return report | {"failure": TERMINATED, "traceback": ""}
+    report = _last_report(messages)
     failed = next((m for m in messages if "error" in m), {})
     error, beyond = failed.get("error"), BEYOND if failed.get("beyond") else ""
     if report is None:
@@ -85,8 +100,15 @@ def diagnose_script(
     ranks = max(int(os.environ.get("WORLD_SIZE", "1")), *(m.get("spawned", 1) for m in messages))
     if verify and fresh and ranks == 1:
         stage("in fresh processes")
-        _verify_outside(task, report)
+        try:
+            _verify_outside(task, report)
+        except Terminated:
+            report["failure"] = TERMINATED
     return report
+
+
+def _last_report(messages: list[dict]) -> dict | None:
+    return next((m["report"] for m in reversed(messages) if "report" in m), None)
 
 
 def _unseen(processes: int) -> str:
@@ -161,7 +183,8 @@ def _fresh(task: dict, arms: list[list[dict]]) -> tuple[list[tuple[float, ...]] 
         for remedies, done in turns if i % 2 == 0 else reversed(turns):
             variables = _allocator.variables() if ALLOCATOR in remedies else {}
             inside = [remedy for remedy in remedies if remedy != ALLOCATOR]
-            messages, _ = _run(task | {"do": "time", "remedies": inside}, variables)
+            messages: list[dict] = []
+            _run(task | {"do": "time", "remedies": inside}, variables, messages)
             done += [message for message in messages if "seconds" in message]
             if len(done) <= i:
                 return None, []
@@ -180,25 +203,24 @@ def _clear(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
     return min(gains) > CLEAR
 
 
-def _run(task: dict, variables: dict[str, str], stage=lambda text: None) -> tuple[list[dict], str]:
-    """Runs one task in a process; returns its messages and its output."""
+def _run(task: dict, variables: dict[str, str], messages: list[dict], stage=lambda text: None) -> str:
+    """Runs one task in a process, which ends with this one; adds its messages to ``messages``, returns its output."""
     with tempfile.TemporaryDirectory(prefix="fusedtrain-") as folder:
         output, log, file = Path(folder, "messages"), Path(folder, "log"), Path(folder, "task.json")
         output.touch()
-        file.write_text(json.dumps(task | {"output": str(output)}))
+        file.write_text(json.dumps(task | {"output": str(output), "parent": os.getpid()}))
         command = [sys.executable, "-m", "fusedtrain.diagnose.runner", str(file)]
         with log.open("wb") as sink, output.open() as source:
             process = subprocess.Popen(
                 command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
             )
-            messages: list[dict] = []
             try:
                 _follow(process, source, messages, stage)
             finally:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        return messages, log.read_text(errors="replace")
+        return log.read_text(errors="replace")
 
 
 def _follow(process: subprocess.Popen, source, messages: list[dict], stage) -> None:

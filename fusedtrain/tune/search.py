@@ -22,7 +22,7 @@ from fusedtrain import _files, _processes
 from fusedtrain._extras import need, require
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.options import load_yaml
-from fusedtrain.tune.target import TuneError, end_with_parent, kill_with, load
+from fusedtrain.tune.target import TuneError, end_with_parent, load
 
 # The points of a grid are queued: Optuna's own sampler takes that of a trial that was killed for visited.
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
@@ -379,7 +379,7 @@ def _command(space: Space, number: int) -> Callable:
             errors="replace",
             env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a value is told when it is known
             start_new_session=True,
-            preexec_fn=functools.partial(kill_with, os.getpid()),
+            preexec_fn=functools.partial(_processes.kill_with, os.getpid()),
         )
         try:
             for line in process.stdout:

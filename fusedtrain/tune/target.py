@@ -1,12 +1,9 @@
 """What is tuned: a model by name, its images, and the training step that ``fusedtrain train`` makes of it."""
 
 import contextlib
-import ctypes
 import hashlib
 import importlib.util
 import multiprocessing
-import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -171,14 +168,6 @@ def end_with_parent() -> None:
     """Ends this process of multiprocessing when the one that wants its result is gone. The system would wait for the
     one that forked it, which may be a server."""
     _processes.end_with(multiprocessing.parent_process().sentinel)
-
-
-def kill_with(parent: int) -> None:
-    """Lets the system kill this process when its parent is gone, whatever program it runs by then."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
-    if os.getppid() != parent:  # it was gone before the system knew
-        os._exit(1)
 
 
 def load(name: str) -> Callable:
