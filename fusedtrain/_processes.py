@@ -5,6 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing import connection
 
@@ -47,8 +48,10 @@ def end_with(wanted) -> None:
 
 
 def kill_with(parent: int) -> None:
-    """Lets the system kill this process when its parent is gone, whatever program it runs by then."""
+    """Lets the system kill this process when its parent is gone, whatever program it runs by then: on Linux."""
+    if sys.platform != "linux":
+        return
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was gone before the system knew
         os._exit(1)
