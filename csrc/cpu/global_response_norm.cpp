@@ -182,12 +182,19 @@ template <>
 void global_response_norm_backward_params<Isa::FUSEDTRAIN_ISA>(const GlobalResponseNormBackward& a, int64_t begin,
                                                                int64_t end) {
   visit_acc(a.images.dtype, [&]<class Lane>() {
-    const auto sum = [&](const void* images, void* total) {
-      sum_chunks<Vec<Lane>>(static_cast<const Lane*>(images) + begin, a.images.n, a.images.c, end - begin,
-                            static_cast<Lane*>(total) + begin);
+    const auto sum = [&](const void* images, void* total, int64_t first, int width) {
+      double sums[kFinishBlock] = {};
+      for (int64_t n = 0; n < a.images.n; ++n) {
+        const Lane* image = static_cast<const Lane*>(images) + n * a.images.c + first;
+        for (int k = 0; k < width; ++k) sums[k] += double(image[k]);
+      }
+      for (int k = 0; k < width; ++k) static_cast<Lane*>(total)[first + k] = Lane(sums[k]);
     };
-    sum(a.dweights, a.dweight);
-    sum(a.dbiases, a.dbias);
+    for (int64_t first = begin; first < end; first += kFinishBlock) {
+      const int width = int(std::min<int64_t>(kFinishBlock, end - first));
+      sum(a.dweights, a.dweight, first, width);
+      sum(a.dbiases, a.dbias, first, width);
+    }
   });
 }
 
