@@ -122,6 +122,15 @@ def test_small_images_are_stock_to_the_bit(zoo, name, layout):
         _assert_as_good(ours, stock, large)
 
 
+@pytest.mark.parametrize("name", ["layers.grn.GlobalResponseNorm", "layers.mlp.GlobalResponseNormMlp"])
+def test_layers_that_gain_at_any_size_call_their_op(zoo, name):
+    module, _, kind = name.rpartition(".")
+    layer = getattr(sys.modules[f"timm.{module}"], kind)(16).eval()
+    assert fusedtrain.fuse(nn.Sequential(nn.Conv2d(3, 3, 1), layer)).swapped  # Linear layers: of what convolves alone
+    with torch.no_grad():
+        assert _calls(layer, harness.normal(1, 4, 4, 16)) == 1
+
+
 def test_a_small_image_without_batch(zoo):
     convolutions = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 16, 3, groups=8)
     stock = nn.Sequential(*convolutions, zoo.torchvision.ops.SqueezeExcitation(16, 4)).eval()

@@ -488,27 +488,20 @@ inline Vec<float> one_plus_exp(Vec<float> x) {
   }
 }
 template <class T>
+  requires kHasFewDigits<T>
 inline Vec<float> bell_of(Vec<float> x) {
-  using V = Vec<float>;
-  if constexpr (kHasFewDigits<T>) {
-    return short_exp2(x * x * V(-0.721347520444481704f));
-  } else {
-    return vexp(V(-0.5f) * x * x);
-  }
+  return short_exp2(x * x * Vec<float>(-0.721347520444481704f));
 }
-// For 16-bit elements a shorter fit (2.4e-5), and the reciprocal's estimate (6e-5).
+// A shorter fit (2.4e-5), and the reciprocal's estimate (6e-5).
 template <class T>
+  requires kHasFewDigits<T>
 inline Vec<float> normal_cdf_of(Vec<float> x, Vec<float> bell) {
   using V = Vec<float>;
-  if constexpr (kHasFewDigits<T>) {
-    const V a = at_most(magnitude(x), V(14));
-    const V p = (V(0.0625118688f) * a + V(0.278240174f)) * a + V(0.50001204f);
-    const V q = ((V(0.156517491f) * a + V(0.702528536f)) * a + V(1.35511422f)) * a + V(1);
-    const V tail = bell * p * V(_mm512_rcp14_ps(q.v));
-    return vselect(x < V(0), tail, V(1) - tail);
-  } else {
-    return vnormal_cdf(x, bell);
-  }
+  const V a = at_most(magnitude(x), V(14));
+  const V p = (V(0.0625118688f) * a + V(0.278240174f)) * a + V(0.50001204f);
+  const V q = ((V(0.156517491f) * a + V(0.702528536f)) * a + V(1.35511422f)) * a + V(1);
+  const V tail = bell * p * V(_mm512_rcp14_ps(q.v));
+  return vselect(x < V(0), tail, V(1) - tail);
 }
 #else
 // 2^n p for integers n in [-150, 128] and p near 1; 0 for n <= -126.
