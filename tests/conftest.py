@@ -54,6 +54,7 @@ from zoo import Zoo
 import fusedtrain
 from fusedtrain import _extension
 from fusedtrain.nn import _small
+from fusedtrain.ops import _remembered
 
 # Seconds. A data loader that the garbage collector finds waits as long for workers that do not hear of their end.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # not 5
@@ -160,6 +161,12 @@ def pytest_generate_tests(metafunc):
 def images_of_any_size(monkeypatch):
     """Layers call the ops for the small images of the tests, too; test_small.py has the rule by which they do not."""
     monkeypatch.setattr(_small, "ELEMENTS", 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """Of what rules chose in other tests, some of which change the rules."""
+    _remembered._chosen.clear()
 
 
 @pytest.fixture

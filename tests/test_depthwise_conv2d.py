@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from fusedtrain import _extension
 from fusedtrain import backend as backends
 from fusedtrain.nn import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
-from fusedtrain.ops import _codes, depthwise_conv2d
+from fusedtrain.ops import _codes, _remembered, depthwise_conv2d
 from fusedtrain.ops._windows import output_size
 from fusedtrain.ops.depthwise_conv2d import BACKWARD_IMPLS, IMPLS, reference
 
@@ -479,7 +479,6 @@ def test_explain_knows_both_directions():
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_automatic_choice_is_as_good_as_torch_where_directions_differ(device, layout, dtype, monkeypatch):
     monkeypatch.setattr(OP, "_SMALL", 0)  # they are alike for small images
-    monkeypatch.setattr(OP, "_chosen", {})
     for geometry in ("3x3", "5x5_stride2", "7x7", "3x3_dilated"):
         inputs = make(device, (2, 20, 9, 10), layout, dtype, GEOMETRIES[geometry][0])
         harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
@@ -488,7 +487,6 @@ def test_automatic_choice_is_as_good_as_torch_where_directions_differ(device, la
 def test_what_the_rules_chose_is_remembered_for_the_same_call_alone(monkeypatch):
     if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
         pytest.skip("without the compiled kernels stock PyTorch is all there is")
-    monkeypatch.setattr(OP, "_chosen", {})
     monkeypatch.setattr(OP, "_SMALL", 0)
     rules = {"contiguous": "cpu", "channels_last": "reference"}
     monkeypatch.setattr(OP, "_STOCK_FASTER_ON", {})
@@ -498,27 +496,26 @@ def test_what_the_rules_chose_is_remembered_for_the_same_call_alone(monkeypatch)
     for _ in range(2):
         for layout, name in rules.items():
             x, weight, bias = make("cpu", (2, 20, 9, 10), layout).values()
-            forward, backward = OP.choose(x, weight, bias, ([1, 1], [1, 1, 1, 1], [1, 1]))
+            forward, backward = OP.choose(x, weight, bias, [1, 1], [1, 1, 1, 1], [1, 1])
             assert forward is IMPLS[name].forward and backward is BACKWARD_IMPLS["cpu"].forward
             with backends.use_backend("reference"):
-                forced = OP.choose(x, weight, bias, ([1, 1], [1, 1, 1, 1], [1, 1]))
+                forced = OP.choose(x, weight, bias, [1, 1], [1, 1, 1, 1], [1, 1])
             assert forced == (IMPLS["reference"].forward, BACKWARD_IMPLS["reference"].forward)
-    assert len(OP._chosen) == 2
+    assert len(_remembered._chosen) == 2
     wide = torch.zeros(20, 1, 5, 3)  # larger than what the table has
-    assert OP.choose(x, wide, None, ([1, 1], [1, 1, 2, 2], [1, 1]))[0] is IMPLS["cpu"].forward
-    assert len(OP._chosen) == 3
+    assert OP.choose(x, wide, None, [1, 1], [1, 1, 2, 2], [1, 1])[0] is IMPLS["cpu"].forward
+    assert len(_remembered._chosen) == 3
 
 
 def test_what_the_rules_chose_for_traced_calls_is_not_remembered(monkeypatch):
     """Sizes are tensors there, and vmap's images have no memory format."""
     if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
         pytest.skip("without the compiled kernels stock PyTorch is all there is")
-    monkeypatch.setattr(OP, "_chosen", {})
     images = make("cpu", (2, 20, 9, 10), "channels_last")
     with torch.no_grad():
         torch.jit.trace(lambda x: depthwise_conv2d(x, images["w"], padding=1), images["x"], check_trace=False)
         torch.vmap(lambda x: depthwise_conv2d(x, images["w"], padding=1))(images["x"][:, None])
-    assert not OP._chosen
+    assert not _remembered._chosen
 
 
 @pytest.mark.parametrize(

@@ -918,10 +918,10 @@ def test_gradients_of_contiguous_images_are_stocks_where_it_was_measured_faster(
     monkeypatch.setattr(MODULE._common, "strided_like", lambda dw, weight: dw)
     x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(out, shape[1], 1, 1, dtype=dtype)
     dy = x.new_zeros(shape[0], out, *shape[2:])
-    MODULE._backward(dy, x, weight, [1, 1], False, (True, True, False))
+    MODULE._backward(dy, x, weight, [1, 1], RULES.plan(x, weight, [1, 1]), (True, True, False))
     assert calls == ["_KERNEL_ON_PLANES"] * dx + ["_DW"] * dw
     calls.clear()
-    MODULE._backward(dy, x, weight, [1, 1], True, (True, True, False))
+    MODULE._backward(dy, x, weight, [1, 1], RULES.plan(x, weight, [1, 1], whole=True), (True, True, False))
     assert calls == ["_KERNEL_ON_PLANES", "_DW"]
 
 
@@ -935,7 +935,8 @@ def test_dx_of_small_planes_runs_in_the_kernel_where_x_is_wider(channels, out, k
     run = MODULE._KERNEL_ON_PLANES
     monkeypatch.setattr(MODULE, "_KERNEL_ON_PLANES", lambda *args: calls.append(args) or run(*args))
     x, dy = harness.images((16, channels, 7, 7)), harness.images((16, out, 7, 7))
-    MODULE._backward(dy, x, harness.normal(out, channels, 1, 1), [1, 1], False, (True, False, False))
+    weight = harness.normal(out, channels, 1, 1)
+    MODULE._backward(dy, x, weight, [1, 1], RULES.plan(x, weight, [1, 1]), (True, False, False))
     assert bool(calls) == kernel
 
 

@@ -270,14 +270,20 @@ def _choose(part: str, rows: _Parts, sizes: _Sizes) -> str:
     return "stock"
 
 
-def ways(parts: Sequence[str], x: Tensor, weight: Tensor, stride: list[int], whole: bool = False) -> list[str]:
-    """What runs these parts of a convolution over dense x; ``whole``: the kernel wherever that can."""
-    dtype, channels_last, strided = x.dtype, _common.is_channels_last(x), stride != [1, 1]
+def ways(
+    parts: Sequence[str], x: Tensor, weight: Tensor, stride: list[int], whole: bool = False, read_first: bool = False
+) -> list[str]:
+    """What runs these parts of a convolution over dense x; ``whole``: the kernel wherever that can; ``read_first``: the
+    pixels that the stride reads are copied before."""
+    dtype, channels_last, (n, c, h, w) = x.dtype, _common.is_channels_last(x), x.shape
+    if read_first:
+        (h, w), stride = (-(-size // step) for size, step in zip((h, w), stride)), [1, 1]
+        channels_last = channels_last and h * w > 1
+    strided = stride != [1, 1]
     if whole or not _common.cpu_multiplies(dtype):
         dx = whole and takes(dtype)
         kernel = {"forward": dx and (channels_last or not strided), "dx": dx, "dw": True}
         return ["kernel" if kernel[part] else "library" for part in parts]
-    n, c, h, w = x.shape
     sizes = _Sizes(n, c, weight.shape[0], h * w, channels_last, strided)
     rows = _rows(_cpu(dtype), dtype, sizes)
     return [_choose(part, rows, sizes) for part in parts]
@@ -303,6 +309,33 @@ def is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
         return False  # a program would hold for even or for odd sizes of images alone
     where = layouts["channels_last" if channels_last else "contiguous"][backward]
     return where(_Sizes(n, c, weight.shape[0], h * w, channels_last))
+
+
+class Plan(NamedTuple):
+    """What runs a convolution.
+
+    Args:
+        forward, dx, dw: the way of each part.
+        moments: whether the kernel of y gathers them, where they are asked for.
+        reads: whether the pixels that a stride reads are copied first, for a convolution without one.
+        reads_backward: the same in backward.
+    """
+
+    forward: str
+    dx: str
+    dw: str
+    moments: bool
+    reads: bool
+    reads_backward: bool
+
+
+def plan(x: Tensor, weight: Tensor, stride: list[int], whole: bool = False) -> Plan:
+    """What the rules say to a convolution over dense x; ``whole``: the kernel wherever that can."""
+    may_read = stride != [1, 1] and not whole
+    reads, reads_backward = (may_read and is_read_first(x, weight, backward) for backward in (False, True))
+    (forward,) = ways(("forward",), x, weight, stride, whole, reads)
+    dx, dw = ways(("dx", "dw"), x, weight, stride, whole, reads_backward)
+    return Plan(forward, dx, dw, by_kernel(x, weight.shape[0], whole), reads, reads_backward)
 
 
 # Summands: over more of them the rounding errors of oneDNN are more than twice those of MKL (1.4 times here).

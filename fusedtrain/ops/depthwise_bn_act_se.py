@@ -219,7 +219,7 @@ def _convolutions(impl: _BlockImpl, x: Tensor, weight: Tensor, bias, geometry) -
     in_cache = channels_last and impl.conv_backward is not None
     if straight and in_cache:
         return CONV_IMPLS["cpu"].forward, None
-    forward, backward = choose(x, weight, bias, geometry)
+    forward, backward = choose(x, weight, bias, *geometry)
     if in_cache or (impl.conv_backward is not None and backward is CONV_BACKWARD_IMPLS["cpu"].forward):
         backward = None
     return CONV_IMPLS["cpu"].forward if straight else forward, backward

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fusedtrain import _extension
-from fusedtrain.backend import Impl, is_automatic, register, select
+from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema, _windows
+from fusedtrain.ops._remembered import remembered
 
 
 def reference(x, weight, bias, stride: list[int], padding: list[int], dilation: list[int], act: int) -> Tensor:
@@ -268,29 +269,11 @@ BACKWARD_IMPLS = register(
 )
 
 
-# What the rules chose for a call: they take longer than the rest of it (benchmarks/LOG.md, 2026-11-26).
-_chosen: dict[tuple, tuple[Callable, Callable]] = {}
-_MOST_CHOSEN = 4096
-
-
-def choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[list[int], ...]
-) -> tuple[Callable, Callable]:
+@remembered
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: list[int]) -> tuple[Callable, Callable]:
     """The implementations of both directions."""
-    key = None
-    if _common.untraced(x) and is_automatic() and (x.is_cpu or x.is_cuda):
-        stride, padding, dilation = geometry
-        key = (x.get_device(), x.shape, x.stride(), x.dtype, weight.shape, *stride, *padding, *dilation)
-        found = _chosen.get(key)
-        if found is not None:
-            return found
     forward = select("depthwise_conv2d", IMPLS, x, weight, bias, *geometry).forward
-    found = forward, select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
-    if key is not None:
-        if len(_chosen) >= _MOST_CHOSEN:
-            _chosen.clear()
-        _chosen[key] = found
-    return found
+    return forward, select("depthwise_conv2d_backward", BACKWARD_IMPLS, x, weight, bias, *geometry).forward
 
 
 class _DepthwiseConv2d(torch.autograd.Function):
@@ -378,7 +361,7 @@ def depthwise_conv2d(
     x, padding = _windows.padded_first(x, padding)
     act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     geometry, _ = _geometry(x, weight, stride, padding, dilation)
-    forward, backward = choose(x, weight, bias, geometry)
+    forward, backward = choose(x, weight, bias, *geometry)
     stock = forward is reference
     if not _common.records(x, weight, bias):
         backward = reference_backward

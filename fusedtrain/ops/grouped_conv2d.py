@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
+from fusedtrain.ops._remembered import remembered
 from fusedtrain.ops._windows import geometry, output_size, stock_forward
 from fusedtrain.ops._windows import stock_backward as reference_backward
 
@@ -220,6 +221,16 @@ IMPLS = register(
 )
 
 
+@remembered
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, *window: list[int]) -> tuple[str, ...] | None:
+    """The parts that the kernels run; None: all of it is stock PyTorch's."""
+    args = x, weight, bias, *window, x.shape[1] // weight.shape[1]
+    impl = select("grouped_conv2d", IMPLS, *args)
+    if impl.backward is None:
+        return None
+    return _PARTS if runs_whole(impl, *args) else _faster_parts(x, weight, window[0])
+
+
 class _GroupedConv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, parts, *geometry):
@@ -300,10 +311,9 @@ def grouped_conv2d(
     _check(x, weight, bias, groups)
     groups = _common.whole(groups)
     window, _ = geometry("grouped_conv2d", x, weight, stride, padding, dilation)
-    impl = select("grouped_conv2d", IMPLS, x, weight, bias, *window, groups)
-    if impl.backward is None:
+    parts = _choose(x, weight, bias, *window)
+    if parts is None:
         return reference(x, weight, bias, *window, groups)
-    parts = _PARTS if runs_whole(impl, x, weight, bias, *window, groups) else _faster_parts(x, weight, window[0])
     x = _common.dense(x)
     run = _GroupedConv2d.apply if _common.needs_autograd(x, weight, bias) else _forward
     return _common.in_format_of(run(x, weight, bias, parts, *window, groups), x)

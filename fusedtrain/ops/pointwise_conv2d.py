@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedtrain.backend import Impl, register, runs_whole, select
 from fusedtrain.ops import _common, _schema
 from fusedtrain.ops import _pointwise_rules as _rules
+from fusedtrain.ops._remembered import remembered
 
 _VECTOR = 16  # channels
 
@@ -156,11 +157,10 @@ def _multiply(way: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: 
     return (_BY_LIBRARY if way == "library" else F.conv2d)(x, weight, bias, stride)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], whole: bool) -> Tensor:
-    if stride != [1, 1] and not whole and _rules.is_read_first(x, weight):
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], plan: _rules.Plan) -> Tensor:
+    if plan.reads:
         x, stride = _read(x, stride), [1, 1]
-    (way,) = _rules.ways(("forward",), x, weight, stride, whole)
-    return _multiply(way, x, weight, bias, stride)
+    return _multiply(plan.forward, x, weight, bias, stride)
 
 
 def _transposed(weight: Tensor) -> Tensor:
@@ -185,20 +185,19 @@ def _among_zeros(dx: Tensor, x: Tensor, stride: list[int]) -> Tensor:
     return whole
 
 
-def _backward(dy, x, weight, stride, whole, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _backward(dy, x, weight, stride, plan: _rules.Plan, need) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     need_dx, need_dw, need_db = need
-    if stride != [1, 1] and not whole and _rules.is_read_first(x, weight, backward=True):
-        dx, *others = _backward(dy, _read(x, stride), weight, [1, 1], whole, need)
+    if plan.reads_backward:
+        dx, *others = _backward(dy, _read(x, stride), weight, [1, 1], plan._replace(reads_backward=False), need)
         return _among_zeros(dx, x, stride) if need_dx else None, *others
     dx = dw = db = None
-    for_dx, for_dw = _rules.ways(("dx", "dw"), x, weight, stride, whole)
     if need_dx:
-        dx = _common.in_format_of(_dx(for_dx, dy, x, weight, stride), x)  # dy of one channel is in both formats
-    if need_dw and for_dw == "stock":
+        dx = _common.in_format_of(_dx(plan.dx, dy, x, weight, stride), x)  # dy of one channel is in both formats
+    if need_dw and plan.dw == "stock":
         read, one = _read_pixels(x, stride)
         dw = reference_backward(dy, read, weight, one, [False, True, False])[1]
     elif need_dw:
-        dw = _common.strided_like(_DW(dy, x, stride) if for_dw == "kernel" else _dw_product(dy, x), weight)
+        dw = _common.strided_like(_DW(dy, x, stride) if plan.dw == "kernel" else _dw_product(dy, x), weight)
     if need_db:
         db = dy.sum((0, 2, 3))
     return dx, dw, db
@@ -223,24 +222,24 @@ IMPLS = register(
 
 class _PointwiseConv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride, whole):
+    def forward(ctx, x, weight, bias, stride, plan):
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.whole = stride, whole
-        return _common.owned(_forward(x, weight, bias, stride, whole))
+        ctx.stride, ctx.plan = stride, plan
+        return _common.owned(_forward(x, weight, bias, stride, plan))
 
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dy, *_):
         x, weight = ctx.saved_tensors
-        grads = _backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.whole, ctx.needs_input_grad[:3])
+        grads = _backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.plan, ctx.needs_input_grad[:3])
         return *grads, None, None
 
 
 class _PointwiseConv2dStats(_PointwiseConv2d):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride, whole):
+    def forward(ctx, x, weight, bias, stride, plan):
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.whole = stride, whole
+        ctx.stride, ctx.plan = stride, plan
         y, mean, m2 = _STATS(x, weight, bias, stride)
         ctx.mark_non_differentiable(mean, m2)
         return _common.owned(y), mean, m2
@@ -317,17 +316,25 @@ def _arguments(
     return x, weight, bias, _common.pair("pointwise_conv2d", "stride", stride, 1)
 
 
+@remembered
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> _rules.Plan | None:
+    """What runs; None: all of it stock PyTorch."""
+    impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
+    if impl.backward is None or x.numel() == 0:
+        return None
+    return _rules.plan(_common.dense(x), weight, stride, runs_whole(impl, x, weight, bias, stride))
+
+
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool = False
 ) -> tuple[Tensor, tuple | None]:
-    impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
-    if impl.backward is None or x.numel() == 0:
+    plan = _choose(x, weight, bias, stride)
+    if plan is None:
         return reference(x, weight, bias, stride), None
-    whole, x = runs_whole(impl, x, weight, bias, stride), _common.dense(x)
-    recording = _common.needs_autograd(x, weight, bias)
-    if with_moments and _rules.by_kernel(x, weight.shape[0], whole):
+    x, recording = _common.dense(x), _common.needs_autograd(x, weight, bias)
+    if with_moments and plan.moments:
         inputs = (x, weight, bias, stride)
-        y, *moments = _PointwiseConv2dStats.apply(*inputs, whole) if recording else _STATS(*inputs)
+        y, *moments = _PointwiseConv2dStats.apply(*inputs, plan) if recording else _STATS(*inputs)
         return _common.in_format_of(y, x), tuple(moments)
     run = _PointwiseConv2d.apply if recording else _forward
-    return _common.in_format_of(run(x, weight, bias, stride, whole), x), None
+    return _common.in_format_of(run(x, weight, bias, stride, plan), x), None
