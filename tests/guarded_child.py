@@ -69,6 +69,17 @@ def global_response_norm(r: Draw):
     return lambda *tensors: ops.global_response_norm(*tensors, in_act=act), inputs, (act,)
 
 
+def mlp(r: Draw):
+    x, k, d, act = r.images(r.few()), r.few(), r.few(), r.choice(("identity", "gelu", "silu"))
+    pixel, channels = ((1, 1), x.shape[1]) if r.random() < 0.5 else ((), x.shape[3])
+    layers = x, r.normal(k, channels, *pixel), r.normal(k), r.normal(d, k, *pixel), r.normal(d)
+    if r.random() < 0.3:
+        return lambda *tensors: ops.mlp(*tensors, act=act), layers, (act,)
+    residual = r.normal(*((x.shape[0], d, *x.shape[2:]) if pixel else (*x.shape[:3], d)))
+    inputs = (*layers, r.normal(d), residual)
+    return lambda *tensors: ops.mlp(*tensors[:5], act=act, scale=tensors[5], residual=tensors[6]), inputs, (act,)
+
+
 def grouped_conv2d(r: Draw):
     groups, ci, co = r.randint(1, 7), r.choice((1, 2, 4, 8, r.few())), r.choice((4, 16, r.few()))
     x = r.images(groups * ci)
@@ -152,6 +163,7 @@ OPS = (
     pointwise_conv2d,
     pointwise_conv2d_norm_,
     linear,
+    mlp,
     channel_pool,
     channel_scale,
     squeeze_excite,

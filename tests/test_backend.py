@@ -176,6 +176,7 @@ ASKED = {  # as users call them: options by position and by name
     "grouped_conv2d": ((IMAGES, torch.ones(8, 2, 3, 3)), {"padding": "valid", "groups": 4}),
     "linear": ((ROWS, torch.ones(4, 8)), {"bias": torch.ones(4)}),
     "global_response_norm": ((IMAGES, VECTOR, VECTOR), {"in_act": "gelu"}),
+    "mlp": ((ROWS, torch.ones(4, 8), None, torch.ones(6, 4), None), {"scale": torch.ones(6), "act": "silu"}),
     "grad_norm": (([IMAGES, ROWS],), {}),
 }
 

@@ -24,6 +24,8 @@ OPS = {
     "global_response_norm": lambda x, w: ops.global_response_norm(x, w((16,)), w((16,))),
     "grouped_conv2d": lambda x, w: ops.grouped_conv2d(x, w((16, 8, 3, 3)), groups=2),
     "linear": lambda x, w: ops.linear(x, w((5, x.shape[-1]))),
+    "mlp": lambda x, w: ops.mlp(x, w((8, x.shape[-1])), None, w((5, 8)), None),
+    "mlp with a scale": lambda x, w: ops.mlp(x, w((4, 16, 1, 1)), None, w((8, 4, 1, 1)), None, scale=w((8,))),
     "pointwise_conv2d": lambda x, w: ops.pointwise_conv2d(x, w((8, 16, 1, 1))),
     "pointwise_conv2d of one image": lambda x, w: ops.pointwise_conv2d(x[0], w((8, 16, 1, 1))),
     "squeeze_excite": lambda x, w: ops.squeeze_excite(x, w((4, 16)), None, w((16, 4)), None),
@@ -40,7 +42,7 @@ class Images(torch.Tensor):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("op", OPS)
 def test_results_may_be_written_to(op, layout, kind, dtype, monkeypatch):
-    if op == "linear" and kind is Images:
+    if op.startswith(("linear", "mlp")) and kind is Images:
         pytest.skip("stock PyTorch runs it")
     if op.endswith("projection"):
         monkeypatch.setattr(sys.modules["fusedtrain.ops.depthwise_bn_act_se"], "_LARGE", 1)  # it makes its images again

@@ -28,6 +28,7 @@ def test_every_variant_is_as_good_as_torch(isa):
         "test_channel_pool.py",
         "test_global_response_norm.py",
         "test_grouped_conv2d.py",
+        "test_mlp.py",
         "test_pointwise_conv2d.py",
     ]
     chosen = "cpu-cpu and (as_good_as_torch or repeats or share_its_gradient)"

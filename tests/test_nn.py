@@ -73,6 +73,7 @@ ORIGINALS = {
     "LightCbamModule": "timm.layers.cbam.LightCbamModule",
     "GlobalResponseNorm": "timm.layers.grn.GlobalResponseNorm",
     "GlobalResponseNormMlp": "timm.layers.mlp.GlobalResponseNormMlp",
+    "Mlp": "timm.layers.mlp.Mlp",
 }
 
 # label -> class, arguments, whether the whole layer is one op
@@ -158,6 +159,7 @@ CASES = {
     "LightCbamModule": ("LightCbamModule", {"channels": C, "spatial_kernel_size": 3, "gate_layer": "tanh"}, False),
     "GlobalResponseNorm": ("GlobalResponseNorm", {"dim": C, "channels_last": False}, False),
     "GlobalResponseNormMlp": ("GlobalResponseNormMlp", {"in_features": C, "use_conv": True, "drop": (0.0, 0.0)}, False),
+    "Mlp": ("Mlp", {"in_features": C, "hidden_features": 20, "use_conv": True}, False),
 }
 # Of layers that are more than one gate: their calls of ops.
 CALLS = {
@@ -168,6 +170,7 @@ CALLS = {
     "LightCbamModule": ["squeeze_excite", "pixel_averages", "scale_pixels"],
     "GlobalResponseNorm": ["normalised"],
     "GlobalResponseNormMlp": ["normalised"],
+    "Mlp": ["laid_out_as", "mlp"],
 }
 CALLS |= {label: ["pool_splits", "normalised", "average"] for label in CASES if label.startswith("SplitAttn")}
 ONE_EACH = [label for label in CASES if label in ORIGINALS] + ["SEModule norm"]
@@ -415,7 +418,7 @@ def test_eca_refuses_what_has_no_centre_or_no_channels():
 INNER = {"SqueezeExcite": "conv_expand", "SEModule": "bn", "SENetModule": "relu", "SqueezeExcitation": "avgpool"}
 INNER |= {"SEBlock": "fc.1", "EffectiveSEModule": "fc", "EseModule": "conv", "EcaModule": "conv", "CecaModule": "gate"}
 INNER |= {"SqueezeExciteCl": "layer.fc2", "GlobalContext": "conv_attn", "SplitAttn": "rsoftmax"}
-INNER |= {"CbamModule": "channel.fc1", "LightCbamModule": "spatial.conv", "GlobalResponseNormMlp": "act"}
+INNER |= {"CbamModule": "channel.fc1", "LightCbamModule": "spatial.conv", "GlobalResponseNormMlp": "act", "Mlp": "fc1"}
 
 
 @pytest.mark.parametrize("label", INNER)

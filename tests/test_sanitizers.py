@@ -24,6 +24,7 @@ TESTS = (
     "test_depthwise_conv2d.py",
     "test_global_response_norm.py",
     "test_grouped_conv2d.py",
+    "test_mlp.py",
     "test_pointwise_conv2d.py",
     "test_batch_norm_act.py",
     "test_depthwise_bn_act_se.py",

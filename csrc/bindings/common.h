@@ -90,17 +90,18 @@ inline Tensor small_input(const char* name, const Tensor& t, const Tensor& x, in
   return small_input(name, t, x, count, acc_type(x));
 }
 
-// Images as x, but for the sizes behind the first. By the dispatcher, as the stable ABI has no empty() with strides; a
-// permuted contiguous one would be a view, which autograd lets nobody write to.
-inline Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w) {
+// Images as x, but for the sizes behind the first, and the type where one is given. By the dispatcher, as the stable
+// ABI has no empty() with strides; a permuted contiguous one would be a view, which autograd lets nobody write to.
+inline Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w,
+                           std::optional<ScalarType> type = std::nullopt) {
   const int64_t n = x.size(0);
-  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w});
+  if (layout == Layout::kContiguous) return torch::stable::new_empty(x, {n, channels, h, w}, type);
   using torch::stable::detail::from;
   const std::array<int64_t, 4> sizes{n, channels, h, w}, strides{h * w * channels, 1, w * channels, channels};
   std::array<StableIValue, 7> stack{from(x),
                                     from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
                                     from(torch::headeronly::IntHeaderOnlyArrayRef(strides)),
-                                    from(std::optional<ScalarType>()),
+                                    from(type),
                                     from(std::optional<torch::headeronly::Layout>()),
                                     from(std::optional<torch::stable::Device>()),
                                     from(std::optional<bool>())};

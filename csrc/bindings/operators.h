@@ -12,8 +12,6 @@ namespace fusedtrain::bindings {
 DepthwiseSizes depthwise_sizes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                                const std::vector<int64_t>& dilation);
-// A tensor [n, channels, h, w] in the layout of x.
-Tensor empty_images(const Tensor& x, Layout layout, int64_t channels, int64_t h, int64_t w);
 Tensor depthwise_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                         const std::vector<int64_t>& dilation, int64_t act);

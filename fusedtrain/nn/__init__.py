@@ -9,6 +9,7 @@ from fusedtrain.nn.global_context import GlobalContext
 from fusedtrain.nn.global_response_norm import GlobalResponseNorm, GlobalResponseNormMlp
 from fusedtrain.nn.grouped_conv2d import GroupedConv2d
 from fusedtrain.nn.linear import Linear
+from fusedtrain.nn.mlp import Mlp
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.split_attn import SplitAttn
 from fusedtrain.nn.squeeze_excite import (
@@ -40,6 +41,7 @@ __all__ = [
     "GroupedConv2d",
     "LightCbamModule",
     "Linear",
+    "Mlp",
     "PointwiseConv2d",
     "SEBlock",
     "SEModule",

@@ -25,6 +25,7 @@ from fusedtrain.nn import (
     global_response_norm,
     grouped_conv2d,
     linear,
+    mlp,
     pointwise_conv2d,
     recorded,
     split_attn,
@@ -223,6 +224,17 @@ RULES = (
         global_response_norm.GlobalResponseNormMlp,
         ("fc1", "act", "drop1", "grn", "fc2", "drop2"),
     ),
+    Rule("timm.layers.mlp.Mlp", mlp.Mlp, ("fc1", "act", "drop1", "norm", "fc2", "drop2")),
+    *(
+        Rule(stock, mlp.ConvMlp, ("fc1", "norm", "act", "drop", "fc2"))
+        for stock in ("timm.layers.mlp.ConvMlp", "timm.models.inception_next.ConvMlp")
+    ),
+    Rule(
+        "timm.models.convnext.ConvNeXtBlock",
+        mlp.ConvNeXtBlock,
+        ("conv_dw", "norm", "mlp", "shortcut", "drop_path", "use_conv_mlp"),
+    ),
+    Rule("torchvision.models.convnext.CNBlock", mlp.CNBlock, ("block", "layer_scale", "stochastic_depth")),
     Rule("timm.layers.cbam.CbamModule", cbam.CbamModule, ("channel", "spatial")),
     Rule("timm.layers.cbam.LightCbamModule", cbam.LightCbamModule, ("channel", "spatial")),
     Rule("timm.layers.cbam.ChannelAttn", cbam.ChannelAttn, ("fc1", "act", "fc2", "gate")),

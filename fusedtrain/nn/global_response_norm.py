@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fusedtrain.nn._activation import Layer, create, observed, op_name
+from fusedtrain.nn._activation import Layer, create, drops_nothing, observed, op_name
 from fusedtrain.nn._kind import kind_of
 from fusedtrain.ops import global_response_norm
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
@@ -127,13 +127,9 @@ class GlobalResponseNormMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, act, grn = self.fc1(x), op_name(self.act), self.grn
-        plain = kind_of(grn) is GlobalResponseNorm and not observed(grn) and _drops_nothing(self.drop1)
+        plain = kind_of(grn) is GlobalResponseNorm and not observed(grn) and drops_nothing(self.drop1)
         if plain and act in INPUT_ACTIVATIONS:
             x = normalised(x, grn.weight, grn.bias, grn.eps, grn.channel_dim, act)
         else:
             x = grn(self.drop1(self.act(x)))
         return self.drop2(self.fc2(x))
-
-
-def _drops_nothing(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Dropout) and layer.p == 0 and not observed(layer)

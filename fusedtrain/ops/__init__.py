@@ -13,6 +13,7 @@ from fusedtrain.ops.global_response_norm import global_response_norm
 from fusedtrain.ops.grad_norm import grad_norm
 from fusedtrain.ops.grouped_conv2d import grouped_conv2d
 from fusedtrain.ops.linear import linear
+from fusedtrain.ops.mlp import mlp
 from fusedtrain.ops.optimizer_step import optimizer_step_
 from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
 from fusedtrain.ops.squeeze_excite import squeeze_excite
@@ -27,6 +28,7 @@ __all__ = [
     "grad_norm",
     "grouped_conv2d",
     "linear",
+    "mlp",
     "optimizer_step_",
     "pointwise_conv2d",
     "squeeze_excite",

@@ -68,6 +68,10 @@ SCHEMAS = {
     " -> Tensor dw",
     "grouped_conv2d_dx": "(Tensor dy, Tensor weight, int h, int w, int[] stride, int[] padding, int[] dilation,"
     " int groups) -> Tensor dx",
+    "mlp_act": "(Tensor h, int act) -> Tensor g",
+    "mlp_act_backward_": "(Tensor(a!) dg, Tensor h, int act, bool need_g) -> (Tensor g, Tensor db)",
+    "mlp_scale": "(Tensor z, Tensor scale, Tensor? residual, bool wide) -> Tensor y",
+    "mlp_scale_backward": "(Tensor dy, Tensor z, Tensor scale) -> (Tensor dz, Tensor dscale, Tensor db)",
     "pointwise_conv2d": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
     "pointwise_conv2d_contiguous": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor y",
     "pointwise_conv2d_by_library": "(Tensor x, Tensor weight, Tensor? bias, int[] stride) -> Tensor y",
@@ -114,7 +118,9 @@ UNTRACED = {
     "optimizer_step_table_": f"(Tensor table, Tensor like, {_STEP}, {_NARROW}) -> ()",
 }
 
-CPU_ONLY = ("global_response_norm", "grouped_conv2d", "pointwise_conv2d")  # ops that stock PyTorch runs on a GPU
+# Ops that stock PyTorch runs on a GPU, and those all of whose operators have longer names.
+CPU_ONLY = ("global_response_norm", "grouped_conv2d", "mlp", "pointwise_conv2d")
+_FAMILIES = ("mlp",)
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -123,7 +129,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 @functools.cache
 def stem(name: str) -> str:
     """Returns the op that operator ``name`` is a part of: the one whose name it continues."""
-    return min((op for op in SCHEMAS if f"{name}_".startswith(f"{op.removesuffix('_')}_")), key=len).removesuffix("_")
+    ops = (op for op in (*SCHEMAS, *_FAMILIES) if f"{name}_".startswith(f"{op.removesuffix('_')}_"))
+    return min(ops, key=len).removesuffix("_")
 
 
 def _triton_launcher(name: str):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedtrain.backend import Impl, register, runs_whole, select
+from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
 from fusedtrain.ops._windows import padded_first
 from fusedtrain.ops.batch_norm_act import (
@@ -40,9 +40,10 @@ from fusedtrain.ops.depthwise_conv2d import _fake as _fake_convolved
 from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
 from fusedtrain.ops.depthwise_conv2d import _geometry, choose, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
-from fusedtrain.ops.pointwise_conv2d import IMPLS as PROJECTION_IMPLS
 from fusedtrain.ops.pointwise_conv2d import _product
-from fusedtrain.ops.pointwise_conv2d import reference_backward as projection_backward
+from fusedtrain.ops.pointwise_conv2d import choose as choose_projection
+from fusedtrain.ops.pointwise_conv2d import gradients as projection_gradients
+from fusedtrain.ops.pointwise_conv2d import run as run_projection
 from fusedtrain.ops.squeeze_excite import _check_weights as _check_gate
 from fusedtrain.ops.squeeze_excite import _dense_weights, _weight_dtype, squeeze_excite
 from fusedtrain.ops.squeeze_excite import reference as gate_reference
@@ -313,18 +314,15 @@ class _Projection(torch.autograd.Function):
         ctx.kinds = None, weight.dtype, None if bias is None else bias.dtype
         weight, bias = (weight, bias) if cast is None else cast
         ctx.save_for_backward(weight, *kept)
-        impl = select("pointwise_conv2d", PROJECTION_IMPLS, y, weight, bias, [1, 1])
-        stock = impl.backward is None
-        ctx.again, ctx.run_backward = again, projection_backward if stock else impl.backward
-        ctx.options = ([1, 1],) if stock else ([1, 1], runs_whole(impl, y, weight, bias, [1, 1]))
-        return _common.owned(impl.forward(y, weight, bias, *ctx.options))
+        ctx.again, ctx.plan = again, choose_projection(y, weight, bias, [1, 1])
+        return _common.owned(run_projection(y, weight, bias, [1, 1], ctx.plan))
 
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
         y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
-        grads = ctx.run_backward(_common.dense_like(dout, y), y, weight, *ctx.options, needed)
+        grads = projection_gradients(dout, y, weight, [1, 1], ctx.plan, needed)
         return *_of_the_weights(ctx, grads, needed), None, None, *(None,) * len(kept)
 
 

@@ -103,6 +103,27 @@ IMPLS = register(
 )
 
 
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel runs, and not stock PyTorch."""
+    if is_automatic() and _slower(x, weight):
+        return False  # as select() would say, which takes as long as a small product
+    impl = select("linear", IMPLS, x, weight, bias)
+    return impl.backward is not None and x.numel() > 0 and weight.shape[0] > 0
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: bool) -> Tensor:
+    """The product, which autograd does not see, as :func:`choose` has chosen."""
+    return (_forward if kernel else reference)(x, weight, bias)
+
+
+def gradients(dy: Tensor, x: Tensor, weight: Tensor, kernel: bool, need) -> tuple[Tensor | None, ...]:
+    """Its gradients, from rows ``[R, D]`` and ``[R, C]``: of x, weight and bias."""
+    if kernel:
+        return _backward(dy, x, weight, need)
+    dw = _common.strided_like(dy.t() @ x, weight) if need[1] else None
+    return dy @ weight if need[0] else None, dw, dy.sum(0) if need[2] else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -161,9 +182,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_x(x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
-    if is_automatic() and _slower(x, weight):
-        return reference(x, weight, bias)  # as select() would say, which takes as long as a small product
-    impl = select("linear", IMPLS, x, weight, bias)
-    if impl.backward is None or x.numel() == 0 or weight.shape[0] == 0:
+    if not choose(x, weight, bias):
         return reference(x, weight, bias)
     return (_Linear.apply if _common.needs_autograd(x, weight, bias) else _forward)(x, weight, bias)

@@ -317,7 +317,7 @@ def _arguments(
 
 
 @remembered
-def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> _rules.Plan | None:
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> _rules.Plan | None:
     """What runs; None: all of it stock PyTorch."""
     impl = select("pointwise_conv2d", IMPLS, x, weight, bias, stride)
     if impl.backward is None or x.numel() == 0:
@@ -325,10 +325,27 @@ def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
     return _rules.plan(_common.dense(x), weight, stride, runs_whole(impl, x, weight, bias, stride))
 
 
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], plan: _rules.Plan | None) -> Tensor:
+    """The convolution of dense x, which autograd does not see, as :func:`choose` has chosen."""
+    if plan is None:
+        return reference(x, weight, bias, stride)
+    return _common.in_format_of(_forward(x, weight, bias, stride, plan), x)
+
+
+def gradients(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], plan: _rules.Plan | None, need) -> tuple:
+    """Its gradients: of x, weight and bias."""
+    dy = _common.dense_like(dy, x)
+    return (
+        reference_backward(dy, x, weight, stride, need)
+        if plan is None
+        else _backward(dy, x, weight, stride, plan, need)
+    )
+
+
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool = False
 ) -> tuple[Tensor, tuple | None]:
-    plan = _choose(x, weight, bias, stride)
+    plan = choose(x, weight, bias, stride)
     if plan is None:
         return reference(x, weight, bias, stride), None
     x, recording = _common.dense(x), _common.needs_autograd(x, weight, bias)

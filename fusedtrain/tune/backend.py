@@ -24,6 +24,7 @@ OPS = (
     "global_response_norm",
     "grouped_conv2d",
     "linear",
+    "mlp",
     "pointwise_conv2d",
 )
 ROUNDS = 9  # in which the backends take turns

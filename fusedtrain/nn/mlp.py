@@ -1,0 +1,170 @@
+"""Two layers with an activation between them, Linear or 1x1 convolutions, and the blocks of ConvNeXt."""
+
+import torch
+from torch import Tensor, nn
+
+from fusedtrain.nn._activation import Layer, create, drops_nothing, observed, op_name
+from fusedtrain.nn._kind import kind_of
+from fusedtrain.nn._layout import laid_out_as
+from fusedtrain.nn.linear import Linear
+from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d, is_pointwise
+from fusedtrain.ops import mlp
+from fusedtrain.ops._codes import INPUT_ACTIVATIONS
+
+torch.fx.wrap("mlp")  # recorded as a single node
+torch.fx.wrap("laid_out_as")
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return kind_of(layer) in (nn.Linear, Linear)
+
+
+def _is_convolution(layer: nn.Module) -> bool:
+    return kind_of(layer) in (nn.Conv2d, PointwiseConv2d) and is_pointwise(layer) and layer.stride == (1, 1)
+
+
+def _runs_as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module) -> bool:
+    """Whether nobody has to see the calls of these layers, and the op has them."""
+    alike = any(is_one(fc1) and is_one(fc2) for is_one in (_is_linear, _is_convolution))
+    return alike and not observed(fc1) and not observed(fc2) and op_name(act) in INPUT_ACTIVATIONS
+
+
+def _as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module, x: Tensor, **end: Tensor | None) -> Tensor:
+    x = x if _is_linear(fc1) else laid_out_as(fc1.weight, x)
+    return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, act=op_name(act), **end)
+
+
+class Mlp(nn.Module):
+    r"""Two layers with an activation between them, in the place of timm's ``Mlp``.
+
+    .. math:: y = W_2\, \mathrm{norm}(\phi(W_1 x + b_1)) + b_2
+
+    Args:
+        in_features: of x.
+        hidden_features: between the layers, default ``in_features``.
+        out_features: of the output, default ``in_features``.
+        act_layer: :math:`\phi`, a module class or a name such as "gelu".
+        norm_layer: a module class, or None for no normalisation.
+        bias: whether the layers have one, for both or for each.
+        drop: the probability of dropping a number, behind the activation and at the end, or for each.
+        use_conv: whether x is images ``[N, C, H, W]`` and the layers are 1x1 convolutions, rather than ``[..., C]`` and
+            Linear layers.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Returns:
+        x with ``out_features`` in the place of C. state_dict: ``fc1.*``, ``norm.*``, ``fc2.*``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`fusedtrain.ops.mlp`.
+
+    Cost: layers without dropout and normalisation between them, and with an activation that the op has, are
+        :func:`fusedtrain.ops.mlp`, which keeps the input of the activation for backward, and not its result.
+    Numerics: those of :func:`fusedtrain.ops.mlp`.
+    Source: ``timm.layers.mlp.Mlp``
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        act_layer: Layer = nn.GELU,
+        norm_layer: type[nn.Module] | None = None,
+        bias: bool | tuple[bool, bool] = True,
+        drop: float | tuple[float, float] = 0.0,
+        use_conv: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        hidden_features, out_features = hidden_features or in_features, out_features or in_features
+        biases = bias if isinstance(bias, tuple) else (bias, bias)
+        drops = drop if isinstance(drop, tuple) else (drop, drop)
+        options = {"device": device, "dtype": dtype}
+
+        def layer(c: int, d: int, bias: bool) -> nn.Module:
+            return nn.Conv2d(c, d, 1, bias=bias, **options) if use_conv else nn.Linear(c, d, bias=bias, **options)
+
+        self.fc1 = layer(in_features, hidden_features, biases[0])
+        self.act = create(act_layer)
+        self.drop1 = nn.Dropout(drops[0])
+        self.norm = nn.Identity() if norm_layer is None else norm_layer(hidden_features, **options)
+        self.fc2 = layer(hidden_features, out_features, biases[1])
+        self.drop2 = nn.Dropout(drops[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _drops_at_the_end(self):
+            x = _as_one(self.fc1, self.act, self.fc2, x)
+        else:
+            x = self.fc2(self.norm(self.drop1(self.act(self.fc1(x)))))
+        return self.drop2(x)
+
+
+def _drops_at_the_end(layer: Mlp) -> bool:
+    """Whether a layer is the op and its last dropout."""
+    return _drops_nothing_between(layer.norm, layer.drop1) and _runs_as_one(layer.fc1, layer.act, layer.fc2)
+
+
+def _drops_nothing_between(norm: nn.Module, drop: nn.Module) -> bool:
+    return type(norm) is nn.Identity and drops_nothing(norm) and drops_nothing(drop)
+
+
+# --- layers and blocks of timm and torchvision: made by fuse() only, with the attributes of the stock class -----------
+
+
+class ConvMlp(nn.Module):
+    """timm's ``ConvMlp`` as one op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _drops_nothing_between(self.norm, self.drop) and _runs_as_one(self.fc1, self.act, self.fc2):
+            return _as_one(self.fc1, self.act, self.fc2, x)
+        return self.fc2(self.drop(self.act(self.norm(self.fc1(x)))))
+
+
+class ConvNeXtBlock(nn.Module):
+    """timm's ``ConvNeXtBlock`` with all behind its normalisation as one op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers, shortcut, in_rows = self.mlp, self.shortcut(x), not self.use_conv_mlp
+        x = self.conv_dw(x)
+        x = self.norm(x.permute(0, 2, 3, 1) if in_rows else x)
+        known = kind_of(layers) is Mlp and not observed(layers) and drops_nothing(layers.drop2)
+        if known and _drops_at_the_end(layers):
+            return _end((layers.fc1, layers.act, layers.fc2), x, self.gamma, self.drop_path, shortcut, in_rows)
+        x = _to_images(layers(x), in_rows)
+        if self.gamma is not None:
+            x = x.mul(self.gamma.reshape(1, -1, 1, 1))
+        return self.drop_path(x) + shortcut
+
+
+class CNBlock(nn.Module):
+    """torchvision's ``CNBlock`` of ConvNeXt with all behind its normalisation as one op."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self.block)
+        if _is_convnext(self.block, layers):
+            x = layers[2](layers[0](input).permute(0, 2, 3, 1))
+            return _end(layers[3:6], x, self.layer_scale.flatten(), self.stochastic_depth, input, in_rows=True)
+        return self.stochastic_depth(self.layer_scale * self.block(input)) + input
+
+
+def _to_images(x: Tensor, in_rows: bool) -> Tensor:
+    return x.permute(0, 3, 1, 2) if in_rows else x
+
+
+def _end(layers, x: Tensor, scale: Tensor | None, drop_path: nn.Module, shortcut: Tensor, in_rows: bool) -> Tensor:
+    """The end of a block: two layers over images, ``[N, H, W, C]`` where they are rows, layer scale, stochastic depth
+    and the residual."""
+    if drops_nothing(drop_path):
+        residual = shortcut.permute(0, 2, 3, 1) if in_rows else shortcut
+        return _to_images(_as_one(*layers, x, scale=scale, residual=residual), in_rows)
+    return drop_path(_to_images(_as_one(*layers, x, scale=scale), in_rows)) + shortcut
+
+
+def _is_convnext(block: nn.Module, layers: list[nn.Module]) -> bool:
+    if observed(block) or len(layers) != 7 or not _runs_as_one(*layers[3:6]):
+        return False
+    permutes = layers[1], layers[6]
+    known = all(type(layer).__name__ == "Permute" and not observed(layer) for layer in permutes)
+    return known and [layer.dims for layer in permutes] == [[0, 2, 3, 1], [0, 3, 1, 2]]
