@@ -89,6 +89,7 @@ ATTENTION = {
 ATTENTION |= {"CbamModule", "LightCbamModule", "GatherExcite", "GlobalContext", "SplitAttn", "SqueezeExcitation"}
 ATTENTION |= {"ChannelAttn", "LightChannelAttn", "SpatialAttn", "LightSpatialAttn"}
 RESPONSE_NORMS = ("GlobalResponseNorm", "GlobalResponseNormMlp")
+MLPS = ("layers.mlp.Mlp", "layers.mlp.ConvMlp", "models.inception_next.ConvMlp", "models.convnext.ConvNeXtBlock")
 # The blocks whose inner layers of these names are one op, where they are depthwise convolution and normalisation.
 MIDDLES = {
     "DepthwiseSeparableConv": ("conv_dw", "bn1"),
@@ -151,8 +152,9 @@ def is_candidate(module):
         return any(is_norm_act(*pair) or (is_middle(*pair) and not is_pointwise(pair[0])) for pair in pairs)
     if isinstance(module, nn.Conv2d):
         return module.groups == module.in_channels > 1
-    is_norm = isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or type(module).__name__ in RESPONSE_NORMS
-    return is_norm or type(module).__name__ in ATTENTION
+    kind = type(module).__name__
+    is_norm = isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or kind in RESPONSE_NORMS
+    return is_norm or kind in ATTENTION or f"{type(module).__module__}.{kind}".removeprefix("timm.") in MLPS
 
 
 def is_pointwise(module):

@@ -67,6 +67,7 @@ def _sum_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, object]:
     """A product, and what has run it."""
     if _is_images(weight):
+        x = _common.dense(x)  # as it is but under vmap, whose images have no memory format
         plan = _choose_images(x, weight, bias, [1, 1])
         return _run_images(x, weight, bias, [1, 1], plan), plan
     kernel = _choose_rows(x, weight, bias)
