@@ -12,6 +12,7 @@ from torch import nn
 import fusedtrain
 from fusedtrain.nn import Mlp
 from fusedtrain.nn.mlp import CNBlock, ConvMlp, ConvNeXtBlock
+from fusedtrain.nn.recorded import Recorded
 from fusedtrain.ops import _codes, mlp
 from fusedtrain.ops.mlp import reference
 
@@ -473,6 +474,93 @@ def test_convolutions_with_a_norm_between_them_run_one_by_one(device, backend, z
         assert isinstance(ours, ConvMlp)
         draws = [harness.images((2, 6, 7, 9), "channels_last", device=device, seed=seed) for seed in range(4)]
         harness.assert_module_as_good_as_torch(ours, stock, draws)
+
+
+# --- layers of other classes, found by torch.fx -----------------------------------------------------------------------
+
+
+class HandWritten(nn.Module):
+    """A block as networks write it."""
+
+    def __init__(self, c=6, k=24, drop=0.0, act=None, images=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(c) if not images else nn.GroupNorm(1, c)
+        self.first = nn.Conv2d(c, k, 1) if images else nn.Linear(c, k)
+        self.act, self.drop = act, nn.Dropout(drop)
+        self.second = nn.Conv2d(k, c, 1) if images else nn.Linear(k, c)
+
+    def between(self, x):
+        return self.drop(nn.functional.gelu(x) if self.act is None else self.act(x))
+
+    def forward(self, x):
+        return x + self.second(self.between(self.first(self.norm(x))))
+
+
+class KeepsTheHidden(HandWritten):
+    def forward(self, x):
+        hidden = self.first(x)
+        return x + self.second(self.between(hidden)) * hidden.mean()
+
+
+def hidden_bytes(block, x, k=24) -> float:
+    """What is kept for backward beside x, in tensors as large as what stands between the layers."""
+    return harness.extra_saved_bytes(block, x.requires_grad_()) / (x.numel() // 6 * k * 4)
+
+
+HAND_WRITTEN = {
+    "a function": {},
+    "silu": {"act": nn.SiLU()},
+    "convolutions": {"images": True},
+    "dropout": {"drop": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", HAND_WRITTEN)
+def test_blocks_of_other_classes_become_the_op(device, kernels, case):
+    stock = drawn(HandWritten(**HAND_WRITTEN[case])).to(device)
+    ours, shape = fused(stock), (2, 6, 33, 31) if "images" in HAND_WRITTEN[case] else (2, 1000, 6)
+    assert isinstance(ours, Recorded)
+    dropped, x = "drop" in HAND_WRITTEN[case], harness.normal(*shape, device=device)
+    assert (hidden_bytes(ours, x) < hidden_bytes(stock, x) - 0.9) != dropped
+    if dropped:
+        stock.eval(), ours.eval()
+        assert hidden_bytes(ours, x) < hidden_bytes(stock, x) - 0.9
+    draws = [harness.normal(*shape, device=device, seed=seed) for seed in range(2)]
+    harness.assert_module_as_good_as_torch(ours, stock, draws)
+
+
+@pytest.mark.parametrize(
+    "stock",
+    [KeepsTheHidden(), HandWritten(k=6), HandWritten(act=nn.Tanh()), HandWritten(act=nn.GELU(approximate="tanh"))],
+    ids=["another user", "no wider", "another activation", "gelu by tanh"],
+)
+def test_blocks_that_are_something_else_stay(device, stock):
+    assert type(fused(stock)) is type(stock)
+
+
+def test_what_is_changed_in_such_a_block_counts(device, kernels):
+    stock = drawn(HandWritten(act=nn.GELU())).to(device)
+    ours, x, seen = fused(stock), harness.normal(2, 1000, 6, device=device), []
+    ours.first.register_forward_hook(lambda *_: seen.append("first"))
+    ours(x)
+    assert seen == ["first"]
+    for block in (stock, ours):
+        block.second = drawn(nn.Sequential(nn.Linear(24, 6), nn.Tanh())).to(device)
+        block.drop.p = 0.5
+        block.eval()
+    assert torch.equal(ours(x), stock(x))
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("layers", [[24, 6], [24], [24, 24, 6]])
+def test_torchvisions_layers_are_as_good_as_stock(device, backend, layers, drop, zoo):
+    from torchvision.ops.misc import MLP as Stock
+
+    stock = drawn(Stock(6, layers, activation_layer=nn.GELU, inplace=None, dropout=drop)).to(device).eval()
+    ours = fused(stock)
+    assert (type(ours).__bases__[-1] is Stock) == (len(layers) > 1)
+    draws = [harness.normal(2, 5, 6, device=device, seed=seed) for seed in range(4)]
+    harness.assert_module_as_good_as_torch(ours, stock, draws)
 
 
 @pytest.mark.parametrize(

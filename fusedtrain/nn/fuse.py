@@ -229,6 +229,10 @@ RULES = (
         Rule(stock, mlp.ConvMlp, ("fc1", "norm", "act", "drop", "fc2"))
         for stock in ("timm.layers.mlp.ConvMlp", "timm.models.inception_next.ConvMlp")
     ),
+    *(
+        Rule(stock, mlp.MLP, applies=lambda module: len(module) >= 4 and mlp.are_alike(module[0], module[3]))
+        for stock in ("torchvision.ops.misc.MLP", "torchvision.models.vision_transformer.MLPBlock")
+    ),
     Rule(
         "timm.models.convnext.ConvNeXtBlock",
         mlp.ConvNeXtBlock,

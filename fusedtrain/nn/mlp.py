@@ -1,5 +1,7 @@
 """Two layers with an activation between them, Linear or 1x1 convolutions, and the blocks of ConvNeXt."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -15,23 +17,37 @@ torch.fx.wrap("mlp")  # recorded as a single node
 torch.fx.wrap("laid_out_as")
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    return kind_of(layer) in (nn.Linear, Linear)
+def _is_linear(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
+    return kind(layer) in (nn.Linear, Linear)
 
 
-def _is_convolution(layer: nn.Module) -> bool:
-    return kind_of(layer) in (nn.Conv2d, PointwiseConv2d) and is_pointwise(layer) and layer.stride == (1, 1)
+def _is_convolution(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
+    return kind(layer) in (nn.Conv2d, PointwiseConv2d) and is_pointwise(layer) and layer.stride == (1, 1)
+
+
+def are_alike(fc1: nn.Module, fc2: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
+    """Whether both layers are Linear, or both 1x1 convolutions; ``kind`` tells the class of a layer."""
+    return any(is_one(fc1, kind) and is_one(fc2, kind) for is_one in (_is_linear, _is_convolution))
 
 
 def _runs_as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module) -> bool:
     """Whether nobody has to see the calls of these layers, and the op has them."""
-    alike = any(is_one(fc1) and is_one(fc2) for is_one in (_is_linear, _is_convolution))
-    return alike and not observed(fc1) and not observed(fc2) and op_name(act) in INPUT_ACTIVATIONS
+    return are_alike(fc1, fc2) and not observed(fc1) and not observed(fc2) and op_name(act) in INPUT_ACTIVATIONS
 
 
 def _as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module, x: Tensor, **end: Tensor | None) -> Tensor:
     x = x if _is_linear(fc1) else laid_out_as(fc1.weight, x)
     return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, act=op_name(act), **end)
+
+
+def in_turn(x: Tensor, fc1: nn.Module, act: nn.Module, between: Sequence[nn.Module], fc2: nn.Module) -> Tensor:
+    """These layers of x, one after another, as one op where ``between`` drops nothing."""
+    if all(map(drops_nothing, between)) and _runs_as_one(fc1, act, fc2):
+        return _as_one(fc1, act, fc2, x)
+    x = act(fc1(x))
+    for layer in between:
+        x = layer(x)
+    return fc2(x)
 
 
 class Mlp(nn.Module):
@@ -94,20 +110,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drops[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        if _drops_at_the_end(self):
-            x = _as_one(self.fc1, self.act, self.fc2, x)
-        else:
-            x = self.fc2(self.norm(self.drop1(self.act(self.fc1(x)))))
-        return self.drop2(x)
-
-
-def _drops_at_the_end(layer: Mlp) -> bool:
-    """Whether a layer is the op and its last dropout."""
-    return _drops_nothing_between(layer.norm, layer.drop1) and _runs_as_one(layer.fc1, layer.act, layer.fc2)
-
-
-def _drops_nothing_between(norm: nn.Module, drop: nn.Module) -> bool:
-    return type(norm) is nn.Identity and drops_nothing(norm) and drops_nothing(drop)
+        return self.drop2(in_turn(x, self.fc1, self.act, (self.drop1, self.norm), self.fc2))
 
 
 # --- layers and blocks of timm and torchvision: made by fuse() only, with the attributes of the stock class -----------
@@ -117,9 +120,22 @@ class ConvMlp(nn.Module):
     """timm's ``ConvMlp`` as one op."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _drops_nothing_between(self.norm, self.drop) and _runs_as_one(self.fc1, self.act, self.fc2):
-            return _as_one(self.fc1, self.act, self.fc2, x)
+        if drops_nothing(self.norm):
+            return in_turn(x, self.fc1, self.act, (self.drop,), self.fc2)
         return self.fc2(self.drop(self.act(self.norm(self.fc1(x)))))
+
+
+class MLP(nn.Sequential):
+    """torchvision's ``MLP`` of two layers, as in its Swin and vision transformers, as one op."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self)
+        if len(layers) < 4 or not _runs_as_one(layers[0], layers[1], layers[3]):
+            return super().forward(input)
+        x = in_turn(input, *layers[:2], layers[2:3], layers[3])
+        for layer in layers[4:]:
+            x = layer(x)
+        return x
 
 
 class ConvNeXtBlock(nn.Module):
@@ -129,13 +145,17 @@ class ConvNeXtBlock(nn.Module):
         layers, shortcut, in_rows = self.mlp, self.shortcut(x), not self.use_conv_mlp
         x = self.conv_dw(x)
         x = self.norm(x.permute(0, 2, 3, 1) if in_rows else x)
-        known = kind_of(layers) is Mlp and not observed(layers) and drops_nothing(layers.drop2)
-        if known and _drops_at_the_end(layers):
+        if kind_of(layers) is Mlp and not observed(layers) and _is_plain(layers):
             return _end((layers.fc1, layers.act, layers.fc2), x, self.gamma, self.drop_path, shortcut, in_rows)
         x = _to_images(layers(x), in_rows)
         if self.gamma is not None:
             x = x.mul(self.gamma.reshape(1, -1, 1, 1))
         return self.drop_path(x) + shortcut
+
+
+def _is_plain(layer: Mlp) -> bool:
+    drops = (layer.drop1, layer.norm, layer.drop2)
+    return all(map(drops_nothing, drops)) and _runs_as_one(layer.fc1, layer.act, layer.fc2)
 
 
 class CNBlock(nn.Module):

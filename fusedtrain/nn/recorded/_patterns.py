@@ -25,6 +25,7 @@ from fusedtrain.nn.depthwise_bn_act_se import (
     is_projection,
     middle,
 )
+from fusedtrain.nn.mlp import are_alike, in_turn
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.recorded._origin import is_unknown
 from fusedtrain.nn.recorded._tracing import IN_PLACE, Kind
@@ -90,7 +91,7 @@ class Pattern:
         for node in list(self.graph.nodes):
             self.name_activation(node)
         saved = 0
-        for pattern in (self.chain, self.normalisation, self.gate):
+        for pattern in (self.chain, self.normalisation, self.gate, self.two_layers):
             saved += sum(pattern(node) for node in list(self.graph.nodes) if node not in self.gone)
         self.graph.lint()
         return saved
@@ -322,7 +323,7 @@ class Pattern:
             layer, kind = self.block.get_submodule(node.target), self.kind_of(node)
             new = isinstance(layer, (nn.Conv2d, nn.Linear)) or kind in NORMS or op_name(layer) not in (None, "identity")
             return new and not getattr(layer, "inplace", False)
-        if node.target in (middle, add, gated):
+        if node.target in (middle, add, gated, in_turn):
             return True
         return node.target in _MAKES and "out" not in node.kwargs
 
@@ -351,6 +352,27 @@ class Pattern:
             return self.graph.call_function(middle, (*arguments, None if project is None else self.layer(project)))
 
         return self.replace(nodes, call)
+
+    def two_layers(self, first: fx.Node) -> int:
+        """Two Linear layers or 1x1 convolutions, the first of which widens, with an activation and dropout between."""
+        act = self.next(first)
+        nodes = [first, act]
+        while isinstance(self.module(nodes[-1] and self.next(nodes[-1])), (nn.Dropout, nn.Identity)):
+            nodes.append(self.next(nodes[-1]))
+        second = nodes[-1] and self.next(nodes[-1])
+        fc1, fc2 = self.module(first), self.module(second)
+        if None in (fc1, fc2) or not are_alike(fc1, fc2, self.kind) or fc1.weight.shape[0] <= fc1.weight.shape[1]:
+            return 0
+        if self.activation(act) not in INPUT_ACTIVATIONS or self.is_changed_within([*nodes, second]):
+            return 0
+
+        def call() -> fx.Node:
+            between = tuple(map(self.layer, nodes[2:]))
+            return self.graph.call_function(
+                in_turn, (first.args[0], self.layer(first), self.layer(act), between, self.layer(second))
+            )
+
+        return self.replace([*nodes, second], call)
 
     def gate_behind(self, last: fx.Node) -> tuple[fx.Node | tuple[fx.Node, ...] | None, list[fx.Node]]:
         """The gate that takes ``last``, and nobody else does: a layer, or the nodes of one; and all its nodes."""
