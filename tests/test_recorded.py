@@ -1470,6 +1470,28 @@ def test_a_block_of_a_zoo_that_a_forward_reads_of_is_fused_too(zoo, calls):
             assert calls == made
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_pairs_of_a_zoo_take_in_the_activation_behind_them(hooked, zoo, calls):
+    """RepViT's layers are a convolution and its norm each, with an activation that the block calls."""
+    from timm.models.repvit import RepVitMlp
+
+    def block_of(c):
+        block = RepVitMlp(c, 2 * c, nn.GELU)
+        nn.init.ones_(block.conv2.bn.weight)
+        if hooked:
+            block.conv1.register_forward_hook(lambda *_: None)
+        return block
+
+    block, stock, report = fused(block_of)
+    assert by_hand(report) == (["conv2", "conv1"] if hooked else [""])
+    x = harness.images((2, 16, 9, 9))
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(block(x), stock(x), truth, "RepVitMlp")
+    assert calls == ([] if hooked else ["norm"])
+    fusedtrain.unfuse(block)
+    assert [type(m) for m in block.modules()] == [type(m) for m in stock.modules()]
+
+
 def test_blocks_with_large_containers_stay():
     class Named(ConvNormAct):
         def __init__(self, c):

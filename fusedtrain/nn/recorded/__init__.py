@@ -98,17 +98,19 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
             continue
         holds_blocks = any(child in blocks for child in module.children())
         is_block = is_of_a_zoo(kind(module)) and not holds_blocks and _may_be_a_block(module, kind)
-        if is_block or holds_blocks or kind(module) in BLOCKS or isinstance(module, Recorded):
+        part = is_block and is_sequence(module) and len(module) == 2  # convolution and norm, of what holds them
+        if (is_block and not part) or holds_blocks or kind(module) in BLOCKS or isinstance(module, Recorded):
             blocks.add(module)
         if "forward" in vars(module) or parametrize.is_parametrized(module):
             continue
-        if is_of_a_zoo(kind(module)):
-            if is_block and not leave(path):
-                result = record(module, kind)
-                if isinstance(result, Recording) and result.saved:
-                    found[path] = result
-            continue
         inner = saved[module] = sum(saved.get(child, 0) for child in module._modules.values())
+        if is_of_a_zoo(kind(module)):
+            result = record(module, kind) if is_block and not leave(path) else None
+            gains = isinstance(result, Recording) and result.saved > inner
+            saved[module] = result.saved if gains and is_sequence(module) else 0  # others are called, not inlined
+            if gains:
+                _take_in(found, path, result, module, kind)
+            continue
         layers = [m for m in module.modules() if m is not module]
         if not is_inlined(module, kind) or not any(map(is_unknown, (module, *layers))):
             continue
@@ -121,12 +123,17 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         elif result.saved > inner:
             saved[module] = result.saved
             if not leave(path):
-                for inner in result.seen:
-                    inlined = module.get_submodule(inner)
-                    if is_inlined(inlined, kind) and not observed(inlined):
-                        found.pop(f"{path}.{inner}".strip("."), None)
-                found[path] = result
+                _take_in(found, path, result, module, kind)
     return found
+
+
+def _take_in(found: dict, path: str, recording: Recording, module: nn.Module, kind: Kind) -> None:
+    """Puts what was recorded of ``module`` in the place of what was found in the modules inlined there."""
+    for inner in recording.seen:
+        inlined = module.get_submodule(inner)
+        if is_inlined(inlined, kind) and not observed(inlined):
+            found.pop(f"{path}.{inner}".strip("."), None)
+    found[path] = recording
 
 
 def _may_hold_a_pattern(layers: list[nn.Module], kind: Kind) -> bool:

@@ -234,8 +234,4 @@ def _is_read(value, kind: type) -> bool:
 
 def is_sequence(module: nn.Module) -> bool:
     """Whether all that ``module`` does is to call its children one after another."""
-    return kind_of(module) in _SEQUENCES or f"{type(module).__module__}.{type(module).__qualname__}" == _SEQUENCE
-
-
-_SEQUENCES = (nn.Sequential, Sequential, Conv2dNormActivation)
-_SEQUENCE = "torchvision.ops.misc.Conv2dNormActivation"
+    return type(module).forward is nn.Sequential.forward or kind_of(module) in (Sequential, Conv2dNormActivation)
