@@ -433,9 +433,9 @@ def fuse(model: nn.Module, dry_run: bool = False) -> Report:
     Candidates are the channel attention layers of timm and torchvision, batch normalisation (with timm's activation
     behind it, and over processes), global response normalisation, depthwise, grouped and 1x1 convolutions, Linear
     layers of networks that convolve, and the blocks in which these follow each other: timm's inverted residual and
-    separable blocks and its ConvNormAct, any Sequential, as torchvision's are, and all other blocks of timm and
-    torchvision, such as those of ResNet, and blocks and gates of your own classes, which torch.fx looks into
-    (:mod:`fusedtrain.nn.recorded`).
+    separable blocks and its ConvNormAct, the blocks of ConvNeXt, two layers with an activation between them, any
+    Sequential, as torchvision's are, and all other blocks of timm and torchvision, such as those of ResNet, and blocks
+    and gates of your own classes, which torch.fx looks into (:mod:`fusedtrain.nn.recorded`).
     A layer stays, with the reason in the report, when its class is derived from a known one (of torch's layers: with
     more than another constructor), its forward was replaced, it is parametrized, quantised, sharded, compiled, or
     inside a wrapped part of the model.
