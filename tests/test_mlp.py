@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import fusedtrain
+from fusedtrain import _extension
+from fusedtrain import backend as backends
 from fusedtrain.nn import Mlp
 from fusedtrain.nn.mlp import CNBlock, ConvMlp, ConvNeXtBlock
 from fusedtrain.nn.recorded import Recorded
 from fusedtrain.ops import _codes, mlp
-from fusedtrain.ops.mlp import reference
+from fusedtrain.ops.mlp import IMPLS, reference
 
 ACT, ACT_BACKWARD = torch.ops.fusedtrain.mlp_act.default, torch.ops.fusedtrain.mlp_act_backward_.default
 SCALE, SCALE_BACKWARD = torch.ops.fusedtrain.mlp_scale.default, torch.ops.fusedtrain.mlp_scale_backward.default
@@ -284,6 +286,19 @@ def test_more_than_2_to_the_31_elements(device, kernels):
     x = harness.normal(1000, dtype=torch.bfloat16, device=device).repeat((1 << 25) // 1000 + 1)[:, None]
     w1, w2 = (harness.normal(*shape, dtype=torch.bfloat16, device=device) for shape in ((64, 1), (2, 64)))
     assert torch.equal(mlp(x, w1, None, w2, None)[-1000:], mlp(x[-1000:], w1, None, w2, None))
+
+
+@pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
+@pytest.mark.parametrize("kind", ["rows", "channels_last"])
+def test_stock_runs_what_is_small_and_more_without_gradients(kind):
+    def chosen(elements, recording):
+        x = rows((elements // 20, 13), torch.float32, "cpu")
+        x = x if kind == "rows" else x.t().reshape(1, 13, -1, 1).contiguous(memory_format=torch.channels_last)
+        inputs = [t if t is None else t.requires_grad_(recording) for t in make(x=x, k=20, end="nothing").values()]
+        return backends.select("mlp", IMPLS, *inputs, 0)
+
+    for small, recording in ((500_000, True), (2_000_000, False)):
+        assert chosen(small, recording) is IMPLS["cpu"] and chosen(small - 20, recording) is IMPLS["reference"]
 
 
 @pytest.mark.parametrize(

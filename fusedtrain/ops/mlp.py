@@ -129,13 +129,17 @@ def _why_not(x: Tensor, w1: Tensor, b1, w2: Tensor, b2, scale=None, residual=Non
     return reason
 
 
-_SMALL = 200_000  # elements of h: up to here the calls cost more than what the kernels may gain
+# Elements of h: up to here the calls cost more than what the kernels may gain, which without gradients is less
+# (benchmarks/LOG.md, 2026-11-30).
+_SMALL, _SMALL_FORWARD = 500_000, 2_000_000
 
 
-def _slower(x: Tensor, w1: Tensor, *_) -> str | None:
-    rows = x.numel() // max(1, w1.shape[1])
-    if _common.is_less(rows * w1.shape[0], _SMALL):
-        return f"fewer than {_SMALL:,} elements between the matrices: stock calls cost less"
+def _slower(x: Tensor, w1: Tensor, *others) -> str | None:
+    recording = _common.records(x, w1, *others[:-1])
+    small = _SMALL if recording else _SMALL_FORWARD
+    if _common.is_less(x.numel() // max(1, w1.shape[1]) * w1.shape[0], small):
+        what = "in training" if recording else "without gradients"
+        return f"fewer than {small:,} elements between the matrices: {what} stock calls cost less"
     return None
 
 
