@@ -1,6 +1,7 @@
 """mlp: y = r + s (W2 a(W1 x + b1) + b2), over rows and images; its layers, and the blocks of ConvNeXt."""
 
 import copy
+import sys
 
 import cases
 import harness
@@ -520,6 +521,30 @@ class KeepsTheHidden(HandWritten):
         return x + self.second(self.between(hidden)) * hidden.mean()
 
 
+class ConvNeXt(nn.Module):
+    """A block as the authors of ConvNeXt write it."""
+
+    def __init__(self, c=6, drop=0.0, images=True, scale=(6,), in_place=False):
+        super().__init__()
+        from timm.layers import DropPath
+
+        self.dwconv, self.norm = nn.Conv2d(c, c, 7, padding=3, groups=c) if images else None, nn.LayerNorm(c)
+        self.pwconv1, self.act, self.pwconv2 = nn.Linear(c, 4 * c), nn.GELU(), nn.Linear(4 * c, c)
+        self.gamma, self.drop_path = nn.Parameter(torch.ones(scale)), DropPath(drop) if drop else nn.Identity()
+        self.images, self.in_place = images, in_place
+
+    def forward(self, x):
+        shortcut = x
+        x = self.dwconv(x).permute(0, 2, 3, 1) if self.images else x
+        x = self.pwconv2(self.act(self.pwconv1(self.norm(x))))
+        x = self.gamma * x
+        x = self.drop_path(x.permute(0, 3, 1, 2) if self.images else x)
+        if self.in_place:
+            x += shortcut
+            return x
+        return shortcut + x
+
+
 def hidden_bytes(block, x, k=24) -> float:
     """What is kept for backward beside x, in tensors as large as what stands between the layers."""
     return harness.extra_saved_bytes(block, x.requires_grad_()) / (x.numel() // 6 * k * 4)
@@ -567,6 +592,60 @@ def test_what_is_changed_in_such_a_block_counts(device, kernels):
         block.drop.p = 0.5
         block.eval()
     assert torch.equal(ours(x), stock(x))
+
+
+CONVNEXTS = {
+    "images": ({}, ["scale", "residual"]),
+    "contiguous images": ({}, ["scale"]),
+    "rows": ({"images": False}, ["scale", "residual"]),
+    "paths dropped": ({"drop": 0.5}, ["scale"]),
+    "a sum in place": ({"in_place": True}, ["scale"]),
+    "one factor": ({"scale": (1,)}, []),
+    "a factor for each number": ({"scale": (1, 1, 6)}, []),
+}
+
+
+@pytest.mark.parametrize("case", CONVNEXTS)
+def test_blocks_as_convnexts_authors_write_them_become_the_op(device, kernels, case, zoo, monkeypatch):
+    options, ends = CONVNEXTS[case]
+    stock = drawn(ConvNeXt(**options)).to(device)
+    ours, shape = fused(stock), (2, 6, 9, 10) if options.get("images", True) else (2, 9, 10, 6)
+    assert isinstance(ours, Recorded)
+    real, seen = sys.modules["fusedtrain.nn.mlp"].mlp, []
+
+    def spy(*args, **options):
+        seen[:] = [name for name in ("scale", "residual") if options.get(name) is not None]
+        return real(*args, **options)
+
+    monkeypatch.setattr(sys.modules["fusedtrain.nn.mlp"], "mlp", spy)
+    layout = "channels_last" if case == "images" else "contiguous"
+    x = harness.images(shape, layout, device=device)
+    torch.manual_seed(0)
+    y = ours(x)
+    assert seen == ends
+    torch.manual_seed(0)
+    theirs = stock(x)
+    torch.manual_seed(0)
+    harness.assert_as_good_as_torch(y, theirs, copy.deepcopy(stock).double()(x.double()), "y")
+    if "dropped" not in case:
+        draws = [harness.images(shape, layout, device=device, seed=seed) for seed in range(2)]
+        harness.assert_module_as_good_as_torch(ours, stock, draws)
+
+
+def test_a_residual_of_another_shape_is_added_as_it_is(device, kernels, zoo):
+    class Summed(ConvNeXt):
+        def forward(self, x):
+            return x.mean((2, 3), keepdim=True) + self.gamma_of(x)
+
+        def gamma_of(self, x):
+            x = self.norm(self.dwconv(x).permute(0, 2, 3, 1))
+            return (self.gamma * self.pwconv2(self.act(self.pwconv1(x)))).permute(0, 3, 1, 2)
+
+    stock = drawn(Summed()).to(device)
+    ours = fused(stock)
+    assert isinstance(ours, Recorded)
+    draws = [harness.images((2, 6, 9, 10), device=device, seed=seed) for seed in range(2)]
+    harness.assert_module_as_good_as_torch(ours, stock, draws)
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])

@@ -150,6 +150,14 @@ def drops_nothing(layer: nn.Module) -> bool:
     """Whether a dropout, or stochastic depth, lets everything pass, and nobody has to see that it is called."""
     if observed(layer):
         return False
-    kind = type(layer)
-    rate = _DROPS.get(f"{kind.__module__}.{kind.__qualname__}")
-    return kind is nn.Identity or (rate is not None and (not layer.training or getattr(layer, rate) == 0))
+    rate = _DROPS.get(_path(layer))
+    return type(layer) is nn.Identity or (rate is not None and (not layer.training or getattr(layer, rate) == 0))
+
+
+def may_drop(layer: nn.Module | None) -> bool:
+    """Whether a layer is a dropout, stochastic depth, or nothing in the place of one."""
+    return type(layer) is nn.Identity or _path(layer) in _DROPS
+
+
+def _path(layer: nn.Module | None) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"

@@ -40,14 +40,52 @@ def _as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module, x: Tensor, **end: Te
     return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, act=op_name(act), **end)
 
 
-def in_turn(x: Tensor, fc1: nn.Module, act: nn.Module, between: Sequence[nn.Module], fc2: nn.Module) -> Tensor:
-    """These layers of x, one after another, as one op where ``between`` drops nothing."""
-    if all(map(drops_nothing, between)) and _runs_as_one(fc1, act, fc2):
-        return _as_one(fc1, act, fc2, x)
-    x = act(fc1(x))
-    for layer in between:
+def in_turn(
+    x: Tensor,
+    fc1: nn.Module,
+    act: nn.Module,
+    between: Sequence[nn.Module],
+    fc2: nn.Module,
+    scale: Tensor | None = None,
+    permuted: bool = False,
+    drops: Sequence[nn.Module] = (),
+    residual: Tensor | None = None,
+) -> Tensor:
+    """These layers of x, one after another, as one op as far as nothing is dropped: two layers, a factor for each
+    channel, from ``[N, H, W, C]`` to images where ``permuted``, stochastic depth, and a residual."""
+    one = all(map(drops_nothing, between)) and _runs_as_one(fc1, act, fc2)
+    if one and scale is not None and residual is not None and all(map(drops_nothing, drops)):
+        residual = residual.permute(0, 2, 3, 1) if permuted else residual
+        x = _as_one(fc1, act, fc2, x, scale=scale, residual=residual)
+        return x.permute(0, 3, 1, 2) if permuted else x
+    if one:
+        x = _as_one(fc1, act, fc2, x, scale=scale)
+    else:
+        x = act(fc1(x))
+        for layer in (*between, fc2):
+            x = layer(x)
+        if scale is not None:
+            x = x * (scale[:, None, None] if isinstance(fc2, nn.Conv2d) else scale)
+    x = x.permute(0, 3, 1, 2) if permuted else x
+    for layer in drops:
         x = layer(x)
-    return fc2(x)
+    return x if residual is None else x + residual
+
+
+def recorded_in_turn(
+    x: Tensor, fc1, act, between, fc2, scale=None, permuted=False, drops=(), residual=None, residual_first=False
+) -> Tensor:
+    """:func:`in_turn`, where the sum is made as it was recorded if the residual is of another shape or memory format,
+    which the sum takes from what comes first."""
+    layers = x, fc1, act, between, fc2, scale, permuted, drops
+    if residual is None:
+        return in_turn(*layers)
+    rows = (
+        residual.permute(0, 2, 3, 1) if permuted and isinstance(residual, Tensor) and residual.dim() == 4 else residual
+    )
+    if isinstance(rows, Tensor) and rows.shape == (*x.shape[:-1], *scale.shape) and rows.is_contiguous():
+        return in_turn(*layers, residual)
+    return residual + in_turn(*layers) if residual_first else in_turn(*layers) + residual
 
 
 class Mlp(nn.Module):
@@ -142,20 +180,16 @@ class ConvNeXtBlock(nn.Module):
     """timm's ``ConvNeXtBlock`` with all behind its normalisation as one op."""
 
     def forward(self, x: Tensor) -> Tensor:
-        layers, shortcut, in_rows = self.mlp, self.shortcut(x), not self.use_conv_mlp
+        layers, shortcut, permuted = self.mlp, self.shortcut(x), not self.use_conv_mlp
         x = self.conv_dw(x)
-        x = self.norm(x.permute(0, 2, 3, 1) if in_rows else x)
-        if kind_of(layers) is Mlp and not observed(layers) and _is_plain(layers):
-            return _end((layers.fc1, layers.act, layers.fc2), x, self.gamma, self.drop_path, shortcut, in_rows)
-        x = _to_images(layers(x), in_rows)
+        x = self.norm(x.permute(0, 2, 3, 1) if permuted else x)
+        if kind_of(layers) is Mlp and not observed(layers) and drops_nothing(layers.drop2):
+            between, drops = (layers.drop1, layers.norm), (self.drop_path,)
+            return in_turn(x, layers.fc1, layers.act, between, layers.fc2, self.gamma, permuted, drops, shortcut)
+        x = layers(x).permute(0, 3, 1, 2) if permuted else layers(x)
         if self.gamma is not None:
             x = x.mul(self.gamma.reshape(1, -1, 1, 1))
         return self.drop_path(x) + shortcut
-
-
-def _is_plain(layer: Mlp) -> bool:
-    drops = (layer.drop1, layer.norm, layer.drop2)
-    return all(map(drops_nothing, drops)) and _runs_as_one(layer.fc1, layer.act, layer.fc2)
 
 
 class CNBlock(nn.Module):
@@ -163,27 +197,14 @@ class CNBlock(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.block)
-        if _is_convnext(self.block, layers):
-            x = layers[2](layers[0](input).permute(0, 2, 3, 1))
-            return _end(layers[3:6], x, self.layer_scale.flatten(), self.stochastic_depth, input, in_rows=True)
-        return self.stochastic_depth(self.layer_scale * self.block(input)) + input
-
-
-def _to_images(x: Tensor, in_rows: bool) -> Tensor:
-    return x.permute(0, 3, 1, 2) if in_rows else x
-
-
-def _end(layers, x: Tensor, scale: Tensor | None, drop_path: nn.Module, shortcut: Tensor, in_rows: bool) -> Tensor:
-    """The end of a block: two layers over images, ``[N, H, W, C]`` where they are rows, layer scale, stochastic depth
-    and the residual."""
-    if drops_nothing(drop_path):
-        residual = shortcut.permute(0, 2, 3, 1) if in_rows else shortcut
-        return _to_images(_as_one(*layers, x, scale=scale, residual=residual), in_rows)
-    return drop_path(_to_images(_as_one(*layers, x, scale=scale), in_rows)) + shortcut
+        if not _is_convnext(self.block, layers):
+            return self.stochastic_depth(self.layer_scale * self.block(input)) + input
+        x, scale = layers[2](layers[0](input).permute(0, 2, 3, 1)), self.layer_scale.flatten()
+        return in_turn(x, layers[3], layers[4], (), layers[5], scale, True, (self.stochastic_depth,), input)
 
 
 def _is_convnext(block: nn.Module, layers: list[nn.Module]) -> bool:
-    if observed(block) or len(layers) != 7 or not _runs_as_one(*layers[3:6]):
+    if observed(block) or len(layers) != 7:
         return False
     permutes = layers[1], layers[6]
     known = all(type(layer).__name__ == "Permute" and not observed(layer) for layer in permutes)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fusedtrain.nn import _channel_gate as gates
-from fusedtrain.nn._activation import create, op_name
+from fusedtrain.nn._activation import create, may_drop, op_name
 from fusedtrain.nn.depthwise_bn_act_se import (
     BEHIND_GATES,
     CONVOLUTIONS,
@@ -25,7 +25,7 @@ from fusedtrain.nn.depthwise_bn_act_se import (
     is_projection,
     middle,
 )
-from fusedtrain.nn.mlp import are_alike, in_turn
+from fusedtrain.nn.mlp import are_alike, recorded_in_turn
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d
 from fusedtrain.nn.recorded._origin import is_unknown
 from fusedtrain.nn.recorded._tracing import IN_PLACE, Kind
@@ -323,7 +323,7 @@ class Pattern:
             layer, kind = self.block.get_submodule(node.target), self.kind_of(node)
             new = isinstance(layer, (nn.Conv2d, nn.Linear)) or kind in NORMS or op_name(layer) not in (None, "identity")
             return new and not getattr(layer, "inplace", False)
-        if node.target in (middle, add, gated, in_turn):
+        if node.target in (middle, add, gated, recorded_in_turn):
             return True
         return node.target in _MAKES and "out" not in node.kwargs
 
@@ -353,26 +353,65 @@ class Pattern:
 
         return self.replace(nodes, call)
 
+    def drops_behind(self, node: fx.Node | None) -> list[fx.Node]:
+        """Dropout, stochastic depth, or what is nothing in their place, one after another."""
+        found = []
+        while node is not None and may_drop(self.module(self.next(node))):
+            node = self.next(node)
+            found.append(node)
+        return found
+
     def two_layers(self, first: fx.Node) -> int:
-        """Two Linear layers or 1x1 convolutions, the first of which widens, with an activation and dropout between."""
+        """Two Linear layers or 1x1 convolutions, the first of which widens, with an activation and dropout between; of
+        Linear ones a factor for each channel, and with it stochastic depth and a residual."""
         act = self.next(first)
-        nodes = [first, act]
-        while isinstance(self.module(nodes[-1] and self.next(nodes[-1])), (nn.Dropout, nn.Identity)):
-            nodes.append(self.next(nodes[-1]))
-        second = nodes[-1] and self.next(nodes[-1])
+        between = self.drops_behind(act)
+        second = act and self.next(between[-1] if between else act)
         fc1, fc2 = self.module(first), self.module(second)
         if None in (fc1, fc2) or not are_alike(fc1, fc2, self.kind) or fc1.weight.shape[0] <= fc1.weight.shape[1]:
             return 0
-        if self.activation(act) not in INPUT_ACTIVATIONS or self.is_changed_within([*nodes, second]):
+        nodes = [first, act, *between, second]
+        if self.activation(act) not in INPUT_ACTIVATIONS or self.is_changed_within(nodes):
             return 0
+        scale, permuted, drops, residual = end = self.end_of_rows(second, fc2)
+        behind = [] if scale is None else [*scale.users, *([permuted] if permuted else []), *drops]
+        behind += [] if residual is None else [residual.sum]
+        if self.is_changed_within([*nodes, *behind]):
+            end, behind = (None, None, [], None), []
+        scale, permuted, drops, residual = end
+        nodes += behind
 
         def call() -> fx.Node:
-            between = tuple(map(self.layer, nodes[2:]))
-            return self.graph.call_function(
-                in_turn, (first.args[0], self.layer(first), self.layer(act), between, self.layer(second))
-            )
+            layers = self.layer(first), self.layer(act), tuple(map(self.layer, between)), self.layer(second)
+            more = [scale, permuted is not None, tuple(map(self.layer, drops))]
+            if residual is not None:
+                more += [residual.value, residual.sum.args[0] is residual.value]
+            return self.graph.call_function(recorded_in_turn, (first.args[0], *layers, *(more if scale else ())))
 
-        return self.replace([*nodes, second], call)
+        return self.replace(nodes, call)
+
+    def end_of_rows(self, last: fx.Node, layer: nn.Module):
+        """What follows a Linear layer: the node of a parameter that its result is multiplied with, channel by channel;
+        the way from ``[N, H, W, C]`` to images; stochastic depth; the residual. None, or nothing, of what is not there.
+        """
+        user = next(iter(last.users)) if len(last.users) == 1 else None
+        scale = None if user is None or user.target not in _PRODUCTS else self._factors(user, last)
+        known = isinstance(scale, fx.Node) and scale.op == "get_attr" and list(scale.users) == [user]
+        if not known or not isinstance(layer, nn.Linear) or not self.has_shape(scale, layer.weight.shape[:1]):
+            return None, None, [], None
+        permuted = self.next(user)
+        if permuted is None or permuted.target != "permute" or permuted.args[1:] != (0, 3, 1, 2):
+            permuted = None
+        drops = self.drops_behind(permuted or user)
+        nodes = [user, *([permuted] if permuted else []), *drops]
+        residual = self.residual(nodes)
+        if residual is None or residual.in_place:  # which keeps the dtype
+            return scale, permuted, [], None
+        return scale, permuted, drops, residual
+
+    def has_shape(self, attribute: fx.Node, shape: tuple[int, ...]) -> bool:
+        holder, _, name = attribute.target.rpartition(".")
+        return getattr(getattr(self.block.get_submodule(holder), name, None), "shape", None) == shape
 
     def gate_behind(self, last: fx.Node) -> tuple[fx.Node | tuple[fx.Node, ...] | None, list[fx.Node]]:
         """The gate that takes ``last``, and nobody else does: a layer, or the nodes of one; and all its nodes."""
