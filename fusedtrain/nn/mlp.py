@@ -80,9 +80,9 @@ def recorded_in_turn(
     layers = x, fc1, act, between, fc2, scale, permuted, drops
     if residual is None:
         return in_turn(*layers)
-    rows = (
-        residual.permute(0, 2, 3, 1) if permuted and isinstance(residual, Tensor) and residual.dim() == 4 else residual
-    )
+    rows = residual
+    if permuted and isinstance(residual, Tensor) and residual.dim() == 4:
+        rows = residual.permute(0, 2, 3, 1)
     if isinstance(rows, Tensor) and rows.shape == (*x.shape[:-1], *scale.shape) and rows.is_contiguous():
         return in_turn(*layers, residual)
     return residual + in_turn(*layers) if residual_first else in_turn(*layers) + residual
