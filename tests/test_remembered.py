@@ -69,3 +69,24 @@ def test_memory_of_calls_is_bounded(asked, monkeypatch):
         choose(torch.zeros(size, 3, 1, 1), WEIGHT, None, [1, 1])
         assert len(_remembered._chosen) <= 8
     assert len(calls) == 99
+
+
+def test_threads_that_forget_do_not_disturb_each_other(asked, monkeypatch):
+    choose, _ = asked
+    monkeypatch.setattr(_remembered, "_MOST", 1)
+
+    class Forgets(dict):
+        """As where another thread clears it behind every question."""
+
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+        def get(self, key, default=None):
+            found = super().get(key, default)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(_remembered, "_chosen", Forgets())
+    assert [choose(X, WEIGHT, None, [1, 1]) for _ in range(3)] == [1, 1, 2]

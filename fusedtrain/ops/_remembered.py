@@ -9,6 +9,7 @@ from fusedtrain.backend import is_automatic
 from fusedtrain.ops._common import records, untraced
 
 _MOST = 4096  # calls
+_UNKNOWN = object()
 _chosen: dict[tuple, object] = {}
 
 
@@ -27,11 +28,12 @@ def remembered(choose: Callable) -> Callable:
             *(choose, x.get_device(), x.dtype, x.shape, x.stride(), weight.shape, records(x, weight, bias)),
             *map(tuple, options),
         )
-        if key not in _chosen:
+        found = _chosen.get(key, _UNKNOWN)  # another thread may clear it at any time
+        if found is _UNKNOWN:
             found = choose(x, weight, bias, *options)
             if len(_chosen) >= _MOST:
                 _chosen.clear()
             _chosen[key] = found
-        return _chosen[key]
+        return found
 
     return ask
