@@ -13,7 +13,7 @@ from torch import nn
 import fusedtrain
 from fusedtrain import _extension
 from fusedtrain import backend as backends
-from fusedtrain.ops import linear
+from fusedtrain.ops import _common, linear
 from fusedtrain.ops.linear import IMPLS, reference
 
 MODULE = sys.modules["fusedtrain.ops.linear"]
@@ -167,7 +167,8 @@ def test_bad_arguments_are_named(changes, error, message):
         ("amd", 25, "avx512_bf16", (64, 256), torch.bfloat16, "reference"),
         ("amd", 25, "avx512_bf16", (10923, 256), torch.bfloat16, "cpu"),
         ("amd", 26, "avx512_bf16", (10923, 256), torch.bfloat16, "reference"),
-        ("amd", 25, "avx512", (10923, 256), torch.bfloat16, "reference"),
+        ("amd", 25, "avx512", (8, 256), torch.bfloat16, "cpu"),
+        ("intel", 6, "avx2", (7, 256), torch.bfloat16, "reference"),
         ("amd", 26, "avx2", (64, 256), torch.float32, "reference"),
         ("amd", 25, "avx512_bf16", (64, 256), torch.float32, "reference"),
         ("intel", 6, "avx512", (64, 256), torch.float32, "reference"),
@@ -180,7 +181,54 @@ def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, shape, dt
         monkeypatch.setitem(_extension.BUILD_INFO, key, value)
     inputs = make(shape=shape, dtype=dtype, out=512)
     assert backends.select("linear", IMPLS, *inputs.values()) is IMPLS[name]
-    assert name == "cpu" or "stock" in fusedtrain.explain("linear", *inputs.values())
+    assert name == "cpu" or "stock" in (why := fusedtrain.explain("linear", *inputs.values())) or "convert" in why
+
+
+@pytest.fixture
+def no_instructions(monkeypatch):
+    """The CPU as one that multiplies neither bfloat16 nor float16."""
+    if reason := harness.why_not("cpu", "cpu", "linear"):
+        pytest.skip(reason)
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx2")
+    monkeypatch.setattr(_common, "_CPU_MULTIPLIES_FLOAT16", False)
+    monkeypatch.setattr(MODULE, "_SMALL_CONVERTED", 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 400, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(MODULE, "_CHUNK", chunk)
+    draws = [make(shape=(2, 9, 13), dtype=dtype, seed=seed) for seed in range(4)]
+    products, real = [], F.linear
+
+    def spy(x, *others):
+        products.append(x.dtype)
+        return real(x, *others)
+
+    monkeypatch.setattr(F, "linear", spy)
+    linear(*draws[0].values())
+    assert set(products) == {torch.float32}
+    monkeypatch.setattr(F, "linear", real)
+    harness.assert_op_as_good_as_torch(linear, reference, draws, "linear")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_what_runs_in_float32_is_rounded_once(no_instructions, autocast):
+    """Also where autocast would cast the converted products back."""
+    x, weight, bias = (t.requires_grad_() for t in make(shape=(300, 64), dtype=torch.bfloat16).values())
+    dy = harness.normal(300, 20, dtype=torch.bfloat16, seed=9)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = linear(x, weight, bias)
+        y.backward(dy)
+    assert torch.equal(y, F.linear(*(t.detach().float() for t in (x, weight, bias))).to(torch.bfloat16))
+    assert torch.equal(x.grad, (dy.float() @ weight.detach().float()).to(torch.bfloat16))
+    harness.assert_as_good_as_torch(
+        weight.grad, dy.t() @ x.detach(), dy.double().t() @ x.detach().double(), "gradient of the weight"
+    )
+
+
+def test_what_runs_in_float32_compiles_as_one_graph_and_once(no_instructions):
+    properties.assert_compiles(linear, make(shape=(9, 13), dtype=torch.bfloat16))
 
 
 class Quantised(torch.Tensor):

@@ -282,6 +282,26 @@ def test_autocast_casts_the_products_alone(device, backend, dtype):
     assert all(t.grad.dtype == torch.float32 for t in inputs.values())
 
 
+@pytest.mark.parametrize("kind", ["rows", "channels_last"])
+def test_where_the_cpu_lacks_bfloat16_it_is_as_good_as_torch(kind, monkeypatch):
+    if reason := harness.why_not("cpu", "cpu", "linear"):
+        pytest.skip(reason)
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", "avx2")
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.mlp"], "_SMALL", 0)
+    monkeypatch.setattr(sys.modules["fusedtrain.ops.linear"], "_SMALL_CONVERTED", 0)
+
+    def draw(seed):
+        dtype = torch.bfloat16
+        x = (
+            rows((40, 6), dtype, "cpu", seed)
+            if kind == "rows"
+            else harness.images((2, 6, 5, 7), kind, dtype, seed=seed)
+        )
+        return make(x=x, dtype=dtype, end="scale and residual in float32", seed=seed)
+
+    assert_as_good(draw, "gelu")
+
+
 @harness.needs_memory(16)
 def test_more_than_2_to_the_31_elements(device, kernels):
     x = harness.normal(1000, dtype=torch.bfloat16, device=device).repeat((1 << 25) // 1000 + 1)[:, None]

@@ -3,6 +3,8 @@ r"""linear: the last dimension times a matrix, as a 1x1 convolution of as many p
 .. math:: y_{r,o} = b_o + \sum_c w_{oc}\, x_{r,c}
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +34,10 @@ _FEW = 32  # rows: the weight is packed for each call
 _SMALL = 1 << 22  # products
 _LARGE = 1 << 23  # elements in and out
 _FEW_WEIGHTS = 1 << 18  # whose gradient in bfloat16 the kernel sums faster: of more, stock does
+# Products of a dtype that the CPU does not multiply, from which on converting gains: PyTorch takes 3 to 50 times as
+# long over them (benchmarks/LOG.md, 2026-11-30).
+_SMALL_CONVERTED = 1 << 20
+_CHUNK = 1 << 20  # elements in and out converted at a time: they stay in the caches
 _TOO_SMALL = f"fewer than {_FEW} rows or {_SMALL} products: stock calls cost less"
 
 
@@ -42,6 +48,9 @@ _ZEN = {torch.float32: 5, torch.bfloat16: 4}
 
 def _slower(x: Tensor, weight: Tensor | None = None, *_) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
+    if not _common.cpu_multiplies(x.dtype):
+        small = weight is not None and _common.is_less(rows * weight.numel(), _SMALL_CONVERTED)
+        return f"fewer than {_SMALL_CONVERTED} products: converting them costs more" if small else None
     if _common.is_less(rows, _FEW) or (weight is not None and _common.is_less(rows * weight.numel(), _SMALL)):
         return _TOO_SMALL
     if _common.zen() != _ZEN.get(x.dtype) or not takes(x.dtype):
@@ -60,7 +69,33 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def _parts(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """These rows, a few of each at a time; where torch.compile traces, whose loops would know their number, all."""
+    if torch.compiler.is_compiling():
+        return iter([rows])
+    few = max(1, _CHUNK * torch.get_num_threads() // sum(t.shape[1] for t in rows))
+    return zip(*(t.split(few) for t in rows))
+
+
+def _product_in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    weight, bias, y = weight.float(), None if bias is None else bias.float(), rows.new_empty(len(rows), len(weight))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):  # which would cast back
+        for part, out in _parts(rows, y):
+            out.copy_(F.linear(part.float(), weight, bias))
+    return y
+
+
+def _dw_in_float32(dy: Tensor, x: Tensor) -> Tensor:
+    dw = dy.new_zeros(dy.shape[1], x.shape[1], dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for some_dy, some_x in _parts(dy, x):
+            dw.addmm_(some_dy.float().t(), some_x.float())
+    return dw.to(x.dtype)
+
+
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not _common.cpu_multiplies(rows.dtype):
+        return _product_in_float32(rows, weight, bias)
     if not takes(rows.dtype):
         return F.linear(rows, weight, bias)
     y = _PRODUCT(_pixels(rows), weight[:, :, None, None], bias, [1, 1])
@@ -77,7 +112,9 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, need) -> tuple[Tensor | Non
     rows = _rows(dy if dy.dtype == x.dtype else dy.to(x.dtype))
     if need_dx:
         dx = _multiply(rows, weight.t(), None).view(x.shape)
-    if need_dw and x.dtype != torch.float32 and not (takes(x.dtype) and weight.numel() <= _FEW_WEIGHTS):
+    if need_dw and not _common.cpu_multiplies(x.dtype):
+        dw = _common.strided_like(_dw_in_float32(rows, _rows(x)), weight)
+    elif need_dw and x.dtype != torch.float32 and not (takes(x.dtype) and weight.numel() <= _FEW_WEIGHTS):
         dw = rows.t() @ _rows(x)
     elif need_dw:
         dw = _common.strided_like(_DW(_pixels(rows), _pixels(_rows(x)), [1, 1]).view(weight.shape), weight)
@@ -174,7 +211,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Cost: the products of ``F.linear``. float32 on AMD's CPUs from Zen 5 on runs in the kernel of ``pointwise_conv2d``,
         with all 512 bits of the vectors, which the library behind ``F.linear`` does not use there; so does bfloat16 on
-        Zen 4 from 8 million elements of x and y on. Elsewhere, on GPUs and for few rows stock PyTorch runs;
+        Zen 4 from 8 million elements of x and y on. On CPUs without instructions for bfloat16 or float16 a few rows at
+        a time are converted and multiplied in float32. Elsewhere, on GPUs and for few rows stock PyTorch runs;
         ``fusedtrain.explain("linear", x, weight)`` tells.
     Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of threads.
     Source: ``torch.nn.functional.linear``
