@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
 from fusedtrain import _extension
@@ -199,16 +200,6 @@ def no_instructions(monkeypatch):
 def test_what_the_cpu_does_not_multiply_runs_in_float32(no_instructions, dtype, chunk, monkeypatch):
     monkeypatch.setattr(MODULE, "_CHUNK", chunk)
     draws = [make(shape=(2, 9, 13), dtype=dtype, seed=seed) for seed in range(4)]
-    products, real = [], F.linear
-
-    def spy(x, *others):
-        products.append(x.dtype)
-        return real(x, *others)
-
-    monkeypatch.setattr(F, "linear", spy)
-    linear(*draws[0].values())
-    assert set(products) == {torch.float32}
-    monkeypatch.setattr(F, "linear", real)
     harness.assert_op_as_good_as_torch(linear, reference, draws, "linear")
 
 
@@ -225,6 +216,27 @@ def test_what_runs_in_float32_is_rounded_once(no_instructions, autocast):
     harness.assert_as_good_as_torch(
         weight.grad, dy.t() @ x.detach(), dy.double().t() @ x.detach().double(), "gradient of the weight"
     )
+
+
+class Products(TorchDispatchMode):
+    """The dtypes in which matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in function.overloadpacket.__name__:
+            self.dtypes += [t.dtype for t in args if isinstance(t, torch.Tensor)]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_products_of_it_run_in_float32(no_instructions, dtype):
+    inputs = [t.requires_grad_() for t in make(shape=(300, 64), dtype=dtype).values()]
+    with Products() as products, torch.autocast("cpu", dtype=dtype):
+        linear(*inputs).sum().backward()
+    assert len(products.dtypes) >= 7 and set(products.dtypes) == {torch.float32}
 
 
 def test_what_runs_in_float32_compiles_as_one_graph_and_once(no_instructions):
