@@ -161,6 +161,12 @@ def test_images_of_any_strides(device, backend, layout, end):
             harness.assert_as_good_as_torch(ours[name], stock[name], truth[name], name)
 
 
+def test_one_image_is_taken_like_a_batch_of_one(device, backend):
+    inputs = make(device, harness.images((1, 13, 7, 9), device=device))
+    one = {name: t[0] if name in ("x", "r") else t for name, t in inputs.items()}
+    assert torch.equal(function()(*one.values()), function()(*inputs.values())[0])
+
+
 @pytest.mark.parametrize("strides", ["transposed", "sliced", "expanded"])
 def test_rows_of_any_strides(device, backend, strides):
     def strided(t):

@@ -232,7 +232,8 @@ def mlp(
 
     Args:
         x: ``[..., C]``, any strides (others than contiguous through one copy), or images ``[N, C, H, W]``, contiguous
-            or channels_last, where the matrices are 1x1 convolutions; float32, bfloat16, float16 or float64.
+            or channels_last, or one image ``[C, H, W]``, where the matrices are 1x1 convolutions; float32, bfloat16,
+            float16 or float64.
         w1: ``[K, C]`` or ``[K, C, 1, 1]``, in the dtype of ``x``.
         b1: ``[K]``, or None.
         w2: ``[D, K]`` or ``[D, K, 1, 1]``.
@@ -261,6 +262,9 @@ def mlp(
     """
     code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     if isinstance(x, Tensor):
+        if x.dim() == 3 and isinstance(w1, Tensor) and _is_images(w1):
+            residual = residual[None] if isinstance(residual, Tensor) else residual
+            return mlp(x[None], w1, b1, w2, b2, act=act, scale=scale, residual=residual)[0]
         x, w1, b1, w2, b2 = _common.autocast(x, w1, b1, w2, b2)
     _check(x, w1, b1, w2, b2, scale, residual)
     inputs = (x, w1, b1, w2, b2, scale, residual)
