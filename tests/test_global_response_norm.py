@@ -276,6 +276,12 @@ def test_the_activation_is_part_of_the_op_where_nothing_is_dropped_behind_it(dro
     assert (kept > 3 * hidden) == (drop > 0)
 
 
+def test_what_torch_fx_traces_in_evaluation_drops_in_training():
+    layer = drawn(GlobalResponseNormMlp(6, 13, drop=(0.5, 0.0))).eval()
+    traced, x = torch.fx.symbolic_trace(layer).train(), torch.ones(2, 7, 9, 6)
+    assert not torch.equal(traced(x), layer(x))
+
+
 @pytest.mark.parametrize("inner", ["act", "drop1", "grn"])
 def test_hooks_on_the_inner_layers_see_their_calls(inner, device, backend):
     layer, x = drawn(GlobalResponseNormMlp(6, 13)).to(device), torch.ones(2, 7, 9, 6, device=device)

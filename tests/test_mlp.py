@@ -510,6 +510,24 @@ def test_a_block_whose_layers_were_changed_runs_them(device, backend, zoo):
     assert torch.equal(changed(x), stock(x))
 
 
+def layers_of(name: str, zoo, **options) -> nn.Module:
+    from timm.layers.mlp import ConvMlp, Mlp
+    from torchvision.ops.misc import MLP
+
+    kinds = {"Mlp": Mlp, "ConvMlp": ConvMlp, "MLP": lambda c, k, drop: MLP(c, [k, c], dropout=drop, inplace=None)}
+    return drawn(kinds[name](6, 13, drop=0.5)) if name in kinds else block_of(name, zoo, **options)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["Mlp", "ConvMlp", "MLP", "ConvNeXtBlock", "CNBlock"])
+def test_torch_fx_records_the_layers_of_the_stock_class(name, training, zoo):
+    """By whose names torchvision finds features; those of torch go from evaluation to training and back."""
+    stock = layers_of(name, zoo).train(training)
+    graphs = [torch.fx.symbolic_trace(module).graph for module in (stock, fused(stock))]
+    theirs, ours = ([(node.op, node.name, node.target) for node in graph.nodes] for graph in graphs)
+    assert ours == theirs
+
+
 def test_convolutions_with_a_norm_between_them_run_one_by_one(device, backend, zoo):
     from timm.layers.mlp import ConvMlp as Stock
 

@@ -45,6 +45,12 @@ def test_calls_that_differ_are_asked_for_each(asked, what):
     ]
 
 
+def test_a_gradient_of_the_bias_alone_is_none_of_the_weight(asked):
+    choose, _ = asked
+    bias = WEIGHT[:, 0, 0, 0].clone().requires_grad_()
+    assert choose(X, WEIGHT, bias, [1, 1]) != choose(X, WEIGHT.clone().requires_grad_(), bias, [1, 1])
+
+
 def test_functions_do_not_share_what_they_chose(asked):
     choose, _ = asked
     other = _remembered.remembered(lambda *_: "other")

@@ -1,7 +1,7 @@
 """Global response normalisation, and the two layers of a ConvNeXt V2 block around it."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fusedtrain.nn._activation import Layer, create, drops_nothing, observed, op_name
 from fusedtrain.nn._kind import kind_of
@@ -128,7 +128,7 @@ class GlobalResponseNormMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, act, grn = self.fc1(x), op_name(self.act), self.grn
         plain = kind_of(grn) is GlobalResponseNorm and not observed(grn) and drops_nothing(self.drop1)
-        if plain and act in INPUT_ACTIVATIONS:
+        if plain and act in INPUT_ACTIVATIONS and not isinstance(x, fx.Proxy):  # torch.fx records all layers
             x = normalised(x, grn.weight, grn.bias, grn.eps, grn.channel_dim, act)
         else:
             x = grn(self.drop1(self.act(x)))

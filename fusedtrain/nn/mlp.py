@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fusedtrain.nn._activation import Layer, create, drops_nothing, observed, op_name
 from fusedtrain.nn._kind import kind_of
@@ -12,9 +11,6 @@ from fusedtrain.nn.linear import Linear
 from fusedtrain.nn.pointwise_conv2d import PointwiseConv2d, is_pointwise
 from fusedtrain.ops import mlp
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
-
-torch.fx.wrap("mlp")  # recorded as a single node
-torch.fx.wrap("laid_out_as")
 
 
 def _is_linear(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:
@@ -30,9 +26,14 @@ def are_alike(fc1: nn.Module, fc2: nn.Module, kind: Callable[[nn.Module], type] 
     return any(is_one(fc1, kind) and is_one(fc2, kind) for is_one in (_is_linear, _is_convolution))
 
 
-def _runs_as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module) -> bool:
-    """Whether nobody has to see the calls of these layers, and the op has them."""
-    return are_alike(fc1, fc2) and not observed(fc1) and not observed(fc2) and op_name(act) in INPUT_ACTIVATIONS
+def _runs_as_one(x: Tensor, fc1: nn.Module, act: nn.Module, fc2: nn.Module) -> bool:
+    """Whether nobody has to see the calls of these layers, and the op has them.
+
+    torch.fx records them one by one, by the names that they have in the stock network, and for both modes.
+    """
+    if isinstance(x, fx.Proxy) or observed(fc1) or observed(fc2):
+        return False
+    return are_alike(fc1, fc2) and op_name(act) in INPUT_ACTIVATIONS
 
 
 def _as_one(fc1: nn.Module, act: nn.Module, fc2: nn.Module, x: Tensor, **end: Tensor | None) -> Tensor:
@@ -53,7 +54,7 @@ def in_turn(
 ) -> Tensor:
     """These layers of x, one after another, as one op as far as nothing is dropped: two layers, a factor for each
     channel, from ``[N, H, W, C]`` to images where ``permuted``, stochastic depth, and a residual."""
-    one = all(map(drops_nothing, between)) and _runs_as_one(fc1, act, fc2)
+    one = all(map(drops_nothing, between)) and _runs_as_one(x, fc1, act, fc2)
     if one and scale is not None and residual is not None and all(map(drops_nothing, drops)):
         residual = residual.permute(0, 2, 3, 1) if permuted else residual
         x = _as_one(fc1, act, fc2, x, scale=scale, residual=residual)
@@ -158,7 +159,7 @@ class ConvMlp(nn.Module):
     """timm's ``ConvMlp`` as one op."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if drops_nothing(self.norm):
+        if drops_nothing(self.norm) and not isinstance(x, fx.Proxy):
             return in_turn(x, self.fc1, self.act, (self.drop,), self.fc2)
         return self.fc2(self.drop(self.act(self.norm(self.fc1(x)))))
 
@@ -168,7 +169,7 @@ class MLP(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
-        if len(layers) < 4 or not _runs_as_one(layers[0], layers[1], layers[3]):
+        if len(layers) < 4 or not _runs_as_one(input, layers[0], layers[1], layers[3]):
             return super().forward(input)
         x = in_turn(input, *layers[:2], layers[2:3], layers[3])
         for layer in layers[4:]:
@@ -180,16 +181,14 @@ class ConvNeXtBlock(nn.Module):
     """timm's ``ConvNeXtBlock`` with all behind its normalisation as one op."""
 
     def forward(self, x: Tensor) -> Tensor:
-        layers, shortcut, permuted = self.mlp, self.shortcut(x), not self.use_conv_mlp
-        x = self.conv_dw(x)
+        layers, permuted = self.mlp, not self.use_conv_mlp
+        known = kind_of(layers) is Mlp and not observed(layers) and drops_nothing(layers.drop2)
+        if not known or not _runs_as_one(x, layers.fc1, layers.act, layers.fc2):
+            return super().forward(x)
+        shortcut, x = self.shortcut(x), self.conv_dw(x)
         x = self.norm(x.permute(0, 2, 3, 1) if permuted else x)
-        if kind_of(layers) is Mlp and not observed(layers) and drops_nothing(layers.drop2):
-            between, drops = (layers.drop1, layers.norm), (self.drop_path,)
-            return in_turn(x, layers.fc1, layers.act, between, layers.fc2, self.gamma, permuted, drops, shortcut)
-        x = layers(x).permute(0, 3, 1, 2) if permuted else layers(x)
-        if self.gamma is not None:
-            x = x.mul(self.gamma.reshape(1, -1, 1, 1))
-        return self.drop_path(x) + shortcut
+        between, drops = (layers.drop1, layers.norm), (self.drop_path,)
+        return in_turn(x, layers.fc1, layers.act, between, layers.fc2, self.gamma, permuted, drops, shortcut)
 
 
 class CNBlock(nn.Module):
@@ -197,8 +196,8 @@ class CNBlock(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.block)
-        if not _is_convnext(self.block, layers):
-            return self.stochastic_depth(self.layer_scale * self.block(input)) + input
+        if not _is_convnext(self.block, layers) or not _runs_as_one(input, *layers[3:6]):
+            return super().forward(input)
         x, scale = layers[2](layers[0](input).permute(0, 2, 3, 1)), self.layer_scale.flatten()
         return in_turn(x, layers[3], layers[4], (), layers[5], scale, True, (self.stochastic_depth,), input)
 

@@ -25,7 +25,7 @@ def remembered(choose: Callable) -> Callable:
         if not (untraced(x) and is_automatic() and (x.is_cpu or x.is_cuda)):
             return choose(x, weight, bias, *options)
         key = (
-            *(choose, x.get_device(), x.dtype, x.shape, x.stride(), weight.shape, records(x, weight, bias)),
+            *(choose, x.get_device(), x.dtype, x.shape, x.stride(), weight.shape, records(x, weight)),
             *map(tuple, options),
         )
         found = _chosen.get(key, _UNKNOWN)  # another thread may clear it at any time
