@@ -243,6 +243,13 @@ def test_what_runs_in_float32_compiles_as_one_graph_and_once(no_instructions):
     properties.assert_compiles(linear, make(shape=(9, 13), dtype=torch.bfloat16))
 
 
+def test_nested_tensors_are_left_to_torch():
+    x, weight, bias = make().values()
+    ragged = torch.nested.nested_tensor([x[0], x[1, :4]])
+    for ours, stock in zip(linear(ragged, weight, bias).unbind(), F.linear(ragged, weight, bias).unbind()):
+        assert torch.equal(ours, stock)
+
+
 class Quantised(torch.Tensor):
     """Stands for the weights of another library: only functions of torch know it."""
 

@@ -218,6 +218,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Source: ``torch.nn.functional.linear``
     """
     _check_x(x)
+    if x.is_nested:
+        return reference(x, weight, bias)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
     if not choose(x, weight, bias):

@@ -125,7 +125,8 @@ def _why_not(x: Tensor, w1: Tensor, b1, w2: Tensor, b2, scale=None, residual=Non
     if reason is None and scale is not None:
         dtype = _sum_dtype(x, scale, residual)
         if dtype not in (x.dtype, _common.acc_dtype(x)):
-            return f"scale and residual make y {dtype}; the kernels write {x.dtype} or {_common.acc_dtype(x)}"
+            written = " or ".join(map(str, dict.fromkeys((x.dtype, _common.acc_dtype(x)))))
+            return f"scale and residual make y {dtype}; the kernels write {written}"
     return reason
 
 
@@ -262,6 +263,8 @@ def mlp(
     """
     code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
     if isinstance(x, Tensor):
+        if x.is_nested:
+            return reference(x, w1, b1, w2, b2, scale, residual, act)
         if x.dim() == 3 and isinstance(w1, Tensor) and _is_images(w1):
             residual = residual[None] if isinstance(residual, Tensor) else residual
             return mlp(x[None], w1, b1, w2, b2, act=act, scale=scale, residual=residual)[0]
