@@ -335,6 +335,16 @@ def test_stock_runs_what_is_small_and_more_without_gradients(kind):
         assert chosen(small, recording) is IMPLS["cpu"] and chosen(small - 20, recording) is IMPLS["reference"]
 
 
+@pytest.mark.parametrize(("kind", "name"), [("rows", "linear"), ("channels_last", "pointwise_conv2d")])
+def test_the_products_of_what_is_small_go_by_their_own_rules(kind, name, monkeypatch):
+    module, calls = sys.modules["fusedtrain.ops.mlp"], []
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(name) or real(*args))
+    x = rows((40, 6), torch.float32, "cpu") if kind == "rows" else harness.images((2, 6, 5, 7), kind)
+    inputs = make(x=x)
+    assert torch.equal(function()(**inputs), reference_of()(*inputs.values())) and calls == [name] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -3,18 +3,21 @@ r"""mlp: two matrices with an activation between them, and what blocks do behind
 .. math:: y = r + s \odot \bigl(W_2\, a(W_1 x + b_1) + b_2\bigr)
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
-from fusedtrain.ops.linear import _why_not_cpu
+from fusedtrain.ops.linear import _why_not_cpu, linear
 from fusedtrain.ops.linear import choose as _choose_rows
 from fusedtrain.ops.linear import gradients as _gradients_of_rows
 from fusedtrain.ops.linear import run as _run_rows
 from fusedtrain.ops.pointwise_conv2d import choose as _choose_images
 from fusedtrain.ops.pointwise_conv2d import gradients as _gradients_of_images
+from fusedtrain.ops.pointwise_conv2d import pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import run as _run_images
 
 
@@ -24,7 +27,10 @@ def _is_images(w1: Tensor) -> bool:
 
 
 def reference(x, w1, b1, w2, b2, scale: Tensor | None, residual: Tensor | None, act: str) -> Tensor:
-    multiply = F.conv2d if _is_images(w1) else F.linear
+    return _one_by_one(F.conv2d if _is_images(w1) else F.linear, x, w1, b1, w2, b2, scale, residual, act)
+
+
+def _one_by_one(multiply: Callable, x, w1, b1, w2, b2, scale: Tensor | None, residual: Tensor | None, act) -> Tensor:
     y = multiply(_activation.REFERENCE[act](multiply(x, w1, b1)), w2, b2)
     if scale is not None:
         y = y * (scale[:, None, None] if _is_images(w1) else scale)
@@ -273,7 +279,7 @@ def mlp(
     inputs = (x, w1, b1, w2, b2, scale, residual)
     impl = select("mlp", IMPLS, *inputs, code)
     if impl.backward is None or x.numel() == 0 or w1.shape[0] == 0 or w2.shape[0] == 0:
-        return reference(*inputs, act)
+        return _one_by_one(pointwise_conv2d if _is_images(w1) else linear, *inputs, act)  # by their own rules
     shape = (*x.shape[:-1], w2.shape[0])
     laid_out = _common.dense if _is_images(w1) else _rows
     summand = residual if scale is None else None
