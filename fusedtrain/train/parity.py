@@ -135,6 +135,7 @@ def _process(index: int, ranks: int, setup: Callable, updates: int, variables: d
     if index < ranks:
         store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=TIMEOUT)
         dist.init_process_group("gloo", init_method=store, rank=index, world_size=ranks, timeout=timeout)
+        dist.barrier()  # who refuses its data at once would leave before the others have found it
     try:
         result = _experiments(setup, ranks, index == ranks, updates)
     except InputError as error:
