@@ -5,6 +5,7 @@ from torch import Tensor, fx, nn
 
 from fusedtrain.nn._activation import Layer, create, drops_nothing, observed, op_name
 from fusedtrain.nn._kind import kind_of
+from fusedtrain.nn.mlp import make_layers
 from fusedtrain.ops import global_response_norm
 from fusedtrain.ops._codes import INPUT_ACTIVATIONS
 
@@ -110,20 +111,16 @@ class GlobalResponseNormMlp(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        hidden_features, out_features = hidden_features or in_features, out_features or in_features
-        biases = bias if isinstance(bias, tuple) else (bias, bias)
-        drops = drop if isinstance(drop, tuple) else (drop, drop)
         options = {"device": device, "dtype": dtype}
+        features = in_features, hidden_features, out_features
+        k, layers, drops = make_layers(features, bias, drop, use_conv, **options)
 
-        def layer(c: int, d: int, bias: bool) -> nn.Module:
-            return nn.Conv2d(c, d, 1, bias=bias, **options) if use_conv else nn.Linear(c, d, bias=bias, **options)
-
-        self.fc1 = layer(in_features, hidden_features, biases[0])
+        self.fc1 = layers[0]
         self.act = create(act_layer)
-        self.drop1 = nn.Dropout(drops[0])
-        self.grn = GlobalResponseNorm(hidden_features, channels_last=not use_conv, **options)
-        self.fc2 = layer(hidden_features, out_features, biases[1])
-        self.drop2 = nn.Dropout(drops[1])
+        self.drop1 = drops[0]
+        self.grn = GlobalResponseNorm(k, channels_last=not use_conv, **options)
+        self.fc2 = layers[1]
+        self.drop2 = drops[1]
 
     def forward(self, x: Tensor) -> Tensor:
         x, act, grn = self.fc1(x), op_name(self.act), self.grn

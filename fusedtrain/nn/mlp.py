@@ -89,6 +89,25 @@ def recorded_in_turn(
     return residual + in_turn(*layers) if residual_first else in_turn(*layers) + residual
 
 
+def make_layers(
+    features: tuple[int, int | None, int | None],
+    bias: bool | tuple[bool, bool],
+    drop: float | tuple[float, float],
+    use_conv: bool,
+    **options,
+) -> tuple[int, tuple[nn.Module, nn.Module], tuple[nn.Module, nn.Module]]:
+    """The hidden features, both layers, and the dropout behind each, from the arguments of timm's ``Mlp``: features in,
+    hidden and out, of which None is as many as in."""
+    c, k, d = features[0], features[1] or features[0], features[2] or features[0]
+    biases = bias if isinstance(bias, tuple) else (bias, bias)
+    drops = drop if isinstance(drop, tuple) else (drop, drop)
+
+    def layer(c: int, d: int, bias: bool) -> nn.Module:
+        return nn.Conv2d(c, d, 1, bias=bias, **options) if use_conv else nn.Linear(c, d, bias=bias, **options)
+
+    return k, (layer(c, k, biases[0]), layer(k, d, biases[1])), (nn.Dropout(drops[0]), nn.Dropout(drops[1]))
+
+
 class Mlp(nn.Module):
     r"""Two layers with an activation between them, in the place of timm's ``Mlp``.
 
@@ -133,20 +152,16 @@ class Mlp(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        hidden_features, out_features = hidden_features or in_features, out_features or in_features
-        biases = bias if isinstance(bias, tuple) else (bias, bias)
-        drops = drop if isinstance(drop, tuple) else (drop, drop)
         options = {"device": device, "dtype": dtype}
+        features = in_features, hidden_features, out_features
+        k, layers, drops = make_layers(features, bias, drop, use_conv, **options)
 
-        def layer(c: int, d: int, bias: bool) -> nn.Module:
-            return nn.Conv2d(c, d, 1, bias=bias, **options) if use_conv else nn.Linear(c, d, bias=bias, **options)
-
-        self.fc1 = layer(in_features, hidden_features, biases[0])
+        self.fc1 = layers[0]
         self.act = create(act_layer)
-        self.drop1 = nn.Dropout(drops[0])
-        self.norm = nn.Identity() if norm_layer is None else norm_layer(hidden_features, **options)
-        self.fc2 = layer(hidden_features, out_features, biases[1])
-        self.drop2 = nn.Dropout(drops[1])
+        self.drop1 = drops[0]
+        self.norm = nn.Identity() if norm_layer is None else norm_layer(k, **options)
+        self.fc2 = layers[1]
+        self.drop2 = drops[1]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop2(in_turn(x, self.fc1, self.act, (self.drop1, self.norm), self.fc2))

@@ -141,7 +141,7 @@ IMPLS = register(
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel runs, and not stock PyTorch."""
+    """Whether this package's way of it runs, and not stock PyTorch."""
     if is_automatic() and _slower(x, weight):
         return False  # as select() would say, which takes as long as a small product
     impl = select("linear", IMPLS, x, weight, bias)

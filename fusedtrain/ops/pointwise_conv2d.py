@@ -335,11 +335,9 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], plan:
 def gradients(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], plan: _rules.Plan | None, need) -> tuple:
     """Its gradients: of x, weight and bias."""
     dy = _common.dense_like(dy, x)
-    return (
-        reference_backward(dy, x, weight, stride, need)
-        if plan is None
-        else _backward(dy, x, weight, stride, plan, need)
-    )
+    if plan is None:
+        return reference_backward(dy, x, weight, stride, need)
+    return _backward(dy, x, weight, stride, plan, need)
 
 
 def _product(
