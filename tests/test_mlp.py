@@ -228,6 +228,12 @@ def test_threads_change_nothing(device, kernels, kind):
     properties.assert_threads_change_nothing(function(), make(device, x, k=40))
 
 
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+def test_sums_of_the_channels_are_split_between_threads_alike(device, kernels, layout):
+    x = harness.images((100, 4, 2, 3), layout, device=device)
+    properties.assert_threads_change_nothing(function(), make(device, x, k=700))
+
+
 @pytest.mark.parametrize("kind", ["rows", *harness.DENSE_LAYOUTS])
 def test_frozen_inputs_change_nothing(device, backend, kind):
     x = rows((40, 6), torch.float32, device) if kind == "rows" else harness.images((2, 6, 5, 7), kind, device=device)
