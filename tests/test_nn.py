@@ -642,6 +642,15 @@ def test_export_and_graph_tracing_give_the_same_layer(label, device, backend):
             assert torch.equal(traced, layer(other))
 
 
+def test_tensors_that_outlive_a_transform_keep_their_gradients(device, kernels):
+    x, kept = harness.images((2, 16, 9, 9), "channels_last", device=device).requires_grad_(), []
+    torch.func.grad(lambda x: (kept.append(2 * x), x.sum())[1])(x)
+    layer = fusedtrain.nn.DepthwiseConv2d(16, 16, 5, padding=2, groups=16, device=device)
+    layer(kept[0]).square().sum().backward()
+    (again,) = torch.autograd.grad(layer(2 * x).square().sum(), x)
+    assert torch.equal(x.grad, again)
+
+
 @one_each
 def test_derivatives_that_the_ops_lack_are_refused(label, device, backend):
     if backend not in ("cpu", "reference"):

@@ -436,7 +436,7 @@ def batch_norm_act(
             mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
     if recording:
         options = count, code, residual_after, group, impl, y
-        return _BatchNormAct.apply(x, weight, bias, residual, mean, rstd, options)
+        return _common.apply(_BatchNormAct, x, weight, bias, residual, mean, rstd, options)
     return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after) if y is None else y
 
 

@@ -104,5 +104,5 @@ def batch_norm_act_se(
     with _common.no_grad():
         mean, rstd, count = _statistics(x, *running, training, momentum, eps, group, impl.norm, moments)
     if recording:
-        return _BatchNormActSe.apply(x, *affine, *se, residual, mean, rstd, (relu, codes, count, group, impl))
+        return _common.apply(_BatchNormActSe, x, *affine, *se, residual, mean, rstd, (relu, codes, count, group, impl))
     return impl.forward(x, mean, rstd, *affine, *se, *codes, residual, relu)[0]

@@ -112,7 +112,7 @@ def channel_pool(x: Tensor, *, pool: str = "avg", in_act: str = "identity") -> T
         return impl.forward(x, pool, in_act)
     x = _common.dense(x)
     if _common.needs_autograd(x):
-        return _ChannelPool.apply(x, pool_code, act_code, impl)
+        return _common.apply(_ChannelPool, x, pool_code, act_code, impl)
     return impl.forward(x, pool_code, act_code)[0].to(x.dtype)
 
 
@@ -155,6 +155,6 @@ def mean_and_max(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.mean((2, 3)), x.amax((2, 3))
     x = _common.dense(x)
     if _common.needs_autograd(x):
-        return _MeanAndMax.apply(x, impl)
+        return _common.apply(_MeanAndMax, x, impl)
     pooled, peak, _ = impl.forward(x, _AVG_MAX, 0)
     return _means(pooled, peak).to(x.dtype), peak.to(x.dtype)

@@ -94,5 +94,5 @@ def channel_pool_attention(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
         return reference(x, weight, bias)
     x = _common.dense(x)
     if _common.needs_autograd(x, weight, bias):
-        return _ChannelPoolAttention.apply(x, weight, bias)
+        return _common.apply(_ChannelPoolAttention, x, weight, bias)
     return _forward(x, weight)[0]

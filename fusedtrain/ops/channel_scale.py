@@ -109,5 +109,5 @@ def channel_scale(x: Tensor, gate: Tensor, *, in_act: str = "identity") -> Tenso
         return impl.forward(x, gate, in_act)
     x, gate = _common.dense(x), gate.contiguous()
     if _common.needs_autograd(x, gate):
-        return _ChannelScale.apply(x, gate, act_code, impl)
+        return _common.apply(_ChannelScale, x, gate, act_code, impl)
     return impl.forward(x, gate, act_code)

@@ -490,15 +490,15 @@ def depthwise_bn_act_se(
     options = impl, conv_backward, codes, count, geometry, group, made, weight if apart else None
     own = own if apart else (weight, bias)
     if se is None:
-        y = _DepthwiseBnAct.apply(x, *own, *affine, z, mean, rstd, options)
+        y = _common.apply(_DepthwiseBnAct, x, *own, *affine, z, mean, rstd, options)
     else:
-        y = _DepthwiseBnActSe.apply(x, *own, *affine, *se, z, mean, rstd, options)
+        y = _common.apply(_DepthwiseBnActSe, x, *own, *affine, *se, z, mean, rstd, options)
     y = _common.in_format_of(y, x)
     if not after:
         return y
     if _common.is_less(y.numel(), _LARGE):
         return _project(y, projection)
-    return _Projection.apply(y, *(projection if apart else after), after if apart else None, again, *kept)
+    return _common.apply(_Projection, y, *(projection if apart else after), after if apart else None, again, *kept)
 
 
 def _project(y: Tensor, projection: tuple[Tensor, Tensor | None]) -> Tensor:

@@ -371,5 +371,5 @@ def depthwise_conv2d(
     x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
     if not recording:
         return _common.in_format_of(forward(x, weight, bias, *geometry, act_code), x)
-    y = _DepthwiseConv2d.apply(x, weight, bias, geometry, forward, backward)
+    y = _common.apply(_DepthwiseConv2d, x, weight, bias, geometry, forward, backward)
     return _activation.REFERENCE[act](_common.in_format_of(y, x))

@@ -113,5 +113,5 @@ def global_response_norm(
         return reference(x, weight, bias, eps, in_act)
     x = _common.dense(x)
     if _common.needs_autograd(x, weight, bias):
-        return _GlobalResponseNorm.apply(x, weight, bias, eps, act_code)
+        return _common.apply(_GlobalResponseNorm, x, weight, bias, eps, act_code)
     return _OP(x, weight, bias, eps, act_code)[0]

@@ -315,5 +315,6 @@ def grouped_conv2d(
     if parts is None:
         return reference(x, weight, bias, *window, groups)
     x = _common.dense(x)
-    run = _GroupedConv2d.apply if _common.needs_autograd(x, weight, bias) else _forward
-    return _common.in_format_of(run(x, weight, bias, parts, *window, groups), x)
+    recording, inputs = _common.needs_autograd(x, weight, bias), (x, weight, bias, parts, *window, groups)
+    y = _common.apply(_GroupedConv2d, *inputs) if recording else _forward(*inputs)
+    return _common.in_format_of(y, x)

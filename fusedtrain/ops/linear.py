@@ -224,4 +224,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check(x, weight, bias)
     if not choose(x, weight, bias):
         return reference(x, weight, bias)
-    return (_Linear.apply if _common.needs_autograd(x, weight, bias) else _forward)(x, weight, bias)
+    inputs = (x, weight, bias)
+    return _common.apply(_Linear, *inputs) if _common.needs_autograd(*inputs) else _forward(*inputs)

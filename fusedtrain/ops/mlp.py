@@ -288,6 +288,6 @@ def mlp(
     elif residual is not None:
         residual = laid_out(_common.cast(residual, _sum_dtype(x, scale, residual)))
     inputs = (laid_out(x), w1, b1, w2, b2, scale, residual)
-    y = (_Mlp.apply if _common.needs_autograd(*inputs) else _first)(*inputs, code)
+    y = _common.apply(_Mlp, *inputs, code) if _common.needs_autograd(*inputs) else _first(*inputs, code)
     y = y if _is_images(w1) else y.view(shape)
     return y if summand is None else y + summand

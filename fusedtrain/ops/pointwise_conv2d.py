@@ -346,10 +346,10 @@ def _product(
     plan = choose(x, weight, bias, stride)
     if plan is None:
         return reference(x, weight, bias, stride), None
-    x, recording = _common.dense(x), _common.needs_autograd(x, weight, bias)
+    x = _common.dense(x)
+    inputs, recording = (x, weight, bias, stride), _common.needs_autograd(x, weight, bias)
     if with_moments and plan.moments:
-        inputs = (x, weight, bias, stride)
-        y, *moments = _PointwiseConv2dStats.apply(*inputs, plan) if recording else _STATS(*inputs)
+        y, *moments = _common.apply(_PointwiseConv2dStats, *inputs, plan) if recording else _STATS(*inputs)
         return _common.in_format_of(y, x), tuple(moments)
-    run = _PointwiseConv2d.apply if recording else _forward
-    return _common.in_format_of(run(x, weight, bias, stride, plan), x), None
+    y = _common.apply(_PointwiseConv2d, *inputs, plan) if recording else _forward(*inputs, plan)
+    return _common.in_format_of(y, x), None

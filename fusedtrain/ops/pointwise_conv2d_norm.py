@@ -120,4 +120,4 @@ def pointwise_conv2d_norm(
     _count_up(num_batches_tracked if training else None)
     with torch.no_grad():
         mean, rstd, count = _statistics(z, *running, training, momentum, eps, group, norm, moments)
-    return _PointwiseNorm.apply(x, weight, *affine, z, mean, rstd, (count, code, group, norm))
+    return _common.apply(_PointwiseNorm, x, weight, *affine, z, mean, rstd, (count, code, group, norm))

@@ -169,5 +169,5 @@ def squeeze_excite(
     x = _common.dense(x)
     weights = _dense_weights(dtype, weights)
     if _common.needs_autograd(x, *weights):
-        return _SqueezeExcite.apply(x, *weights, codes, impl)
+        return _common.apply(_SqueezeExcite, x, *weights, codes, impl)
     return impl.forward(x, *weights, *codes)[0]
