@@ -144,19 +144,26 @@ _INTEL: dict[tuple[str, torch.dtype, str, str], _Parts] = {
     },
 }
 
-# Intel's with tile registers (AMX): 2026-11-29. oneDNN's float32 convolutions wait for memory there, ATen's of few
+# Intel's with tile registers (AMX): 2026-11-29, dw in bfloat16 2026-11-30. oneDNN's float32 convolutions wait for memory there, ATen's of few
 # images are MKL's products already, and contiguous images are rearranged by either. In bfloat16 tiles multiply several
 # times as fast as vectors do, in oneDNN's products as in its convolutions, and in the kernel of the gradient of the
 # weight.
 _BFLOAT16_ON_AMX: _Parts = {
     "forward": (("product", lambda s: s.small and s.weight >= 1 << 17),),
     "dx": (("product", lambda s: s.small and s.weight >= 1 << 17 and (s.d >= s.c or s.weight >= 1 << 19)),),
-    "dw": (("product", lambda s: s.weight >= 1 << 17 and (s.c >= s.d or not s.small)), _KERNEL),
+    "dw": (
+        ("product", lambda s: s.weight >= 1 << 17 and s.c >= s.d if s.small else s.weight >= 1 << 18),
+        _KERNEL,
+    ),
 }
 _BFLOAT16_PLANES_ON_AMX: _Parts = {
     "forward": (("product", lambda s: not s.small),),
     "dx": (("product", lambda s: not s.small),),
-    "dw": (("product", lambda s: s.weight >= 1 << 17 or (s.has(700) and s.weight > 1 << 15)), _KERNEL),
+    "dw": (
+        ("product", lambda s: not s.small and (s.weight >= 1 << 17 or (s.has(700) and s.weight > 1 << 15))),
+        ("product", lambda s: not s.has(64) and s.d > s.c and s.weight >= 1 << 18),
+        ("kernel", lambda s: s.has(64) and s.weight < 1 << 19),
+    ),
 }
 _AMX: dict[tuple[str, torch.dtype, str, str], _Parts] = {
     ("intel amx_bf16", float32, "channels_last", _FEW): {
