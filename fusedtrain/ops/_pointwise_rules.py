@@ -144,10 +144,10 @@ _INTEL: dict[tuple[str, torch.dtype, str, str], _Parts] = {
     },
 }
 
-# Intel's with tile registers (AMX): 2026-11-29, dw in bfloat16 2026-11-30. oneDNN's float32 convolutions wait for memory there, ATen's of few
-# images are MKL's products already, and contiguous images are rearranged by either. In bfloat16 tiles multiply several
-# times as fast as vectors do, in oneDNN's products as in its convolutions, and in the kernel of the gradient of the
-# weight.
+# Intel's with tile registers (AMX): 2026-11-29, the gradient of the weight in bfloat16 2026-11-30. oneDNN's float32
+# convolutions wait for memory there, ATen's of few images are MKL's products already, and contiguous images are
+# rearranged by either. In bfloat16 tiles multiply several times as fast as vectors do, in oneDNN's products as in its
+# convolutions, and in the kernel of the gradient of the weight.
 _BFLOAT16_ON_AMX: _Parts = {
     "forward": (("product", lambda s: s.small and s.weight >= 1 << 17),),
     "dx": (("product", lambda s: s.small and s.weight >= 1 << 17 and (s.d >= s.c or s.weight >= 1 << 19)),),
