@@ -37,6 +37,7 @@ TORCH_TARGET_VERSION = "0x020a000000000000"  # any torch from 2.10 on
 CXX_FLAGS = [
     *("-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"),  # Python's own flags may ask for half of the size
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-maybe-uninitialized"),
+    *("-Wno-unknown-warning-option", "-Wno-unused-lambda-capture"),  # clang's: some types need what others do not
     *os.environ.get("CXXFLAGS", "").split(),
 ]
 ISA_FLAGS = {

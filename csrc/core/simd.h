@@ -110,6 +110,17 @@ struct Vec {
   [[gnu::always_inline]] friend Vec vselect(Mask m, Vec yes, Vec no) { return Vec(m.v ? yes.v : no.v); }
 };
 
+// The elements kFrom of two vectors, counted from the first element of a.
+template <int... kFrom, class R>
+[[gnu::always_inline]] inline R shuffle(R a, R b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kFrom...);
+#else  // g++ has that from 12 on
+  using Index = std::conditional_t<sizeof(R) / sizeof...(kFrom) == 4, int32_t, int64_t>;
+  return __builtin_shuffle(a, b, RawVec<Index, sizeof(R)>{kFrom...});
+#endif
+}
+
 // ---- loads and stores ----
 
 using Half = RawVec<uint16_t, kVecBytes / 2>;

@@ -36,8 +36,8 @@ struct Gradient {
       const auto da = load<V>(dy + i, lanes);
       return Pair<std::remove_const_t<decltype(da)>>{da, z.centred(i, p, lanes)};
     } else {
-      const auto u = [&] __attribute__((always_inline)) { return z(i, z.centred(i, p, lanes), p, lanes); };
-      const auto da = [&] __attribute__((always_inline)) { return load<V>(dy + i, lanes); };
+      const auto u = [&]() __attribute__((always_inline)) { return z(i, z.centred(i, p, lanes), p, lanes); };
+      const auto da = [&]() __attribute__((always_inline)) { return load<V>(dy + i, lanes); };
       const auto dz = rounded(through(u, da, lanes));
       return Pair<std::remove_const_t<decltype(dz)>>{dz, z.centred(i, p, lanes)};
     }

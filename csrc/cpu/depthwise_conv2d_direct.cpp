@@ -223,7 +223,7 @@ struct Row {
 
 // Whether results of large images are written past the caches. Halves of lines gain where there is little arithmetic.
 template <class T, int kTaps>
-constexpr bool kStreams = kGroupsOfLine<T> == 1 || (kGroupsOfLine<T> == 2 && kTaps == 3);
+[[maybe_unused]] constexpr bool kStreams = kGroupsOfLine<T> == 1 || (kGroupsOfLine<T> == 2 && kTaps == 3);
 
 // Results of a tile, of groups of channels that are parts of cache lines: they go past the caches once a line is whole.
 template <class T>
@@ -314,7 +314,7 @@ struct Weights {
 
 // With a stride pairs were measured slower (benchmarks/LOG.md, 2026-11-25).
 template <class T, int kStride>
-constexpr bool kPairsRows = Group<T>::kPairs && kStride == 1;
+[[maybe_unused]] constexpr bool kPairsRows = Group<T>::kPairs && kStride == 1;
 
 // Those of the forward pass, or mirrored, for dx. What is not in `taps` is put into scratch.
 template <class T, int kTaps, int kStride>

@@ -13,15 +13,10 @@ using V = PlaneVec;
 template <int kDistance = V::kLanes / 2>
 V lane_sums(V* v) {
   if constexpr (kDistance > 0) {
-    using Index = RawVec<V::Int>;
-    [&]<int... e>(std::integer_sequence<int, e...>) {
-      const Index low{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...};
-      const Index high{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...};
-      unroll<kDistance>([&](auto i) {
-        const auto a = v[i].v, b = v[i + kDistance].v;
-        v[i].v = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-      });
-    }(std::make_integer_sequence<int, V::kLanes>{});
+    unroll<kDistance>([&](auto i) {
+      const auto a = v[i].v, b = v[i + kDistance].v;
+      v[i].v = first_blocks<V::kLanes, kDistance>(a, b) + second_blocks<V::kLanes, kDistance>(a, b);
+    });
     return lane_sums<kDistance / 2>(v);
   } else {
     return v[0];

@@ -23,9 +23,8 @@ constexpr int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value,
 // The even and the odd elements of two vectors.
 inline void deinterleave(PlaneVec a, PlaneVec b, PlaneVec& even, PlaneVec& odd) {
   [&]<int... e>(std::integer_sequence<int, e...>) {
-    using Index = RawVec<PlaneVec::Int>;
-    even.v = __builtin_shuffle(a.v, b.v, Index{2 * e...});
-    odd.v = __builtin_shuffle(a.v, b.v, Index{2 * e + 1 ...});
+    even.v = shuffle<2 * e...>(a.v, b.v);
+    odd.v = shuffle<(2 * e + 1)...>(a.v, b.v);
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 // The first or second halves of two vectors, elements in turn.
@@ -33,8 +32,7 @@ template <int kHalf = 0>
 inline PlaneVec interleave(PlaneVec even, PlaneVec odd) {
   return [&]<int... e>(std::integer_sequence<int, e...>) {
     constexpr int kFirst = kHalf * PlaneVec::kLanes / 2;
-    return PlaneVec(
-        __builtin_shuffle(even.v, odd.v, RawVec<PlaneVec::Int>{(kFirst + e % 2 * PlaneVec::kLanes + e / 2)...}));
+    return PlaneVec(shuffle<(kFirst + e % 2 * PlaneVec::kLanes + e / 2)...>(even.v, odd.v));
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 
@@ -53,12 +51,12 @@ void each_tile(int64_t count, F&& f) {
 // The last lane of `before` and all but the last of x; all but the first of x and the first of `behind`.
 [[gnu::always_inline]] inline PlaneVec lanes_before(PlaneVec before, PlaneVec x) {
   return [&]<int... e>(std::integer_sequence<int, e...>) {
-    return PlaneVec(__builtin_shuffle(before.v, x.v, RawVec<PlaneVec::Int>{(PlaneVec::kLanes - 1 + e)...}));
+    return PlaneVec(shuffle<(PlaneVec::kLanes - 1 + e)...>(before.v, x.v));
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 [[gnu::always_inline]] inline PlaneVec lanes_behind(PlaneVec x, PlaneVec behind) {
   return [&]<int... e>(std::integer_sequence<int, e...>) {
-    return PlaneVec(__builtin_shuffle(x.v, behind.v, RawVec<PlaneVec::Int>{(e + 1)...}));
+    return PlaneVec(shuffle<(e + 1)...>(x.v, behind.v));
   }(std::make_integer_sequence<int, PlaneVec::kLanes>{});
 }
 

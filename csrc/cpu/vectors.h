@@ -31,20 +31,29 @@ template <int N, class F>
   if constexpr (N > 15) f(std::integral_constant<int, 15>{});
 }
 
+// Of a and b in blocks of kSize elements: the first, third, ... blocks, in turn from a and from b, and the other ones.
+template <int kLanes, int kSize, class R>
+[[gnu::always_inline]] inline R first_blocks(R a, R b) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) {
+    return shuffle<(e / kSize % 2 ? kLanes + e - kSize : e)...>(a, b);
+  }(std::make_integer_sequence<int, kLanes>{});
+}
+template <int kLanes, int kSize, class R>
+[[gnu::always_inline]] inline R second_blocks(R a, R b) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) {
+    return shuffle<(e / kSize % 2 ? kLanes + e : e + kSize)...>(a, b);
+  }(std::make_integer_sequence<int, kLanes>{});
+}
+
 // Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...
 template <class V, int kDistance = V::kLanes / 2>
 [[gnu::always_inline]] inline void transpose(V* rows) {
   if constexpr (kDistance > 0) {
-    using Index = RawVec<typename V::Int, sizeof(V)>;
-    const auto [low, high] = [&]<int... e>(std::integer_sequence<int, e...>) {
-      return std::pair{Index{(e / kDistance % 2 ? V::kLanes + e - kDistance : e)...},
-                       Index{(e / kDistance % 2 ? V::kLanes + e : e + kDistance)...}};
-    }(std::make_integer_sequence<int, V::kLanes>{});
     unroll<V::kLanes>([&](auto i) __attribute__((always_inline)) {
       if constexpr (i / kDistance % 2 == 0) {
         const auto a = rows[i].v, b = rows[i + kDistance].v;
-        rows[i].v = __builtin_shuffle(a, b, low);
-        rows[i + kDistance].v = __builtin_shuffle(a, b, high);
+        rows[i].v = first_blocks<V::kLanes, kDistance>(a, b);
+        rows[i + kDistance].v = second_blocks<V::kLanes, kDistance>(a, b);
       }
     });
     transpose<V, kDistance / 2>(rows);
