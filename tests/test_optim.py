@@ -574,6 +574,48 @@ def test_only_the_first_step_makes_numbers(name, monkeypatch):
         monkeypatch.setattr(_fused, "_number", None)
 
 
+@every_optimizer
+def test_arguments_may_be_numbers_of_numpy(name):
+    numpy = pytest.importorskip("numpy")
+    given = dict(OPTIMIZERS[name])
+    if "caution" in inspect.signature(getattr(optim, name)).parameters:
+        given["caution"] = True
+    of_numpy = {key: numpy.bool_(value) if value is True else numpy.float64(value) for key, value in given.items()}
+    runs = [train(getattr(optim, name)(parameters(), **arguments), 3) for arguments in (given, of_numpy)]
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS, {"state_dtype": "8bit"}], ids=str)
+@every_optimizer
+def test_the_default_device_does_not_matter(backend, name, extras):
+    harness.skip_unless_runs(backend, "cpu", "optimizer_step")
+    runs = []
+    for default in ("cpu", "meta"):
+        params = [*parameters(), harness.normal(70, 70).requires_grad_()]
+        optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **extras)
+        for step in range(2):
+            set_gradients(params, step)
+            with torch.device(default):
+                optimizer.step()
+                optimizer.load_state_dict(optimizer.state_dict())
+        runs.append([p.detach() for p in params])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS, {"state_dtype": "8bit"}, {"rounding": "stochastic"}], ids=str)
+@every_optimizer
+def test_steps_on_the_meta_device_make_the_states_alone(name, extras):
+    kept = []
+    for device in ("cpu", "meta"):
+        params = parameters(device)
+        optimizer = getattr(optim, name)(params, **OPTIMIZERS[name], **extras)
+        set_gradients(params, 0)
+        optimizer.step()
+        kept.append([{key: (t.shape, t.dtype) for key, t in optimizer.state[p].items()} for p in params])
+        assert all(t.device.type == device for p in params for t in optimizer.state[p].values())
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("narrow", [{}, {"state_dtype": "8bit"}, {"state_dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "RMSprop"])
 @pytest.mark.parametrize("way", ["lists", "tables"])

@@ -104,7 +104,7 @@ def encode_(codes: Tensor, scales: Tensor, x: Tensor, signed: bool, random: Tens
 
 
 def _smallest(signed: bool) -> float:
-    return float(_float(torch.tensor((_BASE[signed] + 1) << _SHIFT)))
+    return float(_float(torch.tensor((_BASE[signed] + 1) << _SHIFT, device="cpu")))
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

@@ -270,7 +270,7 @@ SUMMED["lamb_cautious"], _FUNCTIONS["lamb_cautious"] = (partial(f, cautious=True
 
 
 def _factor_and_skip(o: Options, clip_eps: float) -> tuple[Tensor, bool]:
-    scale = torch.ones((), dtype=torch.float64) if o.grad_scale is None else o.grad_scale.double()
+    scale = torch.ones((), dtype=torch.float64, device="cpu") if o.grad_scale is None else o.grad_scale.double()
     factor, skip = 1.0 / scale, o.found_inf is not None and bool(o.found_inf)
     if o.norm is not None:
         factor = factor * (o.max_norm / (o.norm / scale + clip_eps)).clamp(max=1.0)
@@ -466,6 +466,8 @@ def optimizer_step_(
         impl, own = select("optimizer_step_narrow", NARROW_IMPLS, *params), (exact, scales, mode, seed)
     else:
         impl, own = select("optimizer_step", IMPLS, *params), ()
+    if params[0].is_meta:
+        return  # no values to read or write
     with torch.no_grad():
         impl.forward(params, grads, states, steps, ema, *o, *own)
     # The operators write behind autograd's back.

@@ -550,7 +550,7 @@ _NONE = torch.empty(0)
 
 def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
     """A float32 number on the device of ``p``, in memory of its own."""
-    return torch.as_tensor(value).detach().to(device=p.device, dtype=torch.float32, copy=True).reshape(())
+    return torch.as_tensor(value, dtype=torch.float32, device=p.device).detach().clone().reshape(())
 
 
 def _kept(state: dict, name: str, p: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Lamb(FusedStep):
         flags = map(float, (group["bias_correction"], adapt, group["trust_clip"]))
         decoupled = group["decoupled_decay"]
         return {
-            "rule": "lamb" + "_cautious" * group["caution"],
+            "rule": "lamb" + "_cautious" * bool(group["caution"]),
             "coefficients": (beta1, beta2, group["eps"], rate, *flags),
             "weight_decay": corrected_decay(group) if decoupled else float(group["weight_decay"]),
             "decoupled": decoupled,

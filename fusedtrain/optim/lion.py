@@ -48,7 +48,7 @@ class Lion(FusedStep):
 
     def _rule(self, group: dict) -> dict:
         return {
-            "rule": "lion" + "_cautious" * group["caution"],
+            "rule": "lion" + "_cautious" * bool(group["caution"]),
             "coefficients": tuple(map(float, group["betas"])),
             "weight_decay": corrected_decay(group),
             "decoupled": True,

@@ -8,9 +8,9 @@ from fusedtrain.optim._fused import FusedStep, corrected_decay
 
 
 def _rule(group: dict, eps_in_root: bool, lr_in_momentum: bool) -> dict:
-    momentum = group["momentum"] > 0
+    momentum = bool(group["momentum"] > 0)  # numbers may be numpy's, whose bool multiplies no string
     name = "rmsprop" + "_centered" * bool(group["centered"]) + "_momentum" * momentum
-    name += "_cautious" * (momentum and group.get("caution", False))
+    name += "_cautious" * (momentum and bool(group.get("caution", False)))
     numbers = (group["alpha"], group["eps"], eps_in_root, group["momentum"], lr_in_momentum)
     return {"rule": name, "coefficients": tuple(map(float, numbers)), "weight_decay": float(group["weight_decay"])}
 
