@@ -208,6 +208,12 @@ def test_compiles_as_one_graph_and_once(device, backend, kind):
     properties.assert_compiles(function(), make(device, x, dtype, end="scale and residual in float32"))
 
 
+def test_compiles_where_the_residual_is_x(device, kernels):
+    inputs = make(device, harness.images((2, 11, 5, 7), device=device), d=11)
+    del inputs["r"]
+    properties.assert_compiles(lambda x, *others: function()(x, *others, x), inputs)
+
+
 @pytest.mark.parametrize(("end", "kept"), [("nothing", 20), ("residual", 20), ("scale and residual", 20 + 11)])
 def test_keeps_what_stands_before_the_activation_and_the_scale(device, kernels, end, kept):
     leaves = [t if t is None else t.requires_grad_() for t in make(device, end=end).values()]

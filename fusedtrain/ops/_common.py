@@ -198,6 +198,12 @@ def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     return cast(dy, x.dtype).contiguous(memory_format=format_of(x))
 
 
+def apart(t: Tensor, x: Tensor) -> Tensor:
+    """``t``, as a view where it is ``x`` itself: torch.compile takes no tensor twice, and torch 2.11 would lose one of
+    the two gradients."""
+    return t.view_as(t) if t is x else t
+
+
 def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     """``dw``, laid out as ``w``, with its strides where a size of 1 leaves them open: DDP asks for the very same."""
     if dw.shape != w.shape or dw.stride() == w.stride():

@@ -452,12 +452,8 @@ def _count(x: Tensor) -> float | Tensor:
 
 
 def _residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """``residual``, laid out as x. Where it is x itself it becomes a view: torch.compile takes no tensor twice, and
-    torch 2.11 would lose one of the two gradients."""
-    if residual is None:
-        return None
-    residual = _common.dense_like(residual, x)
-    return residual.view_as(residual) if residual is x else residual
+    """``residual``, laid out as x."""
+    return None if residual is None else _common.apart(_common.dense_like(residual, x), x)
 
 
 def _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments=None):

@@ -282,12 +282,12 @@ def mlp(
         return _one_by_one(pointwise_conv2d if _is_images(w1) else linear, *inputs, act)  # by their own rules
     shape = (*x.shape[:-1], w2.shape[0])
     laid_out = _common.dense if _is_images(w1) else _rows
-    summand = residual if scale is None else None
+    summand, dense = residual if scale is None else None, laid_out(x)
     if scale is None:
         residual = None
     elif residual is not None:
-        residual = laid_out(_common.cast(residual, _sum_dtype(x, scale, residual)))
-    inputs = (laid_out(x), w1, b1, w2, b2, scale, residual)
+        residual = _common.apart(laid_out(_common.cast(residual, _sum_dtype(x, scale, residual))), dense)
+    inputs = (dense, w1, b1, w2, b2, scale, residual)
     y = _common.apply(_Mlp, *inputs, code) if _common.needs_autograd(*inputs) else _first(*inputs, code)
     y = y if _is_images(w1) else y.view(shape)
     return y if summand is None else y + summand
