@@ -343,7 +343,12 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], plan: _r
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool = False
 ) -> tuple[Tensor, tuple | None]:
-    plan = choose(x, weight, bias, stride)
+    return _as_planned(choose(x, weight, bias, stride), x, weight, bias, stride, with_moments)
+
+
+def _as_planned(
+    plan: _rules.Plan | None, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool
+) -> tuple[Tensor, tuple | None]:
     if plan is None:
         return reference(x, weight, bias, stride), None
     x = _common.dense(x)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common, _schema
-from fusedtrain.ops._pointwise_rules import by_kernel
+from fusedtrain.ops._pointwise_rules import Plan, by_kernel
+from fusedtrain.ops._remembered import remembered
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
     _all_reduced,
@@ -19,8 +20,9 @@ from fusedtrain.ops.batch_norm_act import (
     _count_up,
     _statistics,
     batch_norm_act,
+    reference,
 )
-from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _product
+from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _as_planned, _empty, choose
 
 
 @_schema.register_fake("pointwise_conv2d_norm_backward")
@@ -87,6 +89,16 @@ def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: 
     return all(select(*op) is op[1]["cpu"] for op in ops)
 
 
+@remembered
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> tuple[Plan | None, bool]:
+    """What runs the convolution, and whether stock PyTorch normalises: where calls are traced the op answers that."""
+    plan = choose(x, weight, bias, stride)
+    if not _common.untraced(x):
+        return plan, False
+    z = _empty(x, weight, stride, _common.format_of(x))
+    return plan, select("batch_norm_act", NORM_IMPLS, z, False, False) is NORM_IMPLS["reference"]
+
+
 def pointwise_conv2d_norm(
     x: Tensor,
     weight: Tensor,
@@ -106,13 +118,21 @@ def pointwise_conv2d_norm(
 ) -> Tensor:
     """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
     x, weight, bias, stride = _arguments(x, weight, bias, stride)
-    z, moments = _product(x, weight, bias, stride, with_moments=training)
     running, affine, group = (running_mean, running_var), (norm_weight, norm_bias), process_group if training else None
+    vectors = {"weight": norm_weight, "bias": norm_bias, "running_mean": running_mean, "running_var": running_var}
+    plan, normalised_by_stock = _choose(x, weight, bias, stride)
+    normalised_by_stock = normalised_by_stock and group is None
+    z, moments = _as_planned(plan, x, weight, bias, stride, with_moments=training and not normalised_by_stock)
+    if normalised_by_stock:  # small images, which wait for Python
+        _check(z, z.shape[1], **vectors)
+        _check_statistics(z.shape, *running, training, False)
+        _codes.code("act", act, _codes.ACTIVATIONS)
+        _count_up(num_batches_tracked if training else None)
+        return reference(z, *running, *affine, training, momentum, eps, act, None, False)
     if not _meet(x, weight, bias, stride, z, group is not None):
         norm = (*running, *affine, training, momentum, eps)
         others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
         return batch_norm_act(z, *norm, act=act, **others)
-    vectors = {"weight": norm_weight, "bias": norm_bias, "running_mean": running_mean, "running_var": running_var}
     _check(z, z.shape[1], **vectors)
     _check_statistics(z.shape, *running, training, group is not None)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
