@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from fusedtrain import optim
 from fusedtrain._files import write_atomic
@@ -247,6 +247,37 @@ def test_data_that_do_not_fit_are_refused_before_the_first_step(data, message):
     assert_same(before, model.state_dict())
 
 
+class ReadTwice:
+    """Gives its batch to two passes, the first of which is the look before the run."""
+
+    passes = 0
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        self.passes += 1
+        return iter([(IMAGES, TARGETS)] if self.passes <= 2 else [])
+
+
+@pytest.mark.parametrize(("kind", "epoch"), [("training", " in epoch 2"), ("validation", "")])
+def test_data_that_end_before_the_run_does_are_refused(kind, epoch):
+    data = [ReadTwice() if kind == name else [(IMAGES, TARGETS)] for name in ("training", "validation")]
+    run = trainer(small_net(), epochs=3)
+    with pytest.raises(InputError, match=f"^the {kind} data hold no batch{epoch}"):
+        run.fit(*data)
+    assert len(run.history.epochs) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"), [(nn.CrossEntropyLoss(reduction="none"), r"float32\[4\]"), (lambda *_: 1.0, "float")]
+)
+def test_a_loss_that_is_no_mean_is_refused_before_the_first_step(loss, got):
+    run = trainer(small_net(), loss)
+    with pytest.raises(InputError, match=f"^the loss must return the mean over the batch, a tensor .* got {got}$"):
+        run.fit([(IMAGES, TARGETS)])
+
+
 def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line():
     class OfOneSize(nn.Module):  # as timm's vision transformers
         def __init__(self):
@@ -343,6 +374,14 @@ def test_so_is_one_of_a_dataset_behind_a_dataloader(kind, seeded):
             assert run.step_count == 0
         else:
             assert label == 9
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_labels_of_samples_that_a_sampler_leaves_out_are_no_hindrance(kind):
+    dataset = TensorDataset(IMAGES[:1].expand(8, 1, 16, 16), torch.tensor([0, 1] * 3 + [10, 11]))
+    options = {"sampler": {"sampler": SubsetRandomSampler(range(6)), "batch_size": 3}}
+    options["batch_sampler"] = {"batch_sampler": [[0, 1, 2], [3, 4, 5]]}
+    assert len(trainer(small_net()).fit(DataLoader(dataset, **options[kind])).step_losses) == 2
 
 
 class Unlisted(Dataset):

@@ -8,12 +8,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.feed import Feed, set_epoch
 from fusedtrain.train.nonfinite import untouched
 from fusedtrain.train.rng import SeededDataset
+from fusedtrain.train.sampler import EpochSampler
 
 
 def check_parts(model: nn.Module, optimizer: Optimizer) -> None:
@@ -71,6 +79,10 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
+        if not trainer.overridden and not (isinstance(loss := metrics["loss"], Tensor) and not loss.dim()):
+            raise InputError(
+                f"the loss must return the mean over the batch, a tensor of one number, got {describe(loss)}"
+            )
         if name == "training":
             _check_last(trainer, batches, batch)
     return metrics
@@ -139,12 +151,16 @@ def counted(loss, labels: Tensor) -> Tensor:
 
 def _all_labels(batches: Iterable, targets: Tensor) -> Tensor:
     """The labels of all data where they are at hand, or the lowest and highest where a dataset lists them, as it gives
-    them out; else those of the first batch."""
+    them out, and samplers pass none over; else those of the first batch."""
     owner = getattr(batches, "batches", batches)  # of a prefetcher
     if isinstance(getattr(owner, "targets", None), Tensor):
         return owner.targets
     if getattr(owner, "collate_fn", None) is not default_collate:  # another may change the labels
         return targets
+    order = owner.batch_sampler
+    order = order.sampler if type(order) is BatchSampler else order
+    if type(order) not in (SequentialSampler, RandomSampler, DistributedSampler, EpochSampler):
+        return targets  # another may leave samples out
     dataset = owner.dataset.dataset if isinstance(owner.dataset, SeededDataset) else owner.dataset
     listed = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from fusedtrain.train.errors import require
 from fusedtrain.train.feed import Feed
 from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.rng import rng_state, set_rng_state
@@ -13,7 +14,11 @@ from fusedtrain.train.rng import rng_state, set_rng_state
 
 def evaluate(trainer, batches: Iterable) -> dict[str, float]:
     """Returns the means of the metrics over all samples of all processes, NaN where none counts; training goes on as if
-    nothing had been."""
+    nothing had been.
+
+    Raises:
+        InputError: the data hold no batch.
+    """
     model, world, state = trainer.model, trainer.world, rng_state()  # before anything asks the loader: it draws a seed
     modes, feed, sums, counts = {m: m.training for m in model.modules()}, Feed(batches, world, "validation"), {}, {}
     position = feed.to_start()
@@ -25,6 +30,7 @@ def evaluate(trainer, batches: Iterable) -> dict[str, float]:
             for index in itertools.count():
                 item = trainer._stop.wait(feed.next, index)
                 if item is None:
+                    require(index > 0, "the validation data hold no batch")
                     break
                 trainer.reading = feed, index
                 batch, real = item

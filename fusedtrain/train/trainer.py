@@ -393,6 +393,10 @@ class Trainer:
             if self._tracer is not None:
                 self._tracer.step()
             self._after_step(self._make_step(group))
+        if not feed.used:
+            raise InputError(
+                f"the training data hold no batch in epoch {feed.epoch + 1}: they must give batches anew in each"
+            )
         self.numbers.read(wait=True)
         self.numbers.end()
         self.spans.enter("evaluation")
