@@ -81,8 +81,9 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: no file of weights that loads without executing code: {reason}") from error
+        raise CheckpointError(
+            f"{path}: no file of weights that loads without executing code: {_reason(error)}"
+        ) from error
     for key in _NESTED:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -93,6 +94,12 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not state or not all(isinstance(t, Tensor) for t in state.values()):
         raise CheckpointError(f"{path}: holds no weights: expected tensors by name, or such under {', '.join(_NESTED)}")
     return canonical_keys(state)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a file was not read: of torch.load's text what follows the advice to let the file execute code."""
+    text = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
+    return text.partition("\n")[0].partition(". Please")[0]
 
 
 def _averaged(state: dict) -> dict:
