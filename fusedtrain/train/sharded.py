@@ -112,8 +112,11 @@ class ShardedCheckpointStore(CheckpointStore):
     def _fill(self, path: Path, state: dict) -> dict:
         with open(path, "rb") as file:
             file = checkpoint_file.Reader(file)
-        tensors = flatten(state, KINDS)[1]
-        stored = file.shards["tensors"] if file.shards else {}
+        if not file.shards:
+            raise CheckpointError(
+                f"{path.name} was saved by the strategy ddp: go on with it, or begin anew from this file's weights"
+            )
+        tensors, stored = flatten(state, KINDS)[1], file.shards["tensors"]
         for what, names in (("has no", tensors.keys() - stored.keys()), ("has too", stored.keys() - tensors.keys())):
             if names:
                 raise CheckpointError(f"{path.name} {what} {', '.join(sorted(names)[:5])}")
