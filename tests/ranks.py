@@ -21,6 +21,7 @@ from fusedtrain.train import (
     Distributed,
     EarlyStopping,
     InputError,
+    Logging,
     Precision,
     Schedule,
     TrainConfig,
@@ -108,6 +109,44 @@ def case_unlike(folder: Path) -> dict:
     model, targets = net(), torch.arange(4).repeat_interleave(4)
     valid = Batches(samples(16)[0], targets, 4, shuffle=False, rank=RANK, world_size=WORLD)
     return Unlike(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config()).evaluate(valid)
+
+
+class Late(Trainer):
+    """As on a GPU, where a process knows of its own samples alone until the epoch ends; steps take long enough."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.late = True
+
+    def training_step(self, batch):
+        time.sleep(0.03)
+        return super().training_step(batch)
+
+
+class Rates:
+    """A logger that keeps the samples per second of the steps."""
+
+    def __init__(self):
+        self.found = []
+
+    def log(self, step, values):
+        self.found += [values["samples_per_second"]] if "samples_per_second" in values else []
+
+    def flush(self):
+        pass
+
+    close = flush
+
+
+def case_rates(folder: Path) -> dict:
+    """What is logged amid an epoch, and what is told at its end."""
+    found = {}
+    for cls in (Trainer, Late):
+        model, rates = net(), Rates()
+        optimizer, logging = torch.optim.SGD(model.parameters(), lr=0.1), Logging(log_every=4)
+        run = cls(model, nn.CrossEntropyLoss(), optimizer, config(logging=logging), loggers=[rates])
+        found[cls.__name__] = [rates.found, run.fit(data(32, 4)).epochs[0].images_per_second]
+    return found
 
 
 class Convolutions(nn.Module):

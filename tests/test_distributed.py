@@ -1,6 +1,7 @@
 """Two processes with gloo, started by torchrun; what they run stands in ranks.py."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
-    cases += ("sharding", "tied")
+    cases += ("sharding", "tied", "rates")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -106,6 +107,12 @@ def test_a_metric_that_a_rank_lacks_is_that_of_the_others(two):
     truth = {f"class {own}": losses[targets == own].mean().item() for own in range(4)}
     for found in two["unlike"]:
         assert found == pytest.approx(truth | {"loss": losses.mean().item()})
+
+
+@pytest.mark.parametrize("cls", ["Trainer", "Late"])
+def test_the_rate_amid_an_epoch_is_that_of_all_processes(two, cls):
+    (logged,), whole = two["rates"][0][cls]
+    assert abs(math.log(logged / whole)) < math.log(1.5)
 
 
 @pytest.mark.parametrize("decay", ["None", "0.9"])

@@ -1835,6 +1835,16 @@ def test_parameters_of_a_loss_are_saved_too(tmp_path, at):
     assert run(tmp_path / "cut") == whole != 1.0
 
 
+def test_the_rate_beside_a_loss_is_that_of_its_update(tmp_path):
+    model, schedule = net(), Schedule("polynomial", warmup_epochs=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = make(model, optimizer, schedule=schedule, logging=Logging(tmp_path, log_every=1))
+    run.fit(Batches(*samples(32), 8, shuffle=False))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["lr"] for line in lines if "lr" in line] == [0.5, 0.375, 0.25, 0.125]
+    assert "lr 1.25e-01" in run.numbers.shown()
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_learning_rates_that_are_tensors_are_logged_and_shown(tmp_path, shape):
     model = net()
@@ -1901,3 +1911,9 @@ def test_one_process_of_fsdp_that_is_stopped_amid_an_update_goes_on(tmp_path):
     with pytest.raises(SystemExit):
         run(tmp_path / "cut", [Stop(4)])
     assert torch.equal(run(tmp_path / "cut"), whole)
+
+
+def test_a_run_with_shards_says_that_a_checkpoint_was_saved_without(tmp_path):
+    make(net(), checkpoint=tmp_path).fit(data())
+    with pytest.raises(InputError, match="was saved by the strategy ddp: go on with it, or begin anew"):
+        make(net(), checkpoint=tmp_path, distributed=Distributed("fsdp")).fit(data())

@@ -55,6 +55,7 @@ class Numbers:
         self.history = History()
         self.loss_sum = self.weight = self.seconds = 0.0  # of the epoch: loss times weight, samples
         self.last: Tensor | float | None = None
+        self.rate: Tensor | float = 0.0  # of the update under way, after which the schedule moves on
         self.start, self.running = 0.0, False
         self._late, self._new, self._weights = Late(), [], []
         self._scale: float | None = None
@@ -72,6 +73,11 @@ class Numbers:
         return time.perf_counter() - self.start if self.running else self.seconds
 
     # --- steps --------------------------------------------------------------------------------------------------------
+
+    def note_rate(self) -> None:
+        """An update is to be made."""
+        rate = self.trainer.optimizer.param_groups[0]["lr"]
+        self.rate = rate.clone() if isinstance(rate, Tensor) else rate
 
     def step(self, loss: Tensor | float, weight: float, applied: bool | Tensor) -> None:
         """Takes the summed loss of an update and its weight; a Tensor for ``applied``: that is not known yet."""
@@ -137,10 +143,10 @@ class Numbers:
         t, values = self.trainer, self.read()
         if not t.loggers:
             return
-        now = {"lr": float(t.optimizer.param_groups[0]["lr"]), "skipped": t.skipped}
+        now = {"lr": float(self.rate), "skipped": t.skipped}
         if values:
             now["loss"] = values[-1]
-        now["samples_per_second"] = self.weight / (time.perf_counter() - self.start)
+        now["samples_per_second"] = self._speed()
         if not self.late and t.update.norm is not None:
             now["grad_norm"] = float(t.update.norm)
         if t.scaler is not None:
@@ -150,6 +156,11 @@ class Numbers:
             now |= t.usage.read()
         self.log(now)
 
+    def _speed(self) -> float:
+        """Samples per second of all processes, which take equally many, or nearly so."""
+        share = self.trainer.world.size if self.late else 1  # the weight is this process's own where nobody waits
+        return share * self.weight / max(1e-9, time.perf_counter() - self.start)
+
     def log(self, values: dict[str, float]) -> None:
         for logger in self.trainer.loggers:
             logger.log(self.trainer.step_count, values)
@@ -158,5 +169,4 @@ class Numbers:
         """The text beside the bar."""
         t, losses = self.trainer, self.history.step_losses
         loss = f"loss {losses[-1]:.4f}  " if losses else ""
-        rate = self.weight / max(1e-9, time.perf_counter() - self.start)
-        return f"{loss}lr {float(t.optimizer.param_groups[0]['lr']):.2e}  {rate:,.0f} samples/s{memory_text(t.device)}"
+        return f"{loss}lr {float(self.rate):.2e}  {self._speed():,.0f} samples/s{memory_text(t.device)}"

@@ -392,6 +392,7 @@ class Trainer:
         for group in feed.groups(self.group, self._stop.wait, self._undoes):
             if self._tracer is not None:
                 self._tracer.step()
+            self.numbers.note_rate()
             self._after_step(self._make_step(group))
         if not feed.used:
             raise InputError(
