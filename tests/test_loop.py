@@ -1718,6 +1718,17 @@ def test_whether_more_is_better_follows_from_the_name_of_the_metric(tmp_path):
         make(net(), cls=Named, early_stopping=EarlyStopping("perplexity")).fit(data(), data())
 
 
+def test_an_epoch_without_the_monitored_metric_is_not_the_best():
+    class Rare(Trainer):
+        def validation_step(self, batch):
+            named = self.feed is None or self.feed.epoch == 0
+            return {"loss": 100.0} if named else {"other": 1.0}
+
+    run = make(net(), cls=Rare, epochs=4, early_stopping=EarlyStopping(stop_patience=2))
+    assert len(run.fit(data(), data()).epochs) == 3  # no training loss is taken for the metric
+    assert run.best.epoch == 1
+
+
 def test_outputs_with_names_keep_them():
     class Outputs(typing.NamedTuple):
         logits: torch.Tensor

@@ -278,6 +278,18 @@ def test_a_loss_that_is_no_mean_is_refused_before_the_first_step(loss, got):
         run.fit([(IMAGES, TARGETS)])
 
 
+@pytest.mark.parametrize(("metrics", "got"), [(torch.tensor(1.0), r"float32\[\]"), (None, "NoneType")])
+def test_metrics_without_names_are_refused_before_the_first_step(metrics, got):
+    class Nameless(Trainer):
+        def validation_step(self, batch):
+            return metrics
+
+    model = small_net()
+    run = Nameless(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), TrainConfig(device="cpu"))
+    with pytest.raises(InputError, match=f"^validation_step must return metrics by name, a dict, got {got}$"):
+        run.fit([(IMAGES, TARGETS)])
+
+
 def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line():
     class OfOneSize(nn.Module):  # as timm's vision transformers
         def __init__(self):

@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.feed import Feed, set_epoch
 from fusedtrain.train.nonfinite import untouched
 from fusedtrain.train.rng import SeededDataset
@@ -79,6 +79,9 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
+        require(
+            isinstance(metrics, dict), f"validation_step must return metrics by name, a dict, got {describe(metrics)}"
+        )
         if not trainer.overridden and not (isinstance(loss := metrics["loss"], Tensor) and not loss.dim()):
             raise InputError(
                 f"the loss must return the mean over the batch, a tensor of one number, got {describe(loss)}"

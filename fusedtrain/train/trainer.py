@@ -467,7 +467,7 @@ class Trainer:
         entry = Epoch(epoch + 1, mean, metrics, numbers.seconds, rate)
         self.history.epochs.append(entry)
         self.callbacks.call("on_validation_end", self, metrics)
-        monitored = metrics.get(config.early_stopping.monitor, entry.train_loss)
+        monitored = metrics.get(config.early_stopping.monitor, math.nan) if metrics else entry.train_loss
         better = self.world.decide(self.best.observe(epoch + 1, monitored))
         if isinstance(self.schedule, (schedule.Plateau, ReduceLROnPlateau)):
             observe = self.schedule.observe if isinstance(self.schedule, schedule.Plateau) else self.schedule.step
