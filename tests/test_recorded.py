@@ -1202,6 +1202,21 @@ class OtherOrder(LinearGate):
         return x * self.fc(self.avg_pool(x).view(n, c)).view(c, n, 1, 1)
 
 
+class OfTheLastChannelsFirst(LinearGate):
+    def forward(self, x):
+        return x * self.fc(x.mean((2, 3)))[:, list(reversed(range(16))), None, None]
+
+
+class OfTheFirstImage(LinearGate):
+    def forward(self, x):
+        return x * self.fc(x.mean((2, 3)))[:1, :, None, None].expand_as(x)
+
+
+class Transposed(LinearGate):
+    def forward(self, x):
+        return x * self.fc(x.mean((2, 3)).T.reshape(x.size(0), -1))[..., None, None]
+
+
 class RowsOnly(ConvGate):
     def forward(self, x):
         return torch.sigmoid(self.expand(F.silu(self.reduce(x.mean((2,), keepdim=True))))) * x
@@ -1255,13 +1270,32 @@ class Scaled(ConvNormAct):
 @pytest.mark.parametrize(
     "block",
     [
-        *(kind(16) for kind in (OtherOrder, RowsOnly, OfSequences, UsedTwice, OfAnother)),
+        *(kind(16) for kind in (OtherOrder, OfTheLastChannelsFirst, OfTheFirstImage, Transposed)),
+        *(kind(16) for kind in (RowsOnly, OfSequences, UsedTwice, OfAnother)),
         *(kind(16, 16, 3) for kind in (BetweenIsUsed, IntoTheShortcut, WrittenBetween, Scaled)),
     ],
     ids=lambda block: type(block).__name__,
 )
 def test_what_only_looks_like_a_pattern_stays(block):
     assert by_hand(fusedtrain.fuse(block)) == [] and not isinstance(block, Recorded)
+
+
+class FlattensByALayer(LinearGate):
+    def __init__(self, c):
+        super().__init__(c)
+        self.flatten = nn.Flatten()
+
+    def forward(self, x):
+        return x * self.fc(self.flatten(self.avg_pool(x)))[..., None, None]
+
+
+def test_hooks_inside_a_gate_are_called_in_its_calls_alone():
+    gate, seen = FlattensByALayer(16), []
+    gate.flatten.register_forward_hook(lambda *_: seen.append(True))
+    fusedtrain.fuse(gate)
+    assert not seen
+    gate(harness.images((2, 16, 9, 9)))
+    assert len(seen) == 1
 
 
 class NoActivation(ConvNormAct):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import math
 import operator
 import types
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fusedtrain.nn import _channel_gate as gates
-from fusedtrain.nn._activation import create, may_drop, op_name
+from fusedtrain.nn._activation import create, may_drop, observed, op_name
 from fusedtrain.nn.depthwise_bn_act_se import (
     BEHIND_GATES,
     CONVOLUTIONS,
@@ -480,13 +481,14 @@ class Pattern:
         layers = self.module(fc1), self.module(fc2)
         if None in layers or count_pointwise(layers, self.kind) < 2:
             return None
-        if self.activation(act) is None or self.activation(gate) is None or not self._shapes_fit(ordered, x, *layers):
+        if self.activation(act) is None or self.activation(gate) is None or not self._keeps_order(ordered, x, work[1:]):
             return None
         return (fc1, act, fc2, gate), [*ordered, multiply]
 
     def only_shapes(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return type(self.module(node)) in (nn.Flatten, nn.Identity, nn.Unflatten)
+            layer = self.module(node)
+            return type(layer) in (nn.Flatten, nn.Identity, nn.Unflatten) and not observed(layer)
         return node.op in ("call_function", "call_method") and node.target in _SHAPES
 
     def _is_mean(self, node: fx.Node) -> bool:
@@ -502,28 +504,35 @@ class Pattern:
         plain = isinstance(dims, (tuple, list)) and all(isinstance(d, int) for d in dims)
         return plain and options.keys() <= {"input", "dim", "keepdim"} and {d % 4 for d in dims} == {2, 3}
 
-    def _shapes_fit(self, nodes: list[fx.Node], x: fx.Node, fc1: nn.Module, fc2: nn.Module) -> bool:
-        """Whether the gate of three images has one factor per image and channel: what only changes shapes keeps the
-        order of the numbers, so that the shape tells all."""
-        weight, c = fc1.weight, fc1.weight.shape[1]
-        n = 3 if c != 3 else 5
-        if fc2.weight.shape[0] != c:
-            return False
+    def _keeps_order(self, nodes: list[fx.Node], x: fx.Node, layers: list[fx.Node]) -> bool:
+        """Whether what lies between the ``layers`` of a gate hands them, and ``x``, the right numbers: seen by what it
+        makes of images of one number per image and channel, where the layers number their results in turn."""
+        channels = self.module(layers[0]).weight.shape[1]
+        n = 3 if channels != 3 else 5
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.arange(math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
+
+        values = {x: numbers(n, channels, 1, 1).expand(n, channels, 4, 8)}
         try:
-            with torch.no_grad():
-                values = {x: torch.empty(n, c, 4, 5, dtype=weight.dtype, device="meta")}
-                for node in nodes:
-                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                    if node.op == "call_module":
-                        layer = self.block.get_submodule(node.target)
-                        values[node] = _without_data(layer, *args) if layer in (fc1, fc2) else layer(*args, **kwargs)
-                    elif node.op == "call_method":
-                        values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-                    else:
-                        values[node] = node.target(*args, **kwargs)
+            for node in nodes:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                if node in layers:
+                    if not torch.equal(args[0].flatten(), numbers(args[0].numel())):
+                        return False
+                    fc = node.op == "call_module" and self.activation(node) is None
+                    values[node] = numbers(*_shape(self.module(node), args[0])) if fc else args[0]
+                elif node.op == "call_module":
+                    values[node] = self.module(node)(*args)
+                elif node.op == "call_method":
+                    values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that does not go with this one
             return False
-        return tuple(values[nodes[-1]].shape) in ((n, c, 1, 1), (n, c, 4, 5))
+        images, factor = values[x], values[nodes[-1]]
+        fits = factor.shape in (images.shape, (n, channels, 1, 1))
+        return fits and torch.equal(factor.expand_as(images), images)
 
 
 def _arguments(node: fx.Node) -> dict:
@@ -534,10 +543,10 @@ def _arguments(node: fx.Node) -> dict:
     return {**dict(zip(names, node.args)), **node.kwargs}
 
 
-def _without_data(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a 1x1 convolution or Linear makes of a tensor without data, which no backend but torch's takes."""
-    weight, bias = (None if p is None else p.to("meta") for p in (layer.weight, layer.bias))
-    return F.conv2d(x, weight, bias, layer.stride) if isinstance(layer, nn.Conv2d) else F.linear(x, weight, bias)
+def _shape(layer: nn.Module, x: Tensor) -> torch.Size:
+    """The shape of what a 1x1 convolution or Linear makes of ``x``."""
+    x, weight = (torch.empty(t.shape, device="meta") for t in (x, layer.weight))
+    return (F.conv2d(x, weight, stride=layer.stride) if isinstance(layer, nn.Conv2d) else F.linear(x, weight)).shape
 
 
 def count_pointwise(layers: list[nn.Module], kind: Kind) -> int:
