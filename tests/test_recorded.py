@@ -619,6 +619,10 @@ def wider_dtype(block, x):
     return x.double()
 
 
+def channels_behind(block, x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 def hooked_norm(block, x):
     block.norm.register_forward_hook(lambda *_: None)
     return x
@@ -653,8 +657,8 @@ class Joined(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
-@pytest.mark.parametrize("change", [None, narrow, wider_dtype, hooked_norm, other_norm])
-def test_sums_of_other_shapes_dtypes_and_layers_are_torchs(change, in_place, calls):
+@pytest.mark.parametrize("change", [None, narrow, wider_dtype, channels_behind, hooked_norm, other_norm])
+def test_sums_of_other_shapes_formats_dtypes_and_layers_are_torchs(change, in_place, calls):
     torch.manual_seed(0)
     block = Joined(in_place)
     stock = copy.deepcopy(block)
@@ -668,9 +672,9 @@ def test_sums_of_other_shapes_dtypes_and_layers_are_torchs(change, in_place, cal
     truth = copy.deepcopy(stock).double()(x.double())
     outside.residual = r
     theirs, ours = stock(x), block(x)
-    assert ours.dtype == theirs.dtype
+    assert ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
     harness.assert_as_good_as_torch(ours, theirs, truth, "y")
-    assert ("sum" in calls) == (change is None)
+    assert ("sum" in calls) == (change is None or (change is channels_behind and in_place))
 
 
 def other_first(block):

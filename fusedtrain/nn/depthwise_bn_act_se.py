@@ -156,11 +156,13 @@ def add(
     in_place: bool = False,
     behind: Sequence[nn.Module] = (),
     se: nn.Module | Gate | None = None,
+    residual_first: bool = False,
 ) -> Tensor:
     """Returns ``behind(se(others(norm(conv(x)))) + residual)``, as one op as far as that computes the same; ``conv``
-    and ``se`` may be None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand."""
+    and ``se`` may be None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand.
+    ``residual_first``: whether that is the residual, the memory format of which the sum then has."""
     x, moments = _convolved(x, conv, norm)
-    if _is_norm(norm) and _is_alike(residual, x):
+    if _is_norm(norm) and _is_alike(residual, x) and not (residual_first and _is_ordered_otherwise(residual, x)):
         (act, left), (act_behind, rest) = _activation((*norms.behind(norm), *others)), _activation(behind)
         gate = None if se is None else _gate(se)
         if not left and gate is not None and act_behind in BEHIND_GATES:
@@ -171,6 +173,8 @@ def add(
             x = norms.normalise(norm, x, name, residual, after, group, moments)
             return _through(rest, x) if rest else x
     x = middle(x, None, norm, others, se)
+    if residual_first:
+        return _through(behind, residual + x)
     return _through(behind, x.add_(residual) if in_place else x + residual)
 
 
@@ -187,6 +191,12 @@ def _is_alike(residual: Tensor, x: Tensor) -> bool:
     if not isinstance(residual, Tensor) or x.dim() != 4:
         return False
     return residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+
+
+def _is_ordered_otherwise(a: Tensor, b: Tensor) -> bool:
+    """Whether one of two images has its channels behind, and the other does not."""
+    (_, c, _, w), (_, other_c, _, other_w) = a.stride(), b.stride()
+    return (c < w) != (other_c < other_w)
 
 
 def _through(layers: Sequence[nn.Module | None], x: Tensor) -> Tensor:

@@ -259,7 +259,8 @@ class Pattern:
             if residual is None:
                 return self.graph.call_function(middle, (*arguments, self.gate_layer(gate)))
             after = tuple(map(self.layer, behind))
-            end = (residual.value, residual.in_place, after, self.gate_layer(gate))
+            first = residual.sum.args[0] is residual.value
+            end = (residual.value, residual.in_place, after, self.gate_layer(gate), first)
             return self.graph.call_function(add, (*arguments, *end))
 
         return self.replace(nodes, call)
