@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import compiler
+import nvcc
 import pytest
 import torch
 
@@ -159,6 +160,24 @@ def test_bindings_register_every_schema_for_cuda():
             found |= set(re.findall(r'm\.impl\("(\w+)"', body))
     compiled = (*_schema.SCHEMAS, *_schema.UNTRACED)
     assert found == {name for name in compiled if _schema.stem(name) not in _schema.CPU_ONLY}
+
+
+CLANG = next(filter(shutil.which, (*(f"clang++-{version}" for version in range(24, 15, -1)), "clang++")), None)
+# What of g++'s own language there is: shuffles, attributes of lambdas, assembler.
+KINDS = ("depthwise_conv2d_dw_planes", "depthwise_bn_act_se", "pointwise_conv2d_dw")
+
+
+@pytest.mark.skipif(CLANG is None, reason="needs clang++")
+@pytest.mark.parametrize("isa", compiler.ISAS)
+@pytest.mark.parametrize("stem", sorted(path.stem for path in CSRC.glob("cpu/*.cpp")) if nvcc.SLOW else KINDS)
+def test_kernels_compile_with_clang(stem, isa):
+    version = subprocess.run([CLANG, "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    if int(version.partition(".")[0]) < 16:
+        pytest.skip("clang knows structured bindings in lambdas from 16 on")
+    flags = [*compiler.CXX_FLAGS, *compiler.ISA_FLAGS[isa], f"-DFUSEDTRAIN_ISA={isa}", f"-I{CSRC}", "-Werror"]
+    source = CSRC / f"cpu/{stem}.cpp"
+    done = subprocess.run([CLANG, *flags, "-fsyntax-only", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_compiler

@@ -53,7 +53,7 @@ struct Normalised {
   }
   // As a function, which activated() calls.
   [[gnu::always_inline]] auto u(int64_t i, auto lanes, const At& p) const {
-    return [ this, i, lanes, &p ] __attribute__((always_inline)) { return centred(i, lanes, p) * p.scale + p.bias; };
+    return [ this, i, lanes, &p ]() __attribute__((always_inline)) { return centred(i, lanes, p) * p.scale + p.bias; };
   }
   void prefetch(int64_t i) const { fetch(z + i); }
 };
@@ -146,7 +146,7 @@ struct Backward : Normalised<T> {
     return p;
   }
   [[gnu::always_inline]] auto operator()(int64_t i, auto lanes, const At& p) const {
-    const auto through = [&] __attribute__((always_inline)) {
+    const auto through = [&]() __attribute__((always_inline)) {
       if constexpr (std::is_same_v<A, StaticAct<T, Activation::kSilu>>) {
         const auto slope = activated<T>(act, lanes, Base::u(i, lanes, p)).slope;
         return slope * (p.gate * load<V>(dy + i, lanes) + p.dpooled);

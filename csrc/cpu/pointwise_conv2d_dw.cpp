@@ -233,7 +233,7 @@ void add_tile(const Tile<E>& t) {
   const int last = t.last;
   const char* ahead = t.ahead.p;
   const int64_t ahead_step = t.ahead.step;
-  const auto add_step = [&] __attribute__((always_inline)) {
+  const auto add_step = [&]() __attribute__((always_inline)) {
     decltype(load_vector(wide, last)) x[kVecs];
     unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
       x[v] = load_vector(wide + v * wide_vec, v == kVecs - 1 ? last : kLanes<E>);
