@@ -161,6 +161,7 @@ def pytest_generate_tests(metafunc):
 def images_of_any_size(monkeypatch):
     """Layers call the ops for the small images of the tests, too; test_small.py has the rule by which they do not."""
     monkeypatch.setattr(_small, "ELEMENTS", 0)
+    monkeypatch.setattr(_small, "IN_TRAINING", 0)
 
 
 @pytest.fixture(autouse=True)

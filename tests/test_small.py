@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
 from fusedtrain import backend
-from fusedtrain.nn import _small
+from fusedtrain.nn import _small, pointwise_conv2d
 
 pytestmark = pytest.mark.skipif(
     harness.why_not("cpu", "cpu") is not None, reason="without the CPU kernels all is PyTorch's own"
@@ -191,6 +191,54 @@ def test_training_calls_little_python(zoo, name):
     stock, ours = _block(zoo, name)
     x = harness.normal(*SHAPE).requires_grad_()
     assert _python_calls(ours.train(), x) <= MOST + _python_calls(stock.train(), x)
+
+
+IN_TRAINING = 100_000  # elements, that of _small
+PAIRS = {
+    "recorded": lambda: nn.Sequential(Residual(), Residual()),
+    "layers": lambda: nn.Sequential(nn.Conv2d(16, 24, 1), nn.BatchNorm2d(24), nn.Mish()),
+}
+
+
+@pytest.fixture
+def training(monkeypatch):
+    monkeypatch.setattr(_small, "IN_TRAINING", IN_TRAINING)
+
+
+def _trained(block: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    block(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_stock_trains_anyway_waits_for_little_python(training, name, layout):
+    stock = PAIRS[name]()
+    ours = copy.deepcopy(stock)
+    assert fusedtrain.fuse(ours).swapped
+    x = harness.normal(4, *SHAPE[1:]).contiguous(memory_format=layout)
+    for value, expected in zip(_trained(ours, x), _trained(stock, x), strict=True):
+        assert torch.equal(value, expected)
+    assert _python_calls(ours, x) <= 60 + _python_calls(stock, x)
+    large = torch.cat([x] * 50)
+    assert large.numel() > IN_TRAINING and _calls(ours, large) > 0
+    with fusedtrain.use_backend("cpu"):
+        assert _calls(ours, x) > 0
+
+
+def test_small_images_of_a_dtype_that_the_cpu_does_not_multiply_are_the_ops(training, monkeypatch):
+    layer, seen = fusedtrain.nn.PointwiseConv2d(16, 16, 1), []
+    monkeypatch.setattr(pointwise_conv2d, "pointwise_conv2d", lambda x, *_: seen.append(x.dtype))
+    x = harness.normal(*SHAPE)
+    for cpu_has_it in (True, False):
+        monkeypatch.setattr(
+            pointwise_conv2d, "cpu_multiplies", lambda dtype, yes=cpu_has_it: yes or dtype == torch.float32
+        )
+        layer(x), layer.half()(x.half()), layer.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+    assert seen == [torch.float16, torch.float32]  # what autocast casts comes as it is
 
 
 def test_graphs_hold_the_ops_for_images_of_any_size(zoo):

@@ -1,7 +1,8 @@
-"""Small images in evaluation: what an op's passes over memory save is less there than its call costs in Python.
+"""Small images: what an op's passes over memory save is less there than its call costs in Python.
 
-Layers then make the calls of their stock class, but for those that gain at any size: depthwise convolutions, and what
-says so (``gains_at_any_size``).
+In evaluation layers then make the calls of their stock class, but for those that gain at any size: depthwise
+convolutions, and what says so (``gains_at_any_size``). In training norms and 1x1 convolutions do, where their ops would
+leave the images to stock PyTorch anyway, and recorded blocks that hold no depthwise convolution.
 """
 
 import functools
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from fusedtrain import backend
 
 ELEMENTS = 400_000  # benchmarks/LOG.md, 2026-11-25: inference of one image
+# What the rules of batch_norm_act leave to stock PyTorch, and those of 1x1 convolutions, of x and y in the mean.
+IN_TRAINING = 100_000
 
 
 def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
@@ -31,6 +34,19 @@ def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
         and x.is_cpu
         and backend.is_automatic()
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def trains_stock(x: Tensor, times: float = 1) -> bool:
+    """Whether norms and 1x1 convolutions leave ``x`` to stock PyTorch in training, too; nobody has asked for a backend.
+    ``times``: as for :func:`stays_stock`."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and type(x) is Tensor
+        and x.numel() * times < IN_TRAINING
+        and x.is_cpu
+        and backend.is_automatic()
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fusedtrain.nn._activation import Layer, create, observed, op_name
-from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._small import stays_stock, trains_stock
 from fusedtrain.nn._traced import node_of
 from fusedtrain.ops import batch_norm_act
 
@@ -144,7 +144,9 @@ class BatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy) and (node := node_of(self, input)) is not None:
             return node
-        return super().forward(input) if stays_stock(self, input) else normalise(self, input)
+        if stays_stock(self, input) or trains_stock(input):
+            return super().forward(input)
+        return normalise(self, input)
 
 
 class BatchNormAct2d(BatchNorm2d):

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from fusedtrain.nn._layout import laid_out_as
-from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._small import stays_stock, trains_stock
 from fusedtrain.nn._traced import Conv2d
 from fusedtrain.ops import pointwise_conv2d
+from fusedtrain.ops._common import autocast_dtype, cpu_multiplies
 from fusedtrain.ops._pointwise_rules import gains_in_small
 
 torch.fx.wrap("pointwise_conv2d")  # recorded as a single node
@@ -70,11 +71,16 @@ class PointwiseConv2d(Conv2d):
             )
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        small = stays_stock(self, input, times=1 + self.out_channels / self.in_channels)
+        times = 1 + self.out_channels / self.in_channels
+        small = stays_stock(self, input, times) or (self.stride == (1, 1) and _trains_stock(input, times))
         gains = small and input.dim() == 4 and gains_in_small(input, weight, self.stride)
         if not is_pointwise(self) or (small and not gains):
             return super()._conv_forward(input, weight, bias)
         return pointwise_conv2d(laid_out_as(weight, input), weight, bias, self.stride)
+
+
+def _trains_stock(x: Tensor, times: float) -> bool:
+    return trains_stock(x, times / 2) and cpu_multiplies(autocast_dtype(x))
 
 
 def is_pointwise(conv: torch.nn.Conv2d) -> bool:

@@ -238,6 +238,13 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that :func:`autocast` gives ``x``, on a CPU."""
+    if not torch.is_autocast_enabled("cpu") or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype("cpu")
+
+
 def whole(value) -> int | None:
     """``value`` as an int, also where it is an integer of numpy; None for what is no integer."""
     if isinstance(value, int):

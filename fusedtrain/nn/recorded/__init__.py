@@ -55,7 +55,8 @@ def record(block: nn.Module, kind: Kind) -> Recording | str:
     for path in list(inlined):  # the modules that it calls may stand in lists
         inlined.update(f"{path}.{name}".strip(".") for name in _containers(block.get_submodule(path)))
     seen = {path: Seen.of(path, block.get_submodule(path)) for path in sorted(inlined)}
-    return Recording(tuple(map(_compile, graphs)), seen, min(saved), next(iter(of_images), None), aliases(block))
+    forwards, leaves_small = tuple(map(_compile, graphs)), not any(kind(m) in CONVOLUTIONS for m in block.modules())
+    return Recording(forwards, seen, min(saved), next(iter(of_images), None), aliases(block), leaves_small)
 
 
 def _containers(module: nn.Module) -> Iterator[str]:

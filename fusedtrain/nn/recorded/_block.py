@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 
 from fusedtrain.nn._kind import kind_of
-from fusedtrain.nn._small import stays_stock
+from fusedtrain.nn._small import stays_stock, trains_stock
 
 if TYPE_CHECKING:
     from fusedtrain.nn.recorded._state import Recording
+
+
+_WIDENS = 1.5  # elements between layers of a block, times those of its images
 
 
 class Recorded(nn.Module):
@@ -31,9 +34,12 @@ class Recorded(nn.Module):
         recording = self._recording
         # Tracers of torch.fx name what they see by layers and by how often these were called.
         one = len(args) == 1 and not kwargs and not isinstance(args[0], fx.Proxy)
-        if recording is not None and one and not stays_stock(self, *args) and recording.holds_for(self, *args):
+        if recording is not None and one and not self._stays_stock(*args) and recording.holds_for(self, *args):
             return recording.forwards[int(self.training)](self, *args)  # torch.compile of torch 2.11 takes no bool
         return super().forward(*args, **kwargs)
+
+    def _stays_stock(self, x) -> bool:
+        return stays_stock(self, x) or (self._recording.leaves_small and trains_stock(x, _WIDENS))
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)[2]

@@ -85,6 +85,7 @@ class Recording(NamedTuple):
         saved: how many calls fewer than layers.
         of_images: whether it holds for tensors alone, or for others alone; None for whatever it is called with.
         aliases: the paths of modules that stand in several places, all of which a forward calls by the first.
+        leaves_small: whether the block holds nothing that gains with small images in training.
     """
 
     forwards: tuple[Callable, Callable]
@@ -92,6 +93,7 @@ class Recording(NamedTuple):
     saved: int
     of_images: bool | None
     aliases: list[list[list[str]]]
+    leaves_small: bool
 
     def holds_for(self, block: nn.Module, argument) -> bool:
         suits = argument is not None if self.of_images is None else isinstance(argument, Tensor) == self.of_images
