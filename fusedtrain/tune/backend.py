@@ -147,7 +147,8 @@ def _calls(trainer, images: Tensor) -> list[_Call]:
         return call
 
     trainer.model.train()
-    with _replaced({op: spy(op, getattr(ops, op)) for op in OPS}), fusedtrain.use_backend(None):
+    spies = _replaced({op: spy(op, getattr(ops, op)) for op in OPS})
+    with spies, fusedtrain.use_backend(None), _tuned.recording():  # while which layers leave no images to stock PyTorch
         trainer.forward(images)
     return list(found.values())
 
