@@ -193,7 +193,7 @@ def test_training_calls_little_python(zoo, name):
     assert _python_calls(ours.train(), x) <= MOST + _python_calls(stock.train(), x)
 
 
-IN_TRAINING = 100_000  # elements, that of _small
+IN_TRAINING = _small.IN_TRAINING  # which tests otherwise do without, see conftest.py
 PAIRS = {
     "recorded": lambda: nn.Sequential(Residual(), Residual()),
     "layers": lambda: nn.Sequential(nn.Conv2d(16, 24, 1), nn.BatchNorm2d(24), nn.Mish()),

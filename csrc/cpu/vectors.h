@@ -34,15 +34,17 @@ template <int N, class F>
 // Of a and b in blocks of kSize elements: the first, third, ... blocks, in turn from a and from b, and the other ones.
 template <int kLanes, int kSize, class R>
 [[gnu::always_inline]] inline R first_blocks(R a, R b) {
-  return [&]<int... e>(std::integer_sequence<int, e...>) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) __attribute__((always_inline)) {
     return shuffle<(e / kSize % 2 ? kLanes + e - kSize : e)...>(a, b);
-  }(std::make_integer_sequence<int, kLanes>{});
+  }
+  (std::make_integer_sequence<int, kLanes>{});
 }
 template <int kLanes, int kSize, class R>
 [[gnu::always_inline]] inline R second_blocks(R a, R b) {
-  return [&]<int... e>(std::integer_sequence<int, e...>) {
+  return [&]<int... e>(std::integer_sequence<int, e...>) __attribute__((always_inline)) {
     return shuffle<(e / kSize % 2 ? kLanes + e : e + kSize)...>(a, b);
-  }(std::make_integer_sequence<int, kLanes>{});
+  }
+  (std::make_integer_sequence<int, kLanes>{});
 }
 
 // Transposes kLanes vectors in place: blocks of half the size are exchanged, then quarters, ...

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedtrain import backend
+from fusedtrain.ops import _pointwise_rules
+from fusedtrain.ops.batch_norm_act import _SMALL as _SMALL_FOR_NORMS
 
 ELEMENTS = 400_000  # benchmarks/LOG.md, 2026-11-25: inference of one image
-# What the rules of batch_norm_act leave to stock PyTorch, and those of 1x1 convolutions, of x and y in the mean.
-IN_TRAINING = 100_000
+# What the rules of both ops leave to stock PyTorch; those of 1x1 convolutions count x and y.
+IN_TRAINING = min(_SMALL_FOR_NORMS[0], _pointwise_rules._SMALL // 2)
 
 
 def stays_stock(layer: nn.Module, x: Tensor, times: float = 1) -> bool:
