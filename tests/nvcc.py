@@ -16,13 +16,15 @@ import compiler
 SOURCES = sorted(compiler.CSRC.glob("cuda/*.cu"))
 WHY_NOT = None if shutil.which("nvcc") else "nvcc is not on PATH"
 # The architectures that the gates hold for, by what each is compiled from. From the same PTX sm_90 costs little beside
-# sm_80; each from its own, as setup.py does, is slow. So are all activations with kernels of their own: silu takes most
-# registers (see core/visit.h there).
+# sm_80; each from its own, as setup.py does, is slow. So are all activations with kernels of their own, both types of
+# 16 bits and all rules of optimizers: silu takes most registers, and so do the rules of fewer_kernels/rules.h.
 SLOW = os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1"
 ARCHS = {"compute_75": ["sm_75"], "compute_80": ["sm_80"], "compute_90": ["sm_90"]}
 ARCHS = ARCHS if SLOW else {"compute_80": ["sm_80", "sm_90"]}
 CODES = [code for codes in ARCHS.values() for code in codes]
-FEWER = [] if SLOW else [f"-I{Path(__file__).parent / 'fewer_kernels'}", "-DOWN_KERNELS=kSilu"]
+_FEWER_KERNELS = Path(__file__).parent / "fewer_kernels"
+FEWER = [f"-I{_FEWER_KERNELS}", "-DOWN_KERNELS=kSilu", "-DANY_HALF=kBFloat16", "-include", _FEWER_KERNELS / "rules.h"]
+FEWER = [] if SLOW else FEWER
 
 
 def compile_cuda(source: Path, target: Path) -> tuple[bool, str]:
