@@ -11,6 +11,9 @@ if not _extension.LOADED:
 CALL = "import torch, fusedtrain; fusedtrain.use_backend('cpu'); fusedtrain.ops.channel_pool(torch.ones(1, 1, 2, 2));"
 LEVELS = [*_extension.BUILD_INFO["isa_variants"], "avx512_bf16"]  # the last is avx512 with instructions for bfloat16
 PRINT = CALL + "print(fusedtrain._extension.BUILD_INFO['isa_active'], flush=True);"
+# The other ops run kernels of these.
+OPS = ("squeeze_excite", "depthwise_conv2d", "grouped_conv2d", "pointwise_conv2d", "mlp", "batch_norm_act")
+OPS += ("depthwise_bn_act_se", "global_response_norm", "grad_norm", "optimizer_step")
 TESTS = PRINT + "import pytest, sys; sys.exit(pytest.main())"
 
 
@@ -18,20 +21,8 @@ TESTS = PRINT + "import pytest, sys; sys.exit(pytest.main())"
 def test_every_variant_is_as_good_as_torch(isa):
     if isa == _extension.BUILD_INFO["isa_active"]:
         pytest.skip("all other tests run this variant")
-    tests = [
-        "-n0",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "test_squeeze_excite.py",
-        "test_channel_pool.py",
-        "test_global_response_norm.py",
-        "test_grouped_conv2d.py",
-        "test_mlp.py",
-        "test_pointwise_conv2d.py",
-    ]
-    chosen = "cpu-cpu and (as_good_as_torch or repeats or share_its_gradient)"
+    tests = ["-n0", "-q", "-x", "-p", "no:cacheprovider", *(f"test_{op}.py" for op in OPS)]
+    chosen = "cpu-cpu and (as_good_as_torch or share_its_gradient or (as_good_as_plain_torch and float32))"
     if isa.startswith("avx512") and _extension.BUILD_INFO["isa_active"].endswith("_bf16"):  # the same code otherwise
         chosen += " and bfloat16"
     done = harness.run_python("-c", TESTS, *tests, "-k", chosen, FUSEDTRAIN_ISA=isa)
