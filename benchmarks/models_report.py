@@ -1,5 +1,6 @@
 """The whole training steps in REPORT.md, in README, on the screen and as plots, from the CSVs that models.py fills."""
 
+import math
 import statistics
 from pathlib import Path
 
@@ -139,32 +140,48 @@ def section(folder: Path, report: Path) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def _cell(races: list[list[Row]], dtype: str) -> str:
+    """README's cell of one network: of its races that gave a number, the one with the most pixels."""
+    pairs = [(best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)) for race in races]
+    pairs = [(ours, same) for ours, same in pairs if ours and same]
+    if not pairs:
+        measured = any(row["dtype"] == dtype for race in races for row in race)
+        return "no number" if measured else "-"
+    ours, _ = max(pairs, key=lambda pair: math.prod(map(int, pair[0]["shape"].split("x"))))
+    compiled = any(row["backend"] == "compile" for race in races if ours in race for row in race)
+    return f"{mark(ours['speedup'])} ({ours['speedup_same_dtype']:.2f}){'*' if compiled else ''}"
+
+
+def _saved(races: list[list[Row]]) -> str:
+    """What a network keeps for backward over what the fastest stock form of the same dtype keeps, least to most."""
+    forms = [(race, dtype) for race in races for dtype in models.DTYPES]
+    pairs = [(best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)) for race, dtype in forms]
+    shares = sorted(f"{ours['saved_mib'] / same['saved_mib']:.2f}" for ours, same in pairs if ours and same)
+    return " to ".join(dict.fromkeys((shares[0], shares[-1]))) if shares else "-"
+
+
 def readme_block(folder: Path) -> str:
-    """README's table of whole steps: one line per network, on one thread."""
-    lines = []
+    """README's table of whole steps: one line per device and dtype, on one thread."""
+    measured: dict[tuple[str, str], list[list[Row]]] = {}
     for file in sorted(folder.glob("*/models/steps.csv")):
         for race in races([row for row in results.read(file, models.STEPS) if row["threads"] == "1"]):
-            rivals = "eager, compiled" if any(row["backend"] == "compile" for row in race) else "eager"
-            line = [race[0]["device"], f"{race[0]['network']} {race[0]['shape']}", rivals]
-            for dtype in models.DTYPES:
-                ours, same = best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)
-                if ours is None or same is None:
-                    measured = any(row["dtype"] == dtype for row in race)
-                    line += ["no number" if measured else "not measured"] * 3
-                    continue
-                saved = f"{ours['saved_mib'] / same['saved_mib']:.2f}"
-                line += [
-                    f"{ours['images_per_s']:.1f}",
-                    f"{mark(ours['speedup'])}, {mark(ours['speedup_same_dtype'])}",
-                    saved,
-                ]
-            lines.append(line)
-    if not lines:
+            measured.setdefault((race[0]["device"], race[0]["network"]), []).append(race)
+    if not measured:
         return ""
-    what = (
-        "Whole training steps (forward, loss, backward, AdamW) on one thread after `fuse`: images/s, speedup over the"
-        " fastest stock form of any dtype and of the same dtype, in either layout, and memory saved for backward over"
-        " that form's."
+    devices, found = (list(dict.fromkeys(keys)) for keys in zip(*measured))
+    networks = sorted(found, key=lambda name: (*models.NETWORKS, name).index(name))
+    lines = [
+        [device, dtype, *(_cell(measured.get((device, network), []), dtype) for network in networks)]
+        for device in devices
+        for dtype in models.DTYPES
+    ]
+    kept = (
+        _saved([race for (_, name), of in measured.items() if name == network for race in of]) for network in networks
     )
-    columns = [f"{dtype}: {name}" for dtype in models.DTYPES for name in ("images/s", "speedup, same dtype", "saved")]
-    return f"{what}\n\n{table(('device', 'network', 'stock', *columns), lines)}\n"
+    lines = [line for line in lines if set(line[2:]) != {"-"}]
+    lines.append(["kept for backward over stock's", "", *kept])
+    what = (
+        "Whole training steps (forward, loss, backward, AdamW) on one thread after `fuse`: speedup over the fastest"
+        " stock form of any dtype (of the same dtype), in either layout; *: `torch.compile` is among these."
+    )
+    return f"{what}\n\n{table(('device', 'dtype', *networks), lines)}\n"

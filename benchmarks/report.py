@@ -202,27 +202,26 @@ def op_section(file: Path, report: Path) -> str:
 
 
 def readme_block(files: list[Path]) -> str:
-    """README's table: one line per device and op, on one thread."""
-    columns = [(dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("channels_last", "contiguous")]
-    lines = []
+    """README's table: one line per op, one column per device, on one thread."""
+    cells: dict[str, dict[str, str]] = {}
     for file in files:
         rows = [row for row in results.read(file) if row["mode"] in ("fwd+bwd", "step") and row["threads"] == "1"]
         rows = [row for row in rows if row["backend"] == "auto"]
         rows = [row for row in rows if row["allocator"] == results.primary_allocator(rows) and row["speedup"]]
         if not rows:
             continue
-        cells = []
-        for column in columns:
-            speedups = [row["speedup"] for row in rows if (row["dtype"], row["layout"]) == column]
-            cells.append(f"{mark(geometric_mean(speedups))} ({min(speedups):.2f})" if speedups else "-")
-        lost = sum(row["speedup"] < 0.98 for row in rows)
-        lines.append([rows[0]["device"], rows[0]["op"], *cells, f"{lost} of {len(rows)}"])
-    header = ("device", "op", *(f"{dtype}, {layout}" for dtype, layout in columns), "cases lost")
+        speedups = {dtype: [r["speedup"] for r in rows if r["dtype"] == dtype] for dtype in ("float32", "bfloat16")}
+        means = " / ".join(f"{geometric_mean(of):.2f}" if of else "-" for of in speedups.values())
+        worst, lost = min(row["speedup"] for row in rows), sum(row["speedup"] < 0.98 for row in rows)
+        cells.setdefault(rows[0]["op"], {})[rows[0]["device"]] = f"{means}, {worst:.2f} ({lost} of {len(rows)})"
+    devices = sorted({device for of in cells.values() for device in of})
+    lines = ([op, *(of.get(device, "-") for device in devices)] for op, of in sorted(cells.items()))
     return (
         "Ops, forward and backward, over the fastest of eager PyTorch and `torch.compile` in either layout, however"
-        " written: geometric mean over the layers of real networks (the worst of them). Optimizers: whole steps, with"
-        " `torch.compile` only where a row of REPORT.md names it. Every case, also over the usual modules, and how it"
-        " was measured: [benchmarks/REPORT.md](benchmarks/REPORT.md).\n\n" + table(header, lines)
+        " written: geometric mean over the layers of real networks in float32 / bfloat16, the worst of them, and how"
+        " many were lost. Optimizers: whole steps, with `torch.compile` only where a row of REPORT.md names it. Every"
+        " case, in each layout, also over the usual modules, and how it was measured:"
+        " [benchmarks/REPORT.md](benchmarks/REPORT.md).\n\n" + table(("op", *devices), lines)
     )
 
 
