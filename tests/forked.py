@@ -24,10 +24,12 @@ import types
 import warnings
 from pathlib import Path
 
-IMPORTED = ("torch", "torch._dynamo", "sklearn.datasets")  # every optimizer imports the second one
+IMPORTED = ("torch", "torch._dynamo")  # every optimizer imports the second one
 # What libraries read when they are loaded. A command that is to see another value is started as usual.
 _READ_EARLY = ("GLIBC_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "ATEN_", "OMP_", "PYTHON", "TORCH", "TRITON")
 _THREADS, _FOLDERS = "OMP_NUM_THREADS", "PYTHONPATH"  # except for these, see :func:`_follow`
+# And for these: torchrun sets them for process groups, and torch._dynamo for inductor, when it is imported.
+_READ_LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl
 
 
@@ -64,21 +66,25 @@ def run(command: list, *, timeout: float, **popen) -> subprocess.CompletedProces
 
 
 class _Server:
-    """The process that has imported IMPORTED, with this process' environment."""
+    """The process that has imported IMPORTED, with this process' environment: a new one, or a fork of this process."""
 
-    def __init__(self):
+    def __init__(self, forked: bool = False):
         self.environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self.requests, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        with other:
-            start = [sys.executable, __file__, str(other.fileno())]
-            # It ends when this process has closed its end of the requests.
-            subprocess.Popen(start, pass_fds=[other.fileno()], env=self.environment)
+        with other:  # the server ends when this process has closed its end of the requests
+            if not forked:
+                start = [sys.executable, __file__, str(other.fileno())]
+                subprocess.Popen(start, pass_fds=[other.fileno()], env=self.environment)
+            elif os.fork() == 0:
+                self.requests.close()
+                _main(other)
 
     def can_fork(self, env: dict[str, str]) -> bool:
         own = self.environment
         changed = {name for name in env.keys() | own.keys() if env.get(name, "") != own.get(name, "")}
-        return not any(name.startswith(_READ_EARLY) for name in changed - {_THREADS, _FOLDERS})
+        changed -= {_THREADS, _FOLDERS}
+        return not any(name.startswith(_READ_EARLY) and not name.startswith(_READ_LATE) for name in changed)
 
     def fork(self, command: list[str], cwd: str, env: dict[str, str], new_session: bool, streams: list[int]) -> int:
         """Returns the process id of a child of this process."""
@@ -93,6 +99,12 @@ class _Server:
 
 
 _server = functools.cache(_Server)
+
+
+def fork_from_here() -> None:
+    """From now on, commands are forks of this process as it is."""
+    here = _Server(forked=True)
+    globals()["_server"] = lambda: here
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -150,6 +162,10 @@ def _run(command: list[str], main: types.ModuleType) -> None:
         warnings.simplefilter(words[1])
         sys.warnoptions.append(words[1])
         words = words[2:]
+    if words[0] == "-u":
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+        words = words[1:]
     if words[0] == "-m":
         sys.argv[:], sys.path[0] = words[:1] + words[2:], os.getcwd()
         runpy._run_module_as_main(words[1])
@@ -190,14 +206,18 @@ def _live(command: list[str]) -> None:
     os._exit(status & 0xFF)
 
 
-if __name__ == "__main__":
+def _main(requests: socket.socket) -> None:
+    """The life of the server and, in its forks, that of their commands; it does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all, its forks among them
-    for _name in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(_name)
+    for name in IMPORTED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is not looked at, also at the end of each fork, need not be copied
-    with socket.socket(fileno=int(sys.argv[1])) as _requests:
-        _command = _serve(_requests)
+    with requests:
+        command = _serve(requests)
     _follow(sys.modules["torch"])
-    _live(_command)
+    _live(command)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))

@@ -20,10 +20,12 @@ from torch import nn
 from fusedtrain.train import Callback, CheckpointStore
 
 
+TORCHRUN = [sys.executable, str(Path(__file__).parent / "torchrun.py"), "--standalone", "--nproc_per_node=2"]
+
+
 def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ranks.__file__]
     env = harness.environment(OMP_NUM_THREADS="1")
-    return forked.run([*command, str(folder), *cases], env=env, cwd=folder, timeout=timeout)
+    return forked.run([*TORCHRUN, ranks.__file__, str(folder), *cases], env=env, cwd=folder, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -178,17 +180,16 @@ def test_a_hanging_rank_takes_the_run_down_within_the_timeout(tmp_path):
 
 def test_a_run_of_torchrun_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
     """``torchrun --max-restarts -m fusedtrain train``; SIGKILL to one of two ranks, from outside."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    command += ["--monitor-interval=0.2", "-m", "fusedtrain", "train", "--model", "smallnet", "--size", "8"]
+    command = [*TORCHRUN, "--max-restarts=3", "--monitor-interval=0.2"]
+    command += ["-m", "fusedtrain", "train", "--model", "smallnet", "--size", "8"]
     command += ["--batch-size", "128", "--epochs", "2", "--every-steps", "1", "--device", "cpu", "--output", "out"]
     command += ["--log-every", "1", "--timeout", "60"]
     env = harness.environment(OMP_NUM_THREADS="1", GLIBC_TUNABLES="")  # no second start
-    with subprocess.Popen(
-        command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with forked.Python(command, env=env, cwd=tmp_path, **pipes) as run:
         while run.poll() is None and len(list(tmp_path.glob("out/checkpoints/*-step-3.safetensors"))) == 0:
             time.sleep(0.02)
-        os.kill(workers(run.pid)[1], signal.SIGKILL)
+        os.kill(workers(run.pid)[-1], signal.SIGKILL)
         out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out[-4000:]
     step = int(re.search(r"continues with step (\d+)", out)[1])
@@ -199,7 +200,7 @@ def test_a_run_of_torchrun_whose_rank_is_killed_goes_on_from_its_last_checkpoint
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes that torchrun has started."""
+    """The processes of torchrun: that of which the ranks are forks, and these."""
     return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 

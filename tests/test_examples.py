@@ -13,15 +13,16 @@ import forked
 import harness
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+TESTS = Path(__file__).parent
+EXAMPLES = TESTS.parent / "examples"
 
 
 def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  weights NUMBER") -> list[tuple]:
     """What every process printed: accuracy and norm of the weights."""
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(Path(__file__).parent / "zoo_child.py"), str(EXAMPLES / script)]
+        command += [str(TESTS / "torchrun.py"), "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(TESTS / "zoo_child.py"), str(EXAMPLES / script)]
     # Two processes need two GPUs, which are not everywhere.
     env = harness.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     done = forked.run(command, env=env, cwd=folder, timeout=500)
