@@ -33,7 +33,7 @@ def main() -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
     utils.random_seed(0)
-    digits, epochs = load_digits(32), 4
+    digits, epochs = load_digits(32), 3
     train_set = TensorDataset(digits.train_images, digits.train_targets)
     sampler = DistributedSampler(train_set) if world > 1 else None
     train = DataLoader(train_set, 32 // world, shuffle=sampler is None, sampler=sampler, drop_last=True)
@@ -41,7 +41,7 @@ def main() -> None:
     fusedtrain.fuse(model)
     model = model.to(memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=options))
-    averages = utils.ModelEmaV3(model, decay=0.98)
+    averages = utils.ModelEmaV3(model, decay=0.95)
     wrapped = DistributedDataParallel(model) if world > 1 else model
     schedule, epochs = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=epochs, warmup_epochs=1, warmup_lr=1e-4, updates_per_epoch=len(train)

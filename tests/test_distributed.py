@@ -19,7 +19,6 @@ from torch import nn
 
 from fusedtrain.train import Callback, CheckpointStore
 
-
 TORCHRUN = [sys.executable, str(Path(__file__).parent / "torchrun.py"), "--standalone", "--nproc_per_node=2"]
 
 

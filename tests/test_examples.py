@@ -17,12 +17,14 @@ TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
 
 
-def run(script: str, ranks: int, folder: Path, printed: str = "accuracy NUMBER  weights NUMBER") -> list[tuple]:
+def run(
+    script: str, ranks: int, folder: Path, *options: str, printed: str = "accuracy NUMBER  weights NUMBER"
+) -> list[tuple]:
     """What every process printed: accuracy and norm of the weights."""
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += [str(TESTS / "torchrun.py"), "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(TESTS / "zoo_child.py"), str(EXAMPLES / script)]
+    command += [str(TESTS / "zoo_child.py"), str(EXAMPLES / script), *options]
     # Two processes need two GPUs, which are not everywhere.
     env = harness.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     done = forked.run(command, env=env, cwd=folder, timeout=500)
@@ -52,6 +54,6 @@ def test_a_network_learns_in_timms_script(tmp_path, zoo):
 def test_a_trained_network_infers_in_int8(tmp_path):
     pytest.importorskip("torchao", reason="torchao is not installed")
     printed = "accuracy NUMBER  int8 NUMBER  quantized NUMBER"
-    ((accuracy, int8, layers),) = run("int8_inference.py", 1, tmp_path, printed)
+    ((accuracy, int8, layers),) = run("int8_inference.py", 1, tmp_path, "--epochs", "3", printed=printed)
     assert accuracy > 0.9 and int8 > accuracy - 0.02 and layers >= 10
     assert (tmp_path / "int8.pt2").stat().st_size > 0
