@@ -37,7 +37,7 @@ def fork(function: Callable[[], None], output: Path | None = None) -> int:
         function()
         status = 0
     except SystemExit as error:
-        status = error.code
+        status = error.code or 0
     except BaseException:
         traceback.print_exc()
     finally:

@@ -17,20 +17,17 @@ import torch
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(*arguments: object) -> str:
-    """Runs Python in the benchmarks' folder and returns what it printed."""
-    command = [sys.executable, *map(str, arguments)]
-    done = forked.run(command, cwd=FOLDER, env=harness.environment(), timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-# The process of :func:`run_code`.
+# The process of :func:`run_code`, with the allocator of whole steps.
 IMPORTED = """
-import json, sys
+import contextlib, json, os, sys
 from pathlib import Path
 sys.path.append(sys.argv[1])  # behind the benchmarks' folder, which has a harness of its own
-import forks, layers, models_report, report
+import machine
+if os.environ != machine.environment("tuned"):
+    os.execve(sys.executable, sys.orig_argv, machine.environment("tuned"))
+import forks, layers, models, models_report, report
+with contextlib.suppress(ImportError):
+    models.Zoo()
 for line in sys.stdin:
     code, output, *arguments = json.loads(line)
     sys.argv[1:] = arguments
@@ -58,6 +55,13 @@ def run_code(tmp_path_factory):
         imported.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def run_script(run_code):
+    """As :func:`run_code` for one of the scripts."""
+    code = "import os, runpy, sys; del sys.argv[0]; runpy.run_path(os.path.abspath(sys.argv[0]), run_name='__main__')"
+    return functools.partial(run_code, code)
+
+
 # A one-layer benchmark whose candidate returns linear times a factor. No graph of it needs a C++ compiler.
 TINY = """
 import torch, harness
@@ -82,8 +86,8 @@ for factor in (1.0, 1.001, float("nan")):
 """
 
 
-def test_a_wrong_candidate_gets_no_number():
-    rows = [line.split("|") for line in run("-c", TINY).splitlines()]
+def test_a_wrong_candidate_gets_no_number(run_code):
+    rows = [line.split("|") for line in run_code(TINY).splitlines()]
     for factor, passes in (("1.0", True), ("1.001", False), ("nan", False)):
         numbers = {(backend, number == "True") for of, backend, number, _ in rows if of == factor}
         assert {("eager", True), ("copy", True)} <= numbers and (("compile", True) in numbers) is passes
@@ -117,7 +121,10 @@ OPTIONS += ("--device", "cpu", "--allocator", "tuned", "--budget", 0)
 def results(tmp_path_factory):
     """What a real run of one small layer leaves behind."""
     folder = tmp_path_factory.mktemp("results")
-    run("run.py", "--op", "channel_pool", "dispatch", *OPTIONS, "--output", folder)
+    # In a process of its own, which starts again with the allocator.
+    command = ["run.py", "--op", "channel_pool", "dispatch", *map(str, OPTIONS), "--output", folder]
+    done = forked.run([sys.executable, *command], cwd=FOLDER, env=harness.environment(), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -139,12 +146,12 @@ def test_every_row_says_what_was_measured_and_where(results):
         assert row["device"] and row["commit"] and float(row["gb_per_s"]) > 0 and float(row["cache_mib"]) > 0
 
 
-def test_a_run_goes_on_where_it_stopped(results, tmp_path):
+def test_a_run_goes_on_where_it_stopped(run_script, results, tmp_path):
     (file,) = results.glob("*/channel_pool.csv")
     held = tmp_path / file.parent.name / file.name
     held.parent.mkdir()
     held.write_text(file.read_text())
-    run("run.py", "--op", "channel_pool", *OPTIONS, "--missing", "--output", tmp_path)
+    run_script("run.py", "--op", "channel_pool", *OPTIONS, "--missing", "--output", tmp_path)
     assert held.read_text() == file.read_text()
 
 
@@ -187,7 +194,7 @@ def test_the_cost_of_the_training_loop_is_measured_and_a_missing_peer_named(run_
     assert "- Not measured: no_such_package: it could not be imported there." in text
 
 
-def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
+def test_report_and_readme_come_from_the_csvs_alone(run_script, results, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")
     (file,) = results.glob("*/channel_pool.csv")
@@ -195,7 +202,7 @@ def test_report_and_readme_come_from_the_csvs_alone(results, tmp_path):
     changed = tmp_path / "results" / file.parent.name / file.name
     changed.parent.mkdir(parents=True)
     changed.write_text(text.replace("seresnet50.layer4.0.se", "another.network"))
-    run("report.py", "--results", tmp_path / "results", "--readme", readme)
+    run_script("report.py", "--results", tmp_path / "results", "--readme", readme)
     report = (tmp_path / "results" / "REPORT.md").read_text()
     assert "another.network" in report and "seresnet50.layer4" not in report
     for picture in ("channel_pool_roofline.png", "channel_pool_speedups.png"):
@@ -416,14 +423,14 @@ print(models.faults(trainees, setting))
 
 
 @harness.needs_memory(6)
-def test_a_value_at_a_kink_does_not_count(zoo):
-    assert run("-c", KINKS).splitlines()[-1] == "{}"
+def test_a_value_at_a_kink_does_not_count(run_code, zoo):
+    assert run_code(KINKS).splitlines()[-1] == "{}"
 
 
-def test_whole_steps_of_a_network(zoo, tmp_path):
+def test_whole_steps_of_a_network(run_script, zoo, tmp_path):
     network = "test_efficientnet"
     options = ("--models", network, "--quick", "--image", 64, "--batch", 4, "--budget", 0)
-    shown = run("run.py", *options, "--device", "cpu", "--output", tmp_path)
+    shown = run_script("run.py", *options, "--device", "cpu", "--output", tmp_path)
     assert network in shown
     tables = {}
     for file in tmp_path.glob("*/models/*.csv"):
