@@ -1,7 +1,6 @@
 """The training run of ``fusedtrain train``: a small network on handwritten digits, with fused and with stock layers."""
 
 import gc
-import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -68,10 +67,10 @@ def run(options: Options) -> dict[str, report.Result]:
     device = resolve_device(options.device)
     output = _make_output(options.output)
     if device.type == "cpu":
-        os.environ.update(_allocator.variables())  # read by the processes below when they start
+        os.environ.update(_allocator.variables())  # read when the server of the processes below starts
     if options.layers != "stock" and not _extension.LOADED:
         print(f"fused layers run without compiled kernels: {_extension.WHY_NOT}")
-    results, context = {}, multiprocessing.get_context("spawn")
+    results, context = {}, _processes.context(__name__, "torch._dynamo")
     for layers in LAYERS if options.layers == "both" else [options.layers]:
         theirs, ours = context.Pipe(duplex=False)
         # A process of its own: peak memory is that of one variant, and neither warms up the other's allocator.
