@@ -180,6 +180,17 @@ def finish(kind: Kind, folder: Path, **options) -> None:
         sys.exit(f"{kind} ended with {statuses}:\n{(folder / 'output').read_text()[-5000:]}")
 
 
+def wait_for_steps(path: Path, count: int, children: list[int]) -> None:
+    """Waits until a run has written so many lines more, or ends."""
+    ends, before = os.WEXITED | os.WNOHANG | os.WNOWAIT, None
+    while not any(os.waitid(os.P_PID, child, ends) for child in children):
+        lines = len(path.read_bytes().splitlines()) if path.exists() else 0
+        before = lines if before is None else before
+        if lines >= before + count:
+            return
+        time.sleep(0.005)
+
+
 def kill(children: list[int]) -> bool:
     """SIGKILL to all processes of a run at once; returns whether it was still going on."""
     for child in children:
@@ -221,7 +232,8 @@ class Alone:
         finish(kind, folder / "alone")
         self.seconds, self.kind = time.perf_counter() - began, kind
         self.losses, (self.state, info) = losses(folder / "alone"), CheckpointStore(folder / "alone").load()
-        assert info.step == max(step for step, _ in self.losses)
+        self.steps = info.step
+        assert self.steps == max(step for step, _ in self.losses)
 
     def compare(self, folder: Path) -> None:
         """Fails unless the run that ended in ``folder`` is the same."""
@@ -234,19 +246,22 @@ class Alone:
 
 def check(kind: Kind, draw: random.Random, folder: Path, kills: int) -> int:
     """Kills runs of one kind ``kills`` times; returns at how many different steps they went on."""
-    alone, resumed, killed = Alone(kind, folder), set(), folder / "killed"
+    alone, resumed, killed, at = Alone(kind, folder), set(), folder / "killed", 0
     while kills:
+        more = draw.randrange(max(1, alone.steps - at))
         children = start(kind, killed)
-        time.sleep(draw.uniform(0, alone.seconds))
+        wait_for_steps(killed / "losses", more, children)
+        time.sleep(draw.uniform(0, alone.seconds / alone.steps))
         if kill(children):
-            kills -= 1
-            resumed.add(max(CheckpointStore(killed).steps(), default=0))
+            kills, at = kills - 1, max(CheckpointStore(killed).steps(), default=0)
+            resumed.add(at)
             if kills:
                 continue
         # Its own end, or the last kill: with another number of workers, which changes nothing.
         finish(kind, killed, workers=None if kind.loader == "plain" else 1)
         alone.compare(killed)
         shutil.rmtree(killed)
+        at = 0
     shutil.rmtree(folder)
     return len(resumed)
 
@@ -261,7 +276,7 @@ def preempt(kind: Kind, folder: Path, alones: dict[Kind, Alone]) -> int:
     assert set(statuses) == {128 + kind.number}, f"{kind}: {statuses}\n{(stopped / 'output').read_text()[-5000:]}"
     assert time.perf_counter() - began < 30, f"{kind}: it waited for the sample"
     step = CheckpointStore(stopped).load()[1].step
-    assert 0 < step < max(step for step, _ in alone.losses)
+    assert 0 < step < alone.steps
     finish(kind, stopped)
     alone.compare(stopped)
     shutil.rmtree(folder)
