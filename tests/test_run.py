@@ -320,7 +320,7 @@ def test_optimizers_that_a_graph_needs_made_for_it_are(name):
 # Models of timm and of torchvision, which alone may be known; the rates that they take.
 DROPS = {
     "mobilenetv3_small_050": ("timm", ("drop_rate", "drop_path_rate")),
-    "vgg11": ("timm", ("drop_rate",)),  # raises for the other
+    "dla46_c": ("timm", ("drop_rate",)),  # raises for the other
     "hrnet_w18_small": ("timm", ("drop_rate",)),  # forgets the other
     "efficientnet_b0": ("torchvision", ("drop_rate", "drop_path_rate")),
     "mobilenet_v3_small": ("torchvision", ("drop_rate",)),  # forgets the other
