@@ -196,14 +196,13 @@ def _leave() -> None:
 
 def _settle() -> None:
     """Does what the end of a script does: files write what they buffer, loggers what they keep, which may take long."""
-    gc.unfreeze()  # also sys.stdout
     _flush()
     atexit._run_exitfuncs()
     _flush()
 
 
 def _flush() -> None:
-    for file in gc.get_objects():
+    for file in (sys.stdout, sys.stderr, *gc.get_objects()):  # the streams are older than what stands still, see run()
         # isinstance() would ask objects of others for their class: a dead weakref.proxy raises
         if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(Exception):  # closed, nobody reads it any more, or a class of the script's fails
