@@ -2339,7 +2339,7 @@ Zoo()
 import timm.optim as from_timm
 gc.freeze()  # the passes of the garbage collector need not look at it
 torch.manual_seed(0)
-first, last = ([torch.nn.Linear(8, 8) for _ in range(10)] for _ in range(2))
+first, last = ([torch.nn.Linear(8, 8) for _ in range(20)] for _ in range(2))
 model = torch.nn.Sequential(*first, *last)
 first, last = ([p for layer in layers for p in layer.parameters()] for layers in (first, last))
 one = torch.optim.RMSprop(first, lr=1e-5, foreach=False)
