@@ -755,6 +755,32 @@ def test_what_holds_bare_steps_up_is_the_scripts_own_where_nothing_else_can():
         assert parts["rest"] == rest and sum(parts.values()) == 20.0
 
 
+def test_what_the_loader_delivers_is_measured_wherever_it_may_be_the_cause(monkeypatch):
+    def ceiling(driver, facts, sizes, arm):
+        facts.cached, facts.waiting = facts.step.value, measure.Interval(0.0, -0.5, 0.5)  # on a busy machine
+        facts.parts["loader"] = 0.2 * facts.step.value
+        yield Run(1, arm)
+        return arm
+
+    monkeypatch.setattr(measure, "ceiling", ceiling)
+    diagnosis, found = Diagnosis(), []
+    diagnosis.noise, diagnosis.graphs, diagnosis.growth, diagnosis.inputs = (
+        measure.Interval(0.0, 0.0, 0.0),
+        [],
+        None,
+        {},
+    )
+
+    def plan(driver):
+        sizes = yield from measure.warm_up(driver)
+        # After a first remedy, that is.
+        found.extend((yield from diagnosis._examine(driver, sizes, Arm((remedies.SetToNone(),)), 10)))
+
+    run(plan)
+    facts, findings, checked = found
+    assert 0 in facts.rates and "loader" in {finding.rule for finding in findings} | checked.keys()
+
+
 def test_two_arms_take_turns():
     order = []
 

@@ -167,7 +167,7 @@ class Diagnosis:
             cached = yield from measure.ceiling(driver, facts, sizes, arm)
             if first:
                 self.cached_noise = (yield from measure.trial(driver, sizes, cached, cached, measure.PAIRS)).gain()
-            if first or facts.waiting.low > 0:
+            if first or facts.waiting.high >= LEAST:  # where the loader may be the cause
                 self.stage("ceilings: the loader alone")
                 measure.loader_rates(driver, facts)
         if first:
