@@ -2170,7 +2170,7 @@ for _ in range(60):
 
 
 WRITES = """
-import atexit, csv, sys, torch
+import atexit, csv, gc, sys, torch
 from fusedtrain.diagnose import measure, verify  # the test's patience
 measure.BLOCK, measure.SAMPLING, measure.PAIRS, verify.PAIRS = 0.01, 0.1, 2, 2
 model = torch.nn.Linear(4, 2)
@@ -2206,11 +2206,12 @@ odd = {Odd(): [0]}
 """
 
 
-def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch):
+@pytest.mark.parametrize("freezes", [False, True])
+def test_what_a_script_has_written_is_on_the_disk(tmp_path, monkeypatch, freezes):
     monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     train = tmp_path / "train.py"
-    train.write_text(ODD + WRITES)
+    train.write_text(ODD + (WRITES.replace("step = 0", "gc.freeze(); step = 0") if freezes else WRITES))
     task = {"script": str(train), "arguments": [str(tmp_path)], "steps": 20, "verify": False, "do": "diagnose"}
     messages = []
     log = script._run(task, {}, messages)

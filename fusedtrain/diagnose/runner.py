@@ -5,6 +5,7 @@ The task holds the script, its arguments, what to do and a file that receives on
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -48,6 +49,7 @@ class Task:
         self.diagnosis: Diagnosis | None = None
         self.spawned = 0  # processes that train
         self.others = 0  # processes that the script started otherwise
+        self.frozen = 0  # objects that the garbage collector was to leave alone when the script began
 
     def tell(self, **message) -> None:
         if not self.rank or "error" in message:
@@ -80,10 +82,11 @@ class Task:
 
     def run(self, train: Callable[[], None]) -> None:
         alone = self.rank is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        self.frozen = gc.get_freeze_count()
         with Instrument() as instrument:
             driver = Driver(instrument, self.plan)
             driver.install()
-            driver.on_ignored = _leave
+            driver.on_ignored = functools.partial(_leave, self.frozen)
             self._watch_processes(driver)
             while not driver.finished and not self.failed:
                 steps = driver.steps
@@ -183,19 +186,21 @@ def run(task: Task, train: Callable[[], None]) -> None:
     """Carries a task out and ends the process."""
     gc.freeze()  # what is imported here is not the script's: nobody who looks at all that is alive need look at it
     task.run(train)
-    _leave()
+    _leave(task.frozen)
 
 
-def _leave() -> None:
-    """Ends the process: workers of abandoned loaders, and threads, are not waited for."""
-    settling = threading.Thread(target=_settle, daemon=True)
+def _leave(frozen: int) -> None:
+    """Ends the process: workers of abandoned loaders, and threads, are not waited for. ``frozen``: of the task."""
+    settling = threading.Thread(target=_settle, args=(frozen,), daemon=True)
     settling.start()
     settling.join(GRACE)
     os._exit(0)
 
 
-def _settle() -> None:
+def _settle(frozen: int) -> None:
     """Does what the end of a script does: files write what they buffer, loggers what they keep, which may take long."""
+    if gc.get_freeze_count() > frozen:  # the script has frozen its own
+        gc.unfreeze()
     _flush()
     atexit._run_exitfuncs()
     _flush()
