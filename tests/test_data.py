@@ -157,14 +157,20 @@ def test_it_is_a_data_loader_of_the_dataset():
         ({"num_workers": 1, "prefetch_factor": 0}, 'prefetch_factor must be "auto" or an integer of at least 1, got 0'),
         ({"num_workers": 0, "pin_memory": "yes"}, "pin_memory must be"),
         ({"num_workers": 0, "max_skipped": -1}, "max_skipped must be at least 0, got -1"),
+        ({"batch_size": -1}, "batch_size must be None or an integer of at least 1, got -1"),
+        ({"batch_size": 2.5}, r"batch_size must be None or an integer of at least 1, got 2\.5"),
         ({"num_workers": 0, "batch_sampler": [[0]]}, "batch_sampler option is mutually exclusive with batch_size"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        data.loader(Squares(), 4, **options)
+        data.loader(Squares(), **{"batch_size": 4} | options)
     with pytest.raises(ValueError, match="mutually exclusive"):
         data.loader(Squares(), shuffle=True, batch_sampler=[[0]], num_workers=0)
+
+
+def test_a_timeout_is_for_workers_alone():
+    assert len(list(data.loader(Squares(), 4, num_workers=0, timeout=5))) == 5
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

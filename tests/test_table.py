@@ -1,6 +1,8 @@
 """Rows of Parquet and Arrow files: none twice, none lost, for any length, shards and position."""
 
 import collections
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -193,7 +195,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         data.TableDataset(path, columns=["label"])
     with pytest.raises(ValueError, match="no Parquet or Arrow file is found at nowhere"):
         data.TableDataset("nowhere")
-    with pytest.raises(ValueError, match="batch_rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_rows must be an integer of at least 1, got 0"):
         data.TableDataset(path, batch_rows=0)
     with pytest.raises(ValueError, match="rank must lie between 0 and world_size - 1, got rank=2, world_size=2"):
         data.TableDataset(path, rank=2, world_size=2)
@@ -264,3 +266,49 @@ def test_a_position_is_one_of_its_batches(tmp_path):
             other.load_state_dict(middle.state_dict())
     old = {name: value for name, value in middle.state_dict().items() if name not in ("batch_size", "drop_last")}
     make().load_state_dict(old)
+
+
+def test_numbers_of_numpy_count_as_pythons(tmp_path):
+    np = pytest.importorskip("numpy")
+    folder = write(tmp_path / "t", (20, 5))
+
+    def ids(number):
+        options = {"seed": number(3), "rank": number(1), "world_size": number(2), "shuffle_rows": number(6)}
+        dataset = data.TableDataset(folder, columns=["id"], shuffle=True, batch_rows=number(4), **options)
+        return [row["id"].item() for row in dataset]
+
+    assert ids(np.int64) == ids(int)
+    assert len(ids(int)) == 13
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"paths": []}, "paths must name at least one file"),
+        ({"columns": []}, "columns must name at least one column"),
+        ({"columns": "ix"}, "has no column 'ix'"),
+        ({"batch_rows": 2.5}, r"batch_rows must be an integer of at least 1, got 2\.5"),
+        ({"batch_size": "4"}, "batch_size must be an integer of at least 1, got '4'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        data.TableDataset(**{"paths": write(tmp_path / "t", (3,))} | options)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_workers_of_a_copy_see_the_epoch_too(tmp_path, copied):
+    dataset = copied(data.TableDataset(write(tmp_path / "t", (50,)), columns=["id"], shuffle=True))
+    batches = data.loader(dataset, 8, num_workers=1, persistent_workers=True)
+    orders = []
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        orders.append([i for batch in batches for i in batch["id"].tolist()])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+
+
+def test_an_empty_table_is_an_empty_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+    batches = data.loader(data.TableDataset(write(tmp_path / "t", (0,))), 4)
+    assert (list(batches), batches.plan.reason) == ([], "the dataset is empty")

@@ -207,8 +207,9 @@ def loader(
         persistent_workers = stay
     if pin_memory == "auto":
         pin_memory = torch.cuda.is_available()
-    if num_workers == 0:
+    if num_workers == 0:  # torch refuses what is for workers
         options.pop("multiprocessing_context", None)
+        options.pop("timeout", None)
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -233,6 +234,8 @@ def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persis
         raise ValueError(f"max_skipped must be at least 0, got {max_skipped}")
     if max_skipped and isinstance(dataset, IterableDataset):
         raise ValueError("max_skipped needs a dataset with indices: an iterable one cannot go on after an error")
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
     for name, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
         if value != "auto" and (type(value) is not int or value < least):
             raise ValueError(f'{name} must be "auto" or an integer of at least {least}, got {value!r}')

@@ -4,6 +4,8 @@ import bisect
 import glob
 import hashlib
 import itertools
+import numbers
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +38,7 @@ class TableDataset(IterableDataset):
     Args:
         paths: files, folders, patterns (``"data/*.parquet"``) or fsspec URLs (``"s3://bucket/*.parquet"``), one or
             many.
-        columns: which to read, and no others from the disk; None reads all.
+        columns: which to read, one or many, and no others from the disk; None reads all.
         batch_rows: rows that are read and decoded at a time.
         batch_size: None gives rows. A number gives dicts of whole batches, of numbers as tensors ``[B]``,
             lists of a fixed size as ``[B, K]`` and all else as Python lists, without a Python object per row; use
@@ -65,7 +67,7 @@ class TableDataset(IterableDataset):
         self,
         paths: str | Path | Sequence[str | Path],
         *,
-        columns: Sequence[str] | None = None,
+        columns: str | Sequence[str] | None = None,
         batch_rows: int = 1000,
         batch_size: int | None = None,
         shuffle: bool = False,
@@ -78,13 +80,16 @@ class TableDataset(IterableDataset):
     ):
         need("pyarrow", "data")
         for name, value in {"batch_rows": batch_rows, "batch_size": batch_size, "shuffle_rows": shuffle_rows}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         self._options = {} if staging is None else staging.storage_options
         self.paths = _expand([paths] if isinstance(paths, (str, Path)) else paths, self._options)
-        self.columns = None if columns is None else list(columns)
-        self.batch_rows, self.batch_size, self.transform = batch_rows, batch_size, transform
-        self.shuffle, self.shuffle_rows, self.seed = shuffle, shuffle_rows, seed
+        self.columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        if self.columns == []:
+            raise ValueError("columns must name at least one column")
+        self.batch_rows, self.batch_size, self.transform = int(batch_rows), batch_size and int(batch_size), transform
+        # As Python's: numbers of NumPy have another repr, and orders are made of these.
+        self.shuffle, self.shuffle_rows, self.seed = shuffle, int(shuffle_rows), operator.index(seed)
         self.rank, self.world_size = _place(rank, world_size)
         self.staging = staging
         self._files: dict[str, _File] = {}
@@ -97,6 +102,10 @@ class TableDataset(IterableDataset):
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_files": {}}  # open files stay here
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._now.share_memory_()  # a copy has memory of its own, which its workers are to share
 
     def __repr__(self) -> str:
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
@@ -310,6 +319,8 @@ def _expand(paths: Sequence[str | Path], options: dict) -> list[str]:
         if not matches:
             raise ValueError(f"no Parquet or Arrow file is found at {path}")
         found += matches
+    if not found:
+        raise ValueError("paths must name at least one file")
     return found
 
 
@@ -323,7 +334,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         return distributed.get_rank(), distributed.get_world_size()
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie between 0 and world_size - 1, got rank={rank}, world_size={world_size}")
-    return rank, world_size
+    return operator.index(rank), operator.index(world_size)
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -138,7 +138,8 @@ def plan(
             with same_random_numbers():
                 plan = _measure(dataset, batch_size, collate_fn, context, persistent, measured, worker_init_fn)
                 known["plan"] = asdict(plan)
-            measured.keep()
+            if known["one"] is not None:  # a stream that gave nothing may give something the next time
+                measured.keep()
     found = known["plan"]
     return Plan(**found | {name: {int(w): value for w, value in found[name].items()} for name in ("points", "starts")})
 
@@ -167,9 +168,12 @@ class _Measured:
         if self.path is not None:
             _files.write_json(self.path, self.known)
 
-    def one(self, measure: Callable[[], _One]) -> _One:
+    def one(self, measure: Callable[[], _One | None]) -> _One | None:
         if self.known["one"] is None:
-            self.known["one"] = list(measure())
+            found = measure()
+            if found is None:
+                return None
+            self.known["one"] = list(found)
             self.keep()
         one = _One(*self.known["one"])
         self.progress(f"one worker: {1e3 * one.wall:.3g} ms per sample, {1e3 * one.cpu:.3g} ms of it on a core")
@@ -223,9 +227,9 @@ def _measure(
     dataset, batch_size, collate_fn, context, persistent: bool, measured: _Measured, init: Callable | None
 ) -> Plan:
     samples = _length(dataset)
-    if samples == 0:
+    one = measured.one(lambda: _one_worker(dataset, batch_size, collate_fn, context, init)) if samples else None
+    if one is None:
         return Plan(0, None, "the dataset is empty", cores=cores())
-    one = measured.one(lambda: _one_worker(dataset, batch_size, collate_fn, context, init))
     passes = PASSES if persistent else 1
     chunk = batch_size and max(1, min(batch_size, int(CHUNK_SECONDS / one.wall)))
     candidates = _candidates(one, cores(), samples * passes)
@@ -308,10 +312,10 @@ def _free_memory() -> int:
         return 2**62
 
 
-def _one_worker(dataset, batch_size, collate_fn, context, init) -> _One:
-    """Measures one worker, as it will run."""
+def _one_worker(dataset, batch_size, collate_fn, context, init) -> _One | None:
+    """Measures one worker, as it will run; None where the dataset gives nothing."""
     result, start = _apart(context, _timed, dataset, batch_size, collate_fn, init)
-    return result._replace(start=start)
+    return result and result._replace(start=start)
 
 
 def _apart(context, function, *args) -> tuple:
@@ -348,7 +352,7 @@ def _work(results, function, args) -> None:
         results.send(f"while one worker was measured: {type(error).__name__}: {error}")
 
 
-def _timed(dataset, batch_size, collate_fn, init) -> _One:
+def _timed(dataset, batch_size, collate_fn, init) -> _One | None:
     if init is not None:
         torch.utils.data._utils.worker._worker_info = WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset)
         init(0)
@@ -366,7 +370,7 @@ def _timed(dataset, batch_size, collate_fn, init) -> _One:
         counts.append(count)
         size = max(size, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor)) // count)
     if not walls:
-        raise ValueError("no sample could be read")
+        return None
     if len(walls) > 1:  # the first opens files and imports modules
         walls, cpus, counts = walls[1:], cpus[1:], counts[1:]
     each = sorted(wall / count for wall, count in zip(walls, counts))
