@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 
@@ -642,6 +643,23 @@ def test_a_stream_that_breaks_is_read_again_from_its_start(folder, monkeypatch):
         data.Staging(folder / "t").hold(f"stream://{folder}/a.bin").__enter__()
 
 
+def test_a_write_that_failed_halfway_is_not_in_the_copy(folder, monkeypatch):
+    content = random.Random(0).randbytes(10_000)
+    (folder / "a.bin").write_bytes(content)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def more_room(seconds):
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(staging.time, "sleep", more_room)  # between two tries
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with data.Staging(folder / "s").hold(f"file://{folder}/a.bin") as path:
+            assert path.read_bytes() == content
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_urls_that_cannot_be_listed_raise(folder, remote):
     def urls():
         yield remote[0]
@@ -653,6 +671,19 @@ def test_urls_that_cannot_be_listed_raise(folder, remote):
 
 class Mask(torch.Tensor):
     """Tells a transform what the numbers are."""
+
+
+def test_an_array_with_a_mask_is_refused(folder):
+    with pytest.raises(TypeError, match=r"a cached sample may hold tensors, .* got MaskedArray"):
+        data.SampleCache([np.ma.masked_array([1.0, 2.0], [True, False])], key="masks")
+
+
+def test_views_that_conjugate_or_negate_are_kept_with_their_values(folder):
+    conjugate = torch.tensor([1 + 2j]).conj()
+    cache = data.SampleCache([(conjugate, conjugate.imag)], key="views")
+    assert_same(cache[0], (torch.tensor([1 - 2j]), torch.tensor([-2.0])))
+    assert_same(cache[0], (torch.tensor([1 - 2j]), torch.tensor([-2.0])))
+    assert cache.state()["kept"] == 1
 
 
 def test_a_tensor_of_a_class_of_its_own_is_refused(folder):

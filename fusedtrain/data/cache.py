@@ -254,7 +254,9 @@ def _content(sample) -> tuple[str, list[bytes]]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # A copy, for a view may conjugate, negate, or have any stride where it holds one number.
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    return plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _encode(sample) -> bytes:
@@ -281,7 +283,8 @@ def _describe(value, tensors: list[Tensor]) -> tuple:
     if type(value) is dict:
         return "dict", [(_describe(key, tensors), _describe(item, tensors)) for key, item in value.items()]
     np = need("numpy", "data")
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+    plain = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)  # others hold more, such as a mask
+    if plain and value.dtype.kind in "biufc":
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return kind, _describe(torch.from_numpy(np.array(value, order="C")), tensors)
     raise TypeError(

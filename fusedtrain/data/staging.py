@@ -258,22 +258,22 @@ def _copy(filesystem, path: str, shard: _Shard, size: int, stop: threading.Event
     if shard.data.exists():  # killed between the last two steps
         os.replace(shard.data, shard.part)
     digest, at, failures = hashlib.sha256(), 0, 0
-    with open(shard.part, "ab+") as part:
+    with open(shard.part, "ab+", buffering=0) as part:
         part.seek(0)
         while chunk := part.read(CHUNK):
             digest.update(chunk)
             at += len(chunk)
         while True:
             try:
+                part.truncate(at)  # of a write that failed, a part may be there
                 with filesystem.open(path, "rb") as source:
                     if at and not _seek(source, at):
-                        part.truncate(0)
                         digest, at = hashlib.sha256(), 0
                         continue
                     while at < size and (chunk := source.read(min(CHUNK, size - at))):
                         if stop.is_set():
                             raise StagingError(f"{shard.url}: stopped")
-                        part.write(chunk)
+                        _write(part, chunk)
                         digest.update(chunk)
                         at += len(chunk)
                 break
@@ -290,6 +290,12 @@ def _copy(filesystem, path: str, shard: _Shard, size: int, stop: threading.Event
         shard.part.unlink()
         raise StagingError(f"{shard.url} ended after {at} bytes, expected {size}")
     return digest.hexdigest()
+
+
+def _write(file, chunk: bytes) -> None:
+    left = memoryview(chunk)
+    while left:  # a disk that runs full takes a part, then raises
+        left = left[file.write(left) :]
 
 
 def _seek(source, at: int) -> bool:
