@@ -57,6 +57,7 @@ class Sampler:
         memory (bytes), power (W), clock (MHz), temperature (degrees Celsius); ``gpu_note`` says why there are none.
         """
         processes = [found for found in map(self._read_process, self._tree()) if found is not None]
+        self._last = {process["pid"]: self._last[process["pid"]] for process in processes}
         gpus, note = self._gpus.read()
         return {
             "time": time.time(),
@@ -261,7 +262,7 @@ def find(target: str) -> int:
     Raises:
         MonitorError: no process has a file open below the folder or was started with it, or it is not a folder.
     """
-    if target.isdigit():
+    if target.isdecimal():
         return int(target)
     folder = Path(target)
     if not folder.is_dir():
@@ -286,7 +287,9 @@ def find(target: str) -> int:
 def _names(arguments: list[str], cwd: str, folder: Path) -> bool:
     """Returns whether a command line, that of no monitor, names a folder."""
     values = [argument.rpartition("=")[2] for argument in arguments[1:]]
-    return "monitor" not in values and any(Path(cwd, value).resolve() == folder for value in values if value)
+    return "monitor" not in values and any(
+        os.path.realpath(os.path.join(cwd, value)) == str(folder) for value in values if value
+    )
 
 
 def line(sample: dict) -> str:
@@ -389,8 +392,9 @@ def _watch(args) -> int:
         live = need("rich.live", "train").Live(transient=False)
         live.start()
     elif not args.json:
-        note = sampler.sample()["gpu_note"]
-        print(*filter(None, [f"watching {sampler.process.pid} ({sampler.process.name()})", note]), sep="; ", flush=True)
+        first = sampler.sample()
+        name = next((process["name"] for process in first["processes"]), "it has ended")
+        print(*filter(None, [f"watching {sampler.process.pid} ({name})", first["gpu_note"]]), sep="; ", flush=True)
     try:
         count = 0
         while args.count is None or count < args.count:

@@ -254,9 +254,10 @@ def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": tmp_path}
     ways = [["--output=run"], ["--output", str(folder)]]
     children = [subprocess.Popen([sys.executable, "-c", code, *way], **pipes) for way in ways]
-    other = subprocess.Popen([sys.executable, "-c", code, "monitor", str(folder)], **pipes)
+    (tmp_path / "loop").symlink_to("loop")  # what another process was started with must not matter
+    others = [subprocess.Popen([sys.executable, "-c", code, *way], **pipes) for way in (["monitor", "run"], ["loop"])]
     try:
-        for child in (*children, other):
+        for child in (*children, *others):
             child.stdout.readline()
         for child in children:
             assert monitor.find(str(folder)) == child.pid  # the older one first
@@ -265,7 +266,7 @@ def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
         with pytest.raises(monitor.MonitorError, match="was started with it"):
             monitor.find(str(folder))
     finally:
-        for child in (*children, other):
+        for child in (*children, *others):
             child.kill()
             child.wait()
 
@@ -273,6 +274,7 @@ def test_a_run_that_keeps_no_file_open_is_found_by_its_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["²"], "² is neither a process number nor the folder of a run"),
         (["none"], "none is neither a process number nor the folder of a run"),
         (["."], "no process has a file open in . or was started with it: is the run over?"),
         (["1", "--interval", "0"], "--interval must be a positive number of seconds, and --count at least 1"),
@@ -285,6 +287,29 @@ def test_what_cannot_be_watched_is_said_in_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert main(["monitor", *arguments]) == 2
     assert capsys.readouterr().err == f"fusedtrain monitor: {message}\n"
+
+
+def test_children_that_have_ended_are_forgotten():
+    sampler = monitor.Sampler(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    sampler.sample()
+    assert child.pid in sampler._last
+    child.communicate()
+    sampler.sample()
+    assert child.pid not in sampler._last
+
+
+def test_a_process_that_ends_before_the_first_line_is_no_error(monkeypatch, capsys, no_gpu):
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    read = monitor.Gpus.read
+
+    def ending(self):
+        child.communicate()
+        return read(self)
+
+    monkeypatch.setattr(monitor.Gpus, "read", ending)  # the last that a reading asks for
+    assert main(["monitor", str(child.pid), "--interval", "0.01"]) == 0
+    assert f"watching {child.pid} (" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path, capsys):
