@@ -1,5 +1,6 @@
 """What the processes of test_distributed.py run; torchrun starts them: ``ranks.py CASE FOLDER``."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -275,6 +276,24 @@ def case_resume(folder: Path) -> dict:
             "losses": [whole.history.step_losses, rest.history.step_losses],
             "epochs": [[vars(e)["metrics"] for e in run.history.epochs] for run in (whole, rest)],
         }
+    return found
+
+
+def case_spare(folder: Path) -> dict:
+    """Stopped before its first update, so that there are no states yet, and amid the second epoch; a weight takes no
+    part, so that it never has one."""
+    found = {}
+    for name, stops in (("whole", [None]), ("early", [1, None]), ("late", [6, None])):
+        for at in stops:
+            model = net()
+            model.spare = nn.Parameter(torch.ones(3))
+            options = {"checkpoint": Checkpoint(folder / f"spare-{name}"), "epochs": 2}
+            options["distributed"] = Distributed("fsdp", timeout=60.0)
+            optimizer, callbacks = torch.optim.AdamW(model.parameters(), lr=0.1), [Counted(at)] if at else []
+            run = Trainer(model, nn.CrossEntropyLoss(), optimizer, config(**options), callbacks=callbacks)
+            with contextlib.suppress(SystemExit):
+                run.fit(data(32, 4))
+        found[name] = run.history.step_losses
     return found
 
 

@@ -32,7 +32,7 @@ def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
-    cases += ("sharding", "tied", "rates")
+    cases += ("sharding", "tied", "rates", "spare")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -155,6 +155,11 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_processes(two):
         assert torch.equal(p, saved["model"][name])
         assert torch.equal(average, saved["optimizer"]["state"][name]["exp_avg"])
     assert run.history.step_losses[: info.step] == two["resume"][0]["fsdp"]["losses"][0][: info.step]
+
+
+def test_a_sharded_run_goes_on_bitwise_whatever_has_no_state_yet_in_the_optimizer(two):
+    for found in two["spare"]:
+        assert len(found["whole"]) == 8 and found["whole"] == found["early"] == found["late"]
 
 
 def test_a_loader_that_gives_every_process_everything_is_refused(two):

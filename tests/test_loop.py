@@ -1830,12 +1830,13 @@ class Temperature(nn.Module):
         return nn.functional.cross_entropy(self.scale * outputs, targets)
 
 
-@pytest.mark.parametrize("at", [4, 8])
-def test_parameters_of_a_loss_are_saved_too(tmp_path, at):
+@pytest.mark.parametrize(("at", "strategy"), [(4, "ddp"), (8, "ddp"), (4, "fsdp")])
+def test_parameters_of_a_loss_are_saved_too(tmp_path, at, strategy):
     def run(folder, callbacks=()):
         model, loss = net(), Temperature()
         optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
         options = {"epochs": 3, "accumulation": 2, "checkpoint": Checkpoint(folder)}
+        options["distributed"] = Distributed(strategy)
         config = TrainConfig(device="cpu", schedule=Schedule("constant", warmup_epochs=0), **options)
         Trainer(model, loss, optimizer, config, callbacks=callbacks).fit(data())
         return loss.scale.item()

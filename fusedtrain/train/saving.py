@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import itertools
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -230,11 +231,16 @@ class Saving:
         if not world.decide(bool(steps)):
             return None
         try:
-            state, info = self.store.load_into(self.state()) if self.fsdp else self._newest()
+            state, info = self._fill() if self.fsdp else self._newest()
         except CheckpointError as error:
             raise InputError(str(error)) from error
         self.load(state)
         return str(info)
+
+    def _fill(self) -> tuple:
+        """The newest checkpoint that is whole, read into the tensors of this run, of which the optimizer needs all."""
+        make_optimizer_state(self.trainer)
+        return self.store.load_into(self.state(), may_lack="optimizer/state")
 
     def _newest(self) -> tuple:
         """The newest checkpoint that is whole, which rank 0 finds."""
@@ -445,21 +451,42 @@ def _let_join(t, groups: list[list[str | None]] | None, state: dict) -> None:
         t.averages.join()
 
 
-def optimizer_state(t) -> dict:
-    if not _fsdp(t):
-        return t.optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+def make_optimizer_state(t) -> None:
+    """Lets an optimizer without any states make those of all parameters, by a step at rate 0, to be filled."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-    return get_optimizer_state_dict(t.model, t.optimizer, options=_options())
+    _init_optim_state(t.optimizer)
+
+
+def optimizer_state(t) -> dict:
+    """The optimizer's state_dict; with fsdp by the names of the parameters, those that are not the model's by their
+    place. Not torch's ``get_optimizer_state_dict``: before the first update it makes a step, which would be saved."""
+    state = t.optimizer.state_dict()
+    if not _fsdp(t):
+        return state
+    groups = _keys_of_groups(t)
+    keys = [key for own in groups for key in own]
+    return {
+        "state": {keys[place]: own for place, own in state["state"].items()},
+        "param_groups": [{**group, "params": own} for group, own in zip(state["param_groups"], groups)],
+    }
 
 
 def load_optimizer_state(t, state: dict) -> None:
-    if not _fsdp(t):
-        t.optimizer.load_state_dict(state)
-        return
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    if _fsdp(t):
+        groups = []
+        for keys in _keys_of_groups(t):
+            saved = next((group for group in state["param_groups"] if set(group["params"]) == set(keys)), None)
+            if saved is None:
+                raise ValueError(f"no group of the optimizer holds just {', '.join(map(str, keys))}")
+            groups.append({**saved, "params": keys})
+        state = {"state": state["state"], "param_groups": groups}
+    t.optimizer.load_state_dict(state)
 
-    set_optimizer_state_dict(t.model, t.optimizer, state, options=_options())
+
+def _keys_of_groups(t) -> list[list[str | int]]:
+    places = itertools.count()
+    return [[place if name is None else name for name, place in zip(names, places)] for names in _names_of_groups(t)]
 
 
 def as_text(value):

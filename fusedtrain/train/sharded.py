@@ -28,7 +28,7 @@ from torch.futures import Future
 from fusedtrain._files import write_atomic
 from fusedtrain.train import checkpoint_file
 from fusedtrain.train.checkpoint import CheckpointStore, Loaded, _not_written
-from fusedtrain.train.checkpoint_file import CheckpointError
+from fusedtrain.train.checkpoint_file import CheckpointError, is_part
 from fusedtrain.train.state_tree import DTYPES, NAMES, flatten, unflatten
 
 KINDS = (Tensor, nn.Parameter, DTensor)
@@ -84,7 +84,7 @@ class ShardedCheckpointStore(CheckpointStore):
             raise _not_written(path, step, _reason(error)) from error
         self._agree(lambda: self._finish(path, step), self._writers)
 
-    def load_into(self, state: dict, step: int | None = None) -> tuple[dict, Loaded]:
+    def load_into(self, state: dict, step: int | None = None, may_lack: str | None = None) -> tuple[dict, Loaded]:
         """Fills the tensors of ``state`` in place from the newest checkpoint that is whole.
 
         Every rank verifies a part of the shards before anything is changed.
@@ -92,6 +92,7 @@ class ShardedCheckpointStore(CheckpointStore):
         Args:
             state: nested as it was saved, with the tensors of this run: sharded in any way over any number of ranks.
             step: take the newest of this step instead.
+            may_lack: path of a part of the state whose entries need not stand in the file: they are left out.
 
         Returns:
             ``state`` with the other values from the file, and where it came from with what was passed over and why.
@@ -105,11 +106,11 @@ class ShardedCheckpointStore(CheckpointStore):
             problems = checkpoint_file.problems(path, self._rank, self._world)
             problems = list(dict.fromkeys(problem for part in self._gather(problems) for problem in part))
             if not problems:
-                return self._fill(path, state), Loaded(path, _step(path), tuple(passed_over))
+                return self._fill(path, state, may_lack), Loaded(path, _step(path), tuple(passed_over))
             passed_over.append((path, problems[0]))
         raise self._none_is_whole(step, passed_over)
 
-    def _fill(self, path: Path, state: dict) -> dict:
+    def _fill(self, path: Path, state: dict, may_lack: str | None) -> dict:
         with open(path, "rb") as file:
             file = checkpoint_file.Reader(file)
         if not file.shards:
@@ -117,6 +118,9 @@ class ShardedCheckpointStore(CheckpointStore):
                 f"{path.name} was saved by the strategy ddp: go on with it, or begin anew from this file's weights"
             )
         tensors, stored = flatten(state, KINDS)[1], file.shards["tensors"]
+        if may_lack is not None:
+            entries = {_entry(name) for name in stored}
+            tensors = {n: t for n, t in tensors.items() if not is_part(n, (may_lack,)) or _entry(n) in entries}
         for what, names in (("has no", tensors.keys() - stored.keys()), ("has too", stored.keys() - tensors.keys())):
             if names:
                 raise CheckpointError(f"{path.name} {what} {', '.join(sorted(names)[:5])}")
@@ -171,6 +175,11 @@ def _quiet():
 
 def _step(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
+
+
+def _entry(name: str) -> str:
+    """What a tensor is a part of, such as the state of one parameter."""
+    return name.rpartition("/")[0]
 
 
 def _reason(error: dcp.CheckpointException) -> str:
