@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fusedtrain import optim
 from fusedtrain.train import (
@@ -459,6 +460,12 @@ def case_refused(folder: Path) -> dict:
         Trainer(model, nn.CrossEntropyLoss(), optimizer, config(), callbacks=[Unfreeze()]).fit(data(16, 4))
     except InputError as error:
         found["later"] = str(error)
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    try:
+        Trainer(model, nn.CrossEntropyLoss(), optimizer, config(checkpoint=folder / "zero")).fit(data(16, 4))
+    except InputError as error:
+        found["zero"] = str(error)
     for unused in (False, True):
         model = net()
         options = config(epochs=2, distributed=Distributed(find_unused_parameters=unused))

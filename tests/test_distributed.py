@@ -246,3 +246,8 @@ def test_parameters_that_several_processes_would_not_average_are_refused(two):
         assert "1.weight began to learn after the Trainer was made" in found["later"]
         assert "1.bias learns no longer, but several processes wait for its gradient" in found["no longer, False"]
         assert found["no longer, True"] == 4
+
+
+def test_checkpoints_of_an_optimizer_whose_states_are_in_parts_are_refused(two):
+    for found in two["refused"]:
+        assert "checkpoints do not go with ZeroRedundancyOptimizer" in found["zero"]

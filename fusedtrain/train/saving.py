@@ -84,6 +84,11 @@ class Saving:
         self.trainer, self.config = trainer, trainer.config.checkpoint
         self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
         if self.config.directory is not None:
+            require(
+                not hasattr(trainer.optimizer, "consolidate_state_dict"),
+                "checkpoints do not go with ZeroRedundancyOptimizer, of whose states each process has a part; take"
+                ' Distributed("fsdp") to share them out',
+            )
             make_folder(self.config.directory, "the folder of the checkpoints")
             trainer.held.enter_context(alone(Path(self.config.directory), trainer.world))
         for path in (trainer.config.weights, trainer.config.best_weights):
