@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from fusedtrain.train import (
     EarlyStopping,
     InputError,
     Logging,
+    NonFiniteError,
     Precision,
     Schedule,
     TrainConfig,
@@ -295,6 +297,22 @@ def case_spare(folder: Path) -> dict:
             with contextlib.suppress(SystemExit):
                 run.fit(data(32, 4))
         found[name] = run.history.step_losses
+    return found
+
+
+def case_nonfinite(folder: Path) -> dict:
+    """A sample of rank 1 is NaN; both look for it in passes for which each needs the other."""
+    found, (inputs, targets) = {}, samples(16)
+    inputs[6] = math.nan
+    for strategy in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4))
+        images = Batches(inputs, targets, 4, shuffle=False, rank=RANK, world_size=WORLD)
+        options = config(distributed=Distributed(strategy, sync_batchnorm=True, timeout=60.0))
+        try:
+            Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), options).fit(images)
+        except NonFiniteError as error:
+            found[strategy] = str(error)
     return found
 
 

@@ -32,7 +32,7 @@ def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
-    cases += ("sharding", "tied", "rates", "spare")
+    cases += ("sharding", "tied", "rates", "spare", "nonfinite")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -160,6 +160,12 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_processes(two):
 def test_a_sharded_run_goes_on_bitwise_whatever_has_no_state_yet_in_the_optimizer(two):
     for found in two["spare"]:
         assert len(found["whole"]) == 8 and found["whole"] == found["early"] == found["late"]
+
+
+def test_processes_that_compute_together_look_together_for_what_is_not_finite(two):
+    for strategy in ("ddp", "fsdp"):
+        assert "output of 1 (" in two["nonfinite"][0][strategy]  # where the sample comes to rank 0: in the statistics
+        assert "input 0 of the batch is not finite for samples 2" in two["nonfinite"][1][strategy]
 
 
 def test_a_loader_that_gives_every_process_everything_is_refused(two):

@@ -176,6 +176,11 @@ class World:
     def sharded(self) -> bool:
         return self.size > 1 and self.config.strategy == "fsdp"
 
+    @property
+    def computes_together(self) -> bool:
+        """Whether a forward pass of one process waits for the others, without DistributedDataParallel too."""
+        return self.sharded or (self.size > 1 and self.config.sync_batchnorm)
+
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Returns what to call in training: ``model`` itself on one process."""
         if self.size == 1:

@@ -1,8 +1,9 @@
 """Where NaN or infinity came from: the batch that brought it is run once more, under observation."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,11 @@ class NonFinite:
 
 
 def find_nonfinite(
-    model: nn.Module, loss: Callable[[], Tensor], inputs: Iterable[Tensor] = (), scale: float = 1.0
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    inputs: Iterable[Tensor] = (),
+    scale: float = 1.0,
+    together: bool = False,
 ) -> NonFinite | None:
     """Runs forward and backward once more and returns what was not finite first; the state of ``model`` is as before.
 
@@ -62,25 +67,32 @@ def find_nonfinite(
             the loss, a number.
         inputs: tensors of the batch, to be looked at first.
         scale: the loss is multiplied by it before backward, as GradScaler does.
+        together: other ranks do the same and wait for this one in the passes, which are made whatever is found.
 
     Returns:
         The first place, or None when all is finite this time: the error is not of the kind that repeats.
     """
-    for index, t in enumerate(inputs):
-        if not is_finite(t):
-            return NonFinite("input", f"{index} of the batch", samples=_rows(t, t.shape[0] if t.dim() else 0))
+    found = list(itertools.islice(_nonfinite_before(model, inputs), 1))
+    if found and not together:
+        return found[0]
     sizes = [t.shape[0] for t in inputs if t.dim()]
-    for name, p in model.named_parameters():
-        if not is_finite(p):
-            return NonFinite("parameter", name)
-    found: list[NonFinite] = []
     with untouched(model), _observed(model, found, sizes[0] if sizes else None), torch.enable_grad():
         value = loss()
         if not found and not is_finite(value):
             found.append(NonFinite("loss", "loss"))
-        if not found and value.requires_grad:
+        if (together or not found) and value.requires_grad:
             (value * scale).backward()
     return found[0] if found else None
+
+
+def _nonfinite_before(model: nn.Module, inputs: Iterable[Tensor]) -> Iterator[NonFinite]:
+    """What is not finite before anything is computed; of sharded parameters the own part."""
+    for index, t in enumerate(inputs):
+        if not is_finite(t):
+            yield NonFinite("input", f"{index} of the batch", samples=_rows(t, t.shape[0] if t.dim() else 0))
+    for name, p in model.named_parameters():
+        if not is_finite(p.to_local() if hasattr(p, "to_local") else p):
+            yield NonFinite("parameter", name)
 
 
 @contextlib.contextmanager
@@ -181,15 +193,19 @@ def _why(trainer, batches: list) -> str:
         return "its loss or a gradient was not finite, which a GPU tells some steps later; the weights are sound"
     trainer.update.discard()
     training, scale = trainer.model.training, 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
+    together, found = trainer.world.computes_together, None
     try:
         with trainer.bare():
             for batch in batches:
                 tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.is_floating_point()]
                 again = lambda batch=batch: trainer.training_step(batch)  # noqa: E731
-                found = find_nonfinite(trainer.model, again, tensors, scale)
-                if found is not None:
-                    return str(found)
+                this = find_nonfinite(trainer.model, again, tensors, scale, together)
+                found = found or this
+                if found is not None and not together:
+                    break
     finally:
         trainer.model.train(training)
+    if found is not None:
+        return str(found)
     others = ", or it is another process's" if trainer.world.size > 1 else ""
     return f"a loss or a gradient is not finite, but is when computed again{others}"
