@@ -36,7 +36,8 @@ class Distributed:
         gradient_as_bucket_view: ddp: gradients live in the buffers that are sent; saves their memory once.
         find_unused_parameters: ddp: some parameters take no part in some steps.
         bf16_compress: ddp: gradients travel as bfloat16: half the bytes, and rounded.
-        sync_batchnorm: BatchNorms take their statistics over the batches of all processes.
+        sync_batchnorm: BatchNorms take their statistics over the batches of all processes, also over what one without
+            samples of its own in the last step of an epoch takes along, which counts nowhere else.
         timeout: seconds after which a process that waits for another one fails instead of waiting on.
     """
 

@@ -483,7 +483,7 @@ def load_optimizer_state(t, state: dict) -> None:
         for keys in _keys_of_groups(t):
             saved = next((group for group in state["param_groups"] if set(group["params"]) == set(keys)), None)
             if saved is None:
-                raise ValueError(f"no group of the optimizer holds just {', '.join(map(str, keys))}")
+                raise ValueError(f"none of its groups holds just {', '.join(map(str, keys))}")
             groups.append({**saved, "params": keys})
         state = {"state": state["state"], "param_groups": groups}
     t.optimizer.load_state_dict(state)

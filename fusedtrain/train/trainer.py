@@ -286,7 +286,8 @@ class Trainer:
             train: gives batches anew each time it is iterated over, as a DataLoader does; where it, or else its
                 samplers and its dataset, have ``set_epoch``, that is called before each pass. To continue in the middle
                 of an epoch without reading it again, see :class:`fusedtrain.train.feed.Feed`.
-            valid: the same for evaluation.
+            valid: the same for evaluation. For several processes torch's ``DistributedSampler`` fills up with samples
+                that then count twice; ``EpochSampler(..., shuffle=False)`` gives each one once.
 
         Raises:
             InputError: before the first step, when another run saves in the folder of the checkpoints, or the data are
