@@ -27,7 +27,7 @@ from fusedtrain.train.distributed import World
 from fusedtrain.tune import backend as backends
 from fusedtrain.tune import batch_size as sizes
 from fusedtrain.tune import command
-from fusedtrain.tune.search import PACKAGES, _check, _one, _study
+from fusedtrain.tune.search import PACKAGES, _check, _one, _points, _study
 from fusedtrain.tune.state import State
 from fusedtrain.tune.target import load
 
@@ -458,6 +458,11 @@ def test_a_grid_has_each_point_once_whatever_was_cut_off(space, tmp_path):
         assert found["complete"] == 4 and found["best"]["params"]["x"] == 0.3
 
 
+def test_a_grid_ends_where_its_range_does(space):
+    found = _points(tune.read_space(space(sampler="grid", params="{x: {low: 0.1, high: 0.3, step: 0.1}}")))
+    assert sorted(point["x"] for point in found) == [0.1, 0.2, 0.3]  # 0.1 + 2 * 0.1 is more
+
+
 def test_a_search_whose_worker_dies_says_what_is_missing(tmp_path, capsys):
     code = "import os\ndef f(params, report):\n    return params['x'] if params['x'] < 2 else os._exit(7)\n"
     objective = write(tmp_path / "objective.py", code)
@@ -535,6 +540,10 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
     code = "python -c \"print(str({'loss': {x}, 'trial': {trial}}).replace(chr(39), chr(34)))\""  # braces of its own
     path = space(**grid, command=json.dumps(code), params="{x: [4]}")
     assert tune.search(tune.read_space(path), tmp_path / "braces.db")["best"]["value"] == 4
+    code = "python -c 'import json; print(json.dumps(dict(loss=None)))'"  # as JSON writes what is not a number
+    path = space(**grid, command=json.dumps(code), params="{x: [4]}")
+    with pytest.raises(tune.TuneError, match="no trial came to its end: ValueError: the value is not a number"):
+        tune.search(tune.read_space(path), tmp_path / "null.db")
     path = space(**grid, command=f"python {script} 3", params="{x: [1]}")
     with pytest.raises(tune.TuneError, match="no trial came to its end: RuntimeError: the command ended with 1"):
         tune.search(tune.read_space(path), tmp_path / "other.db")
@@ -553,7 +562,21 @@ def test_a_command_is_searched_by_its_json_lines(space, tmp_path):
         ({"params": "{x: {low: 0, high: .inf}}"}, "x: low and high must be finite numbers in order, got 0 and inf"),
         ({"params": "{x: {low: .nan, high: 1}}"}, "x: low and high must be finite numbers in order, got nan and 1"),
         ({"params": "{x: {low: 0, high: 1, log: true}}"}, "x: log needs a positive low and no step"),
-        ({"params": "{x: {low: 0, high: 1, step: 0}}"}, "x: step must be a positive number, got 0"),
+        ({"params": "{x: {low: 0, high: 1, step: 0}}"}, "x: step must be a positive, finite number, got 0"),
+        ({"params": "{x: {low: 0, high: 1, step: .inf}}"}, "x: step must be a positive, finite number, got inf"),
+        ({"params": "{x: {low: 1, high: 2, log: 'no'}}"}, "x: log must be true or false, got 'no'"),
+        ({"params": "{x: [2024-01-01]}"}, "x: choices must be numbers, texts, true, false or null"),
+        ({"params": "{1: [2]}"}, "a parameter cannot be called 1"),
+        ({"objective": 5}, "objective must be text, got 5"),
+        ({"objective": None, "command": 5, "metric": "loss"}, "command must be text, got 5"),
+        ({"objective": None, "command": "''", "metric": "loss"}, "command: is empty"),
+        ({"objective": None, "command": "echo 'a", "metric": "loss"}, "command: No closing quotation: echo 'a"),
+        (
+            {"objective": None, "command": "run {trial}", "metric": "loss", "params": "{trial: [1]}"},
+            "a parameter cannot be called 'trial'",
+        ),
+        ({"sampler": "{name: tpe, seed: null}"}, "sampler: seed must be a whole number, got None"),
+        ({"trials": "true"}, "trials must be a whole number of at least 1, got True"),
         ({"sampler": "[tpe]"}, r"sampler must be a name or {name: ..., option: ...}, got \['tpe'\]"),
         ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
         ({"color": "red"}, "'color' is not one of params, objective, command"),

@@ -69,16 +69,24 @@ class Space:
             raise TuneError("the space needs either objective: FILE.py:NAME or command: with metric:")
         if self.command is not None and self.metric is None:
             raise TuneError("command: needs metric:, the name of the value in the command's JSON lines")
+        for name in ("objective", "command", "metric"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise TuneError(f"{name} must be text, got {getattr(self, name)!r}")
+        if self.command is not None:
+            _words(self.command)
         names = {*self.params, "trial"} if isinstance(self.params, dict) else set()
         unknown = [name for name in BRACES.findall(self.command or "") if name not in names]
         if unknown:
             raise TuneError(f"command: holds {{{unknown[0]}}}, and there is no parameter of that name")
         if self.direction not in ("minimize", "maximize"):
             raise TuneError(f"direction must be minimize or maximize, got {self.direction!r}")
-        if not isinstance(self.trials, int) or self.trials < 1:
+        if type(self.trials) is not int or self.trials < 1:
             raise TuneError(f"trials must be a whole number of at least 1, got {self.trials!r}")
         if not isinstance(self.params, dict) or not self.params:
             raise TuneError("params must name at least one parameter")
+        for name in self.params:
+            if not isinstance(name, str) or (name == "trial" and self.command is not None):
+                raise TuneError(f"a parameter cannot be called {name!r}: names are text, and {{trial}} is the number")
         for name in ("sampler", "pruner"):
             value = getattr(self, name)
             if not isinstance(value, (str, dict)):
@@ -87,6 +95,8 @@ class Space:
             known = SAMPLERS if name == "sampler" else PRUNERS
             if getattr(self, name).get("name") not in known:
                 raise TuneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name).get('name')!r}")
+        if not isinstance(self.sampler.get("seed", 0), int):
+            raise TuneError(f"sampler: seed must be a whole number, got {self.sampler['seed']!r}")
         object.__setattr__(self, "params", {name: _range(name, value) for name, value in self.params.items()})
 
 
@@ -367,7 +377,7 @@ def _command(space: Space, number: int) -> Callable:
 
     def run(params: dict, report) -> float:
         values = {**params, "trial": number}
-        words = [BRACES.sub(lambda m: str(values[m[1]]), word) for word in shlex.split(space.command)]
+        words = [BRACES.sub(lambda m: str(values[m[1]]), word) for word in _words(space.command)]
         words[0] = sys.executable if words[0] == "python" else words[0]
         value, tail, step = None, [], 0
         # A session of its own, so that a pruned command goes with all its processes.
@@ -386,7 +396,9 @@ def _command(space: Space, number: int) -> Callable:
                 tail = [*tail[-4:], line.strip()]
                 found = _json(line)
                 if space.metric in found:
-                    value, step = float(found[space.metric]), int(found.get("step", step + 1))
+                    known = found[space.metric]
+                    # JSON has no other way to write what is not a number.
+                    value, step = math.nan if known is None else float(known), int(found.get("step", step + 1))
                     report(step, value)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
@@ -405,6 +417,16 @@ def _command(space: Space, number: int) -> Callable:
     return run
 
 
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise TuneError(f"command: {error}: {command}") from None
+    if not words:
+        raise TuneError("command: is empty")
+    return words
+
+
 def _json(line: str) -> dict:
     try:
         found = json.loads(line)
@@ -416,6 +438,10 @@ def _json(line: str) -> dict:
 def _range(name: str, value):
     """Returns a parameter's choices as a list, or its range with numbers for numbers."""
     if isinstance(value, list) and value:
+        try:
+            json.dumps(value)
+        except TypeError:  # such as a date
+            raise TuneError(f"{name}: choices must be numbers, texts, true, false or null, got {value!r}") from None
         return [_number(choice) for choice in value]
     if not isinstance(value, dict) or not {"low", "high"} <= set(value) <= {"low", "high", "log", "step"}:
         raise TuneError(f"{name} must be a list of choices or {{low, high}} with log or step, got {value!r}")
@@ -425,8 +451,10 @@ def _range(name: str, value):
     if not numbers or low > high:
         raise TuneError(f"{name}: low and high must be finite numbers in order, got {low!r} and {high!r}")
     step = found.get("step", 1)
-    if not isinstance(step, (int, float)) or isinstance(step, bool) or not step > 0:
-        raise TuneError(f"{name}: step must be a positive number, got {step!r}")
+    if not isinstance(step, (int, float)) or isinstance(step, bool) or not 0 < step < math.inf:
+        raise TuneError(f"{name}: step must be a positive, finite number, got {step!r}")
+    if not isinstance(found.get("log", False), bool):
+        raise TuneError(f"{name}: log must be true or false, got {found['log']!r}")
     if found.get("log") and (low <= 0 or "step" in found):
         raise TuneError(f"{name}: log needs a positive low and no step, got {value!r}")
     return found
@@ -452,7 +480,7 @@ def _grid(name: str, values) -> list:
     if "step" not in values:
         raise TuneError(f"{name}: the grid sampler needs a list or a step")
     count = int((values["high"] - values["low"]) / values["step"] + 1e-9) + 1
-    return [values["low"] + i * values["step"] for i in range(count)]
+    return [min(values["low"] + i * values["step"], values["high"]) for i in range(count)]  # 0.1 + 2 * 0.1 > 0.3
 
 
 def _result(study, storage: Path) -> dict:
