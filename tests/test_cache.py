@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -671,6 +672,18 @@ def test_urls_that_cannot_be_listed_raise(folder, remote):
 
 class Mask(torch.Tensor):
     """Tells a transform what the numbers are."""
+
+
+def test_a_sample_leaves_no_cycle_of_references(folder):
+    cache = data.SampleCache([{"x": [torch.ones(3)]}], key="cycles")
+    assert_same(cache[0], cache[0])
+    gc.collect()
+    gc.disable()
+    try:
+        assert_same(cache[0], {"x": [torch.ones(3)]})
+        assert gc.collect() == 0  # else files stay open until a collection
+    finally:
+        gc.enable()
 
 
 def test_an_array_with_a_mask_is_refused(folder):

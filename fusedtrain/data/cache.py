@@ -307,33 +307,40 @@ def _structure(description: bytes):
 
 def _decode(source, offset: int):
     (size,) = SIZE.unpack_from(source, offset)
-    at = SIZE.size + size
-    structure = _structure(bytes(source[offset + SIZE.size : offset + at]))
+    at = offset + SIZE.size
+    return _Tensors(source, offset, SIZE.size + size).build(_structure(bytes(source[at : at + size])))
 
-    def build(node: tuple):
-        nonlocal at
+
+class _Tensors:
+    """The tensors of a record, read in their order; ``at``: where the next one is looked for, after ``offset``."""
+
+    def __init__(self, source, offset: int, at: int):
+        self.source, self.offset, self.at = source, offset, at
+
+    def build(self, node: tuple):
+        """Returns the value that :func:`_describe` described."""
         kind, content = node[0], node[1]
         if kind == "value":
             return content
         if kind == "tensor":
-            dtype, shape = getattr(torch, content), node[2]
-            at += -at % ALIGNMENT
-            empty = torch.empty(shape, dtype=dtype, device="cpu")
-            if empty.numel():
-                # A copy: the file must not change when the sample does.
-                flat = torch.frombuffer(source, dtype=torch.uint8, count=empty.nbytes, offset=offset + at)
-                empty.view(-1).view(torch.uint8).copy_(flat)
-            at += empty.nbytes
-            return empty
+            return self._next(node[2], getattr(torch, content))
         if kind == "dict":
-            return {build(key): build(item) for key, item in content}
+            return {self.build(key): self.build(item) for key, item in content}
         if kind in ("array", "number"):
-            array = build(content).numpy()
+            array = self.build(content).numpy()
             return array if kind == "array" else array[()]
-        items = [build(item) for item in content]
+        items = [self.build(item) for item in content]
         return tuple(items) if kind == "tuple" else items
 
-    return build(structure)
+    def _next(self, shape: tuple, dtype: torch.dtype) -> Tensor:
+        self.at += -self.at % ALIGNMENT
+        empty = torch.empty(shape, dtype=dtype, device="cpu")
+        if empty.numel():
+            # A copy: the file must not change when the sample does.
+            flat = torch.frombuffer(self.source, dtype=torch.uint8, count=empty.nbytes, offset=self.offset + self.at)
+            empty.view(-1).view(torch.uint8).copy_(flat)
+        self.at += empty.nbytes
+        return empty
 
 
 # --- what a cache is kept for -----------------------------------------------------------------------------------------
