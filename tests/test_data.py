@@ -1,9 +1,11 @@
 """Datasets, the loader with its workers and faults, and the way to the device."""
 
+import copy
 import io
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import time
@@ -167,6 +169,13 @@ def test_options_that_make_no_sense_are_refused(options, message):
         data.loader(Squares(), **{"batch_size": 4} | options)
     with pytest.raises(ValueError, match="mutually exclusive"):
         data.loader(Squares(), shuffle=True, batch_sampler=[[0]], num_workers=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda batches: pickle.loads(pickle.dumps(batches))])
+def test_a_loader_can_be_copied(copied):
+    batches = copied(data.loader(Squares(bad=[3]), 4, num_workers=1, max_skipped=1))
+    assert [len(batch) for batch in batches] == [3, 4, 4, 4, 4]
+    assert batches.skipped == {"sample 3 (square-3.png)": "OSError: image file is truncated"}
 
 
 def test_a_timeout_is_for_workers_alone():

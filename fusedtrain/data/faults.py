@@ -73,6 +73,11 @@ class Guarded(Dataset):
         # Plain shared memory, written with one store per sample; read by the main process after a worker has died.
         self._at = multiprocessing.RawArray("q", [-1] * max(workers, 1))
 
+    def __reduce_ex__(self, protocol):
+        if multiprocessing.context.get_spawning_popen() is None:  # a copy, which shares no memory with this one
+            return Guarded, (self._dataset, len(self._at))
+        return super().__reduce_ex__(protocol)
+
     def __getattr__(self, name: str):
         if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
