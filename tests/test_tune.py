@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import queue
 import re
@@ -282,8 +283,9 @@ def test_a_range_test_of_a_folder_takes_its_training_part_and_sees_that_it_has_c
 
 def test_a_range_test_that_tells_nothing_says_so(tmp_path):
     flat, empty = tune.Target(image=(1, 8, 8), device="cpu"), [(torch.full((1, 8, 8), float("nan")), 0)] * 8
-    with pytest.raises(tune.TuneError, match="0 < lowest < highest"):
-        tune.tune_lr(flat, empty, lowest=1.0, highest=0.1)
+    for lowest, highest in ((1.0, 0.1), (1.0, math.inf)):
+        with pytest.raises(tune.TuneError, match="0 < lowest < highest < inf"):
+            tune.tune_lr(flat, empty, lowest=lowest, highest=highest, data_key="empty")
     with pytest.raises(tune.TuneError, match=r"the loss is nan at step 1, with a learning rate of 1\.0e-06"):
         tune.tune_lr(flat, empty, batch_size=4, data_key="empty")
     code = """
@@ -593,6 +595,14 @@ def test_a_space_that_makes_no_sense_is_refused_in_one_line(space, tmp_path, cap
 
 
 # --- loader -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_arrow_files_is_a_table(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    table = pa.table({"x": [1, 2]})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert command._dataset(str(tmp_path), 8).rows == 2
 
 
 def test_the_loader_is_tuned_from_the_command_line_and_goes_on_after_a_kill(tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fusedtrain._extras import need
 
+SUFFIXES = (".parquet", ".arrow", ".feather")
 OPEN_FILES = 8  # kept open per process: a shuffled order comes back to the same files
 
 
@@ -311,7 +312,7 @@ def _expand(paths: Sequence[str | Path], options: dict) -> list[str]:
             filesystem, _, names = need("fsspec", "data").get_fs_token_paths(path, storage_options=options)
             matches = [filesystem.unstrip_protocol(name) for name in sorted(names) if filesystem.exists(name)]
         elif os.path.isdir(path):
-            matches = sorted(str(p) for p in Path(path).iterdir() if p.suffix in (".parquet", ".arrow", ".feather"))
+            matches = sorted(str(p) for p in Path(path).iterdir() if p.suffix in SUFFIXES)
         elif os.path.exists(path):  # its name may hold what stands for others in a pattern
             matches = [path]
         else:

@@ -172,7 +172,9 @@ def _batch_size(command) -> None:
 
 
 def _loader(command) -> None:
-    command.add_argument("--data", required=True, help="image folder, Parquet files, or FILE.py:FUNCTION of a dataset")
+    command.add_argument(
+        "--data", required=True, help="image folder, Parquet or Arrow files, or FILE.py:FUNCTION of a dataset"
+    )
     command.add_argument("--size", type=int, default=224, help="of images from a folder (default: 224)")
     command.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
     _add_fresh(command)
@@ -199,6 +201,7 @@ def _loader(command) -> None:
 
 def _dataset(name: str, size: int):
     from fusedtrain import data
+    from fusedtrain.data.table import SUFFIXES
 
     if ".py:" in name:
         found = load(name)()
@@ -207,7 +210,7 @@ def _dataset(name: str, size: int):
         return found
     if not Path(name).exists() and "://" not in name and not any(mark in name for mark in "*?["):
         raise TuneError(f"--data: there is no {name}")
-    if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
+    if Path(name).is_dir() and not any(file.suffix in SUFFIXES for file in Path(name).iterdir()):
         return data.ImageFolder(_training_part(name), size=size)
     return data.TableDataset(name)
 

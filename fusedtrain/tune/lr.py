@@ -59,9 +59,9 @@ def tune_lr(
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, https://arxiv.org/abs/1506.01186
     """
-    if not 0 < lowest < highest or steps < 10 or batch_size < 1:
+    if not 0 < lowest < highest or math.isinf(highest / lowest) or steps < 10 or batch_size < 1:
         raise TuneError(
-            f"0 < lowest < highest, steps >= 10 and batch_size >= 1 are needed, got {lowest}, {highest}, {steps},"
+            f"0 < lowest < highest < inf, steps >= 10 and batch_size >= 1 are needed, got {lowest}, {highest}, {steps},"
             f" {batch_size}"
         )
     if dataset is None:
