@@ -330,6 +330,9 @@ def test_batches_arrive_on_the_device_normalised_and_in_order(device):
     [
         ({"normalize": ((0.5,), (0.5, 0.5))}, "one number per channel"),
         ({"normalize": ((0.5,), (0.0,))}, "std > 0"),
+        ({"normalize": ((math.nan,), (0.5,))}, "one number per channel"),
+        ({"normalize": (0.5, 0.5, 0.5)}, r"normalize must be \(mean, std\)"),
+        ({"normalize": 0.5}, r"normalize must be \(mean, std\)"),
         ({"dtype": torch.int8}, "dtype must be torch.float32, bfloat16 or float16, got torch.int8"),
         ({"normalize": ((0.5,), (0.5,))}, r"normalize has 1 channels, the images are \[1, 3, 2, 2\]"),
     ],
@@ -386,6 +389,12 @@ def test_a_broken_file_is_named(images):
     assert before == data.ImageFolder(images).fingerprint() != data.ImageFolder(images, size=8).fingerprint()
     os.utime(path, ns=(0, 0))
     assert data.ImageFolder(images).fingerprint() != before
+
+
+@pytest.mark.parametrize("size", [0, 16.0, "16", (16, 16)])
+def test_a_size_that_is_no_number_of_pixels_is_refused(images, size):
+    with pytest.raises(ValueError, match="size must be an integer of at least 1, got "):
+        data.ImageFolder(images, size=size)
 
 
 def test_folders_without_images_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Images in folders, one folder per class."""
 
 import hashlib
+import numbers
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +48,8 @@ class ImageFolder(Dataset):
     ):
         need("PIL.Image", "data")
         extensions = (extensions,) if isinstance(extensions, str) else tuple(extensions)
-        if size is not None and size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
+        if size is not None and (not isinstance(size, numbers.Integral) or size < 1):
+            raise ValueError(f"size must be an integer of at least 1, got {size!r}")
         self.root, self.size, self.transform = Path(root), size, transform
         if not self.root.is_dir():
             raise ValueError(f"{self.root} is not a folder")

@@ -46,8 +46,12 @@ class DevicePrefetcher:
             raise ValueError(f"dtype must be torch.float32, bfloat16 or float16, got {dtype}")
         self._scale = self._shift = None
         if normalize is not None:
-            mean, std = (torch.as_tensor(part, dtype=torch.float64) for part in normalize)
-            if mean.dim() != 1 or mean.shape != std.shape or not (std > 0).all():
+            try:
+                mean, std = (torch.as_tensor(part, dtype=torch.float64) for part in normalize)
+                makes_sense = mean.dim() == 1 and mean.shape == std.shape and (mean / std).isfinite().all()
+            except (TypeError, ValueError):
+                makes_sense = False
+            if not makes_sense or not (std > 0).all():
                 raise ValueError(f"normalize must be (mean, std) with one number per channel, std > 0, got {normalize}")
             self._scale, self._shift = (
                 part.float().view(1, -1, 1, 1).to(self.device) for part in (1 / (255 * std), mean / std)
