@@ -2386,9 +2386,13 @@ def test_optimizers_that_torch_has_not_fused_are_replaced_by_ours(zoo, tmp_path,
     monkeypatch.chdir(tmp_path)  # where the installed package is found, not the sources
     train = tmp_path / "train.py"
     train.write_text(REPLACED)
-    report = script.diagnose_script(str(train), [str(ROOT / "tests")], steps=10, verify=True, fresh=False)
-    (finding,) = [finding for finding in report["findings"] if finding["rule"] == "optimizer"]
-    (remedy,) = finding["remedies"]
+    for _ in range(3):  # where other processes take the cores, two pairs of trials may not show any gain
+        report = script.diagnose_script(str(train), [str(ROOT / "tests")], steps=10, verify=True, fresh=False)
+        found = [finding for finding in report["findings"] if finding["rule"] == "optimizer"]
+        if found:
+            break
+    assert len(found) == 1, {name: report[name] for name in ("findings", "checked", "verified", "noise", "failure")}
+    ((remedy,),) = (finding["remedies"] for finding in found)
     assert {change["before"]: change["after"] for change in remedy["changes"]} == {
         "torch.optim.RMSprop(first, lr=1e-5, foreach=False)": "fusedtrain.optim.RMSprop(first, lr=1e-5, foreach=False)",
         "from_timm.Lamb(last, lr=1e-5, foreach=False)": "fusedtrain.optim.Lamb(last, lr=1e-5, foreach=False)",
