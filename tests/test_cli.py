@@ -39,8 +39,9 @@ def main_run(tmp_path_factory):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_the_digits_are_learnt_to_97_percent_with_fused_and_with_stock_layers(tmp_path, monkeypatch, layers):
-    """By what the command does with no arguments, on images of half the width and height."""
-    monkeypatch.setattr(digits, "load_digits", functools.partial(digits.load_digits, 16))
+    """By what the command does with no arguments; on images of half the width and height, but for slow tests."""
+    size = 32 if os.environ.get("FUSEDTRAIN_SLOW_TESTS") == "1" else 16
+    monkeypatch.setattr(digits, "load_digits", functools.partial(digits.load_digits, size))
     result = digits.train_variant(digits.Options(), layers, tmp_path / "weights.pt")
     assert result.accuracy >= 0.97
 
