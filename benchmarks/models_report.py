@@ -142,13 +142,12 @@ def section(folder: Path, report: Path) -> str:
 
 def _cell(races: list[list[Row]], dtype: str) -> str:
     """README's cell of one network: of its races that gave a number, the one with the most pixels."""
-    pairs = [(best(race, fused=True, dtype=dtype), best(race, fused=False, dtype=dtype)) for race in races]
-    pairs = [(ours, same) for ours, same in pairs if ours and same]
-    if not pairs:
+    given = [race for race in races if best(race, fused=True, dtype=dtype) and best(race, fused=False, dtype=dtype)]
+    if not given:
         measured = any(row["dtype"] == dtype for race in races for row in race)
         return "no number" if measured else "-"
-    ours, _ = max(pairs, key=lambda pair: math.prod(map(int, pair[0]["shape"].split("x"))))
-    compiled = any(row["backend"] == "compile" for race in races if ours in race for row in race)
+    race = max(given, key=lambda race: math.prod(map(int, race[0]["shape"].split("x"))))
+    ours, compiled = best(race, fused=True, dtype=dtype), any(row["backend"] == "compile" for row in race)
     return f"{mark(ours['speedup'])} ({ours['speedup_same_dtype']:.2f}){'*' if compiled else ''}"
 
 

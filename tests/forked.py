@@ -103,8 +103,9 @@ _server = functools.cache(_Server)
 
 def fork_from_here() -> None:
     """From now on, commands are forks of this process as it is."""
+    global _server
     here = _Server(forked=True)
-    globals()["_server"] = lambda: here
+    _server = lambda: here  # noqa: E731
 
 
 def _serve(requests: socket.socket) -> list[str]:

@@ -178,6 +178,11 @@ def test_a_loader_can_be_copied(copied):
     assert batches.skipped == {"sample 3 (square-3.png)": "OSError: image file is truncated"}
 
 
+def test_a_batch_size_may_be_a_number_of_numpys(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
+    assert [len(batch) for batch in data.loader(Squares(), pytest.importorskip("numpy").int64(8))] == [8, 8, 4]
+
+
 def test_a_timeout_is_for_workers_alone():
     assert len(list(data.loader(Squares(), 4, num_workers=0, timeout=5))) == 5
 

@@ -1,5 +1,6 @@
 """A torch DataLoader whose workers are chosen by measurement and whose errors name the sample."""
 
+import numbers
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -181,6 +182,7 @@ def loader(
     Cost: "auto" measures 2 to 5 s, once per machine and dataset. Naming samples costs below a microsecond each.
     """
     _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped)
+    batch_size = batch_size and int(batch_size)  # a number of NumPy's would not be remembered with the plan
     found = None
     # A dataset that is told of the epoch has to reach its workers anew, unless they share what it is told.
     stay = getattr(dataset, "epoch_is_shared", False) or not hasattr(dataset, "set_epoch")
@@ -234,7 +236,7 @@ def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persis
         raise ValueError(f"max_skipped must be at least 0, got {max_skipped}")
     if max_skipped and isinstance(dataset, IterableDataset):
         raise ValueError("max_skipped needs a dataset with indices: an iterable one cannot go on after an error")
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+    if batch_size is not None and (not isinstance(batch_size, numbers.Integral) or batch_size < 1):
         raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
     for name, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
         if value != "auto" and (type(value) is not int or value < least):

@@ -1,6 +1,6 @@
 #pragma once
-// Included in front of a file, leaves kernels to those rules alone that keep the most numbers: of each family the one
-// with all options, and with each number of states one.
+// Included in front of a file, leaves kernels to those rules alone that keep the most numbers, with all their options,
+// and to one for each number of states.
 #define visit_rule visit_any_rule
 #include "core/update_rule.h"
 #undef visit_rule
@@ -13,6 +13,8 @@ FUSEDTRAIN_HD void visit_rule(Rule rule, F&& f) {
   switch (rule) {
     case Rule::kSgd:
       return f.template operator()<Sgd<A>>();
+    case Rule::kAmsgrad:
+      return f.template operator()<Amsgrad<A>>();
     case Rule::kNovogradAmsgrad:
       return f.template operator()<Novograd<A, true>>();
     case Rule::kLambCautious:
