@@ -31,6 +31,7 @@ from fusedtrain.train import (
     TrainConfig,
     Trainer,
 )
+from fusedtrain.train.distributed import World
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -66,6 +67,21 @@ class Gradients:
 def config(**options) -> TrainConfig:
     defaults = {"epochs": 1, "device": "cpu", "schedule": Schedule("constant", warmup_epochs=0)}
     return TrainConfig(**defaults | options)
+
+
+def case_joined(folder: Path) -> dict:
+    """When this rank had found its partners, and when it went on; rank 1 takes its time."""
+    found, new_group = {}, torch.distributed.new_group
+
+    def slow(*args, **options):
+        group = new_group(*args, **options)
+        time.sleep(0.3 * RANK)
+        found["joined"] = time.time()
+        return group
+
+    with mock.patch("torch.distributed.new_group", slow):
+        World(Distributed(), torch.device("cpu"))
+    return found | {"on": time.time()}
 
 
 def gradients(strategy: str, accumulate: int, count: int, callbacks=(), **options) -> dict:

@@ -31,8 +31,8 @@ def launch(folder, *cases: str, timeout: float = 300) -> subprocess.CompletedPro
 def two(tmp_path_factory):
     """What two processes found: case -> result of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    cases = ("gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike", "images")
-    cases += ("sharding", "tied", "rates", "spare", "nonfinite")
+    cases = ("joined", "gradients", "uneven", "unlabelled", "resume", "all_data", "nested", "refused", "unlike")
+    cases += ("images", "sharding", "tied", "rates", "spare", "nonfinite")
     done = launch(folder, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)] for case in cases} | {
@@ -55,6 +55,11 @@ def check_steps(steps, groups, what: str) -> None:
     assert len(steps) == len(groups), what
     for got, (single, truth) in zip(steps, union(groups)):
         harness.assert_as_good_as_torch(torch.tensor(got), single, truth, what)
+
+
+def test_no_process_goes_on_before_all_have_found_each_other(two):
+    """One that left at once, for data that it cannot read, would leave the others a broken connection to tell of."""
+    assert all(one["on"] >= other["joined"] for one in two["joined"] for other in two["joined"])
 
 
 def test_gradients_of_two_processes_are_those_of_the_union_batch(two):

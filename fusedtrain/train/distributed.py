@@ -130,6 +130,7 @@ class World:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size > 1 and (World._control is None or World._control[0] is not dist.group.WORLD):
             World._control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+            dist.barrier(World._control[1])  # who left now would break off the others' search for their partners
 
     # --- agreement ----------------------------------------------------------------------------------------------------
 
