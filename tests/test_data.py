@@ -1,5 +1,6 @@
 """Datasets, the loader with its workers and faults, and the way to the device."""
 
+import contextlib
 import copy
 import io
 import json
@@ -328,6 +329,38 @@ def test_batches_arrive_on_the_device_normalised_and_in_order(device):
             harness.assert_as_good_as_torch(got["x"].cpu(), stock(x, torch.float32), stock(x, torch.float64), "images")
     left = next(iter(data.DevicePrefetcher(batches, device, channels_last=False)))["x"]
     assert left.dtype == torch.uint8 and left.is_contiguous() and torch.equal(left.cpu(), batches[0]["x"])
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU, and on which streams it is used."""
+
+    device, used = torch.device("cuda:0"), []
+
+    def to(self, device, non_blocking):
+        return self
+
+    def record_stream(self, stream):
+        self.used.append(stream.name)
+
+
+def test_the_side_stream_waits_for_batches_that_are_made_on_the_device(monkeypatch):
+    """By the current stream, which may not have come to them yet."""
+    calls = []
+
+    class Stream:
+        def __init__(self, device, name="side"):
+            self.device, self.name = torch.device("cuda:0"), name
+
+        def wait_stream(self, other):
+            calls.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(OnGpu, "used", calls)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "current"))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    made = torch.zeros(2).as_subclass(OnGpu)
+    assert next(iter(data.DevicePrefetcher([made], "cuda"))) is made
+    assert calls == ["side waits for current", "side", "current waits for side", "current"]
 
 
 @pytest.mark.parametrize(

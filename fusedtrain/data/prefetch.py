@@ -109,8 +109,16 @@ class DevicePrefetcher:
 
     def _start(self, source: Iterator, stream) -> tuple | None:
         for batch in source:
+            current = torch.cuda.current_stream(self.device)
+
+            def bring(tensor: Tensor, current=current) -> Tensor:
+                if tensor.device == stream.device:  # the current stream makes it, and may give its memory away
+                    stream.wait_stream(current)
+                    tensor.record_stream(stream)
+                return tensor.to(self.device, non_blocking=True)
+
             with torch.cuda.stream(stream):
-                return (self._convert(_map(lambda tensor: tensor.to(self.device, non_blocking=True), batch)),)
+                return (self._convert(_map(bring, batch)),)
         return None
 
     def _convert(self, batch):
