@@ -185,24 +185,27 @@ def test_a_graph_keeps_the_gradients_that_it_adds_to_and_no_memory_after_the_run
     assert held() is None
 
 
-def test_the_side_stream_is_one_of_the_runs_device(monkeypatch):
-    """Which need not be the current one: a capture on another device would hold nothing."""
-    asked = []
+def test_the_side_stream_is_one_of_the_runs_device_and_waited_for_after_an_error_too(monkeypatch):
+    """The device need not be the current one: a capture on another one would hold nothing."""
+    calls = []
 
     class Stream:
         def __init__(self, device=None):
-            asked.append(str(device))
+            self.name = f"{device}, {len(calls)}"
+            calls.append(str(device))
 
-        def wait_stream(self, other): ...
+        def wait_stream(self, other):
+            calls.append(f"({self.name}) waits for ({other.name})")
 
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     run = make()
     run.device = torch.device("cuda:1")
-    with graphs.Graphs(run)._recorder.aside():
-        pass
-    assert asked == ["cuda:1", "cuda:1"]
+    with pytest.raises(RuntimeError, match="out of memory"), graphs.Graphs(run)._recorder.aside():
+        raise RuntimeError("out of memory")
+    side, current = "(cuda:1, 0)", "(cuda:1, 1)"
+    assert calls == ["cuda:1", "cuda:1", f"{side} waits for {current}", f"{current} waits for {side}"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -60,9 +60,11 @@ class Recorder:
         """Within the ``with`` block work goes to the side stream, after and before that of the current one."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # who catches an error goes on with the weights
+            current.wait_stream(self.stream)
 
     def record(self, work: Callable) -> Callable:
         """Returns what replays ``work``, and returns each time the same tensors with new values."""
