@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+extern "C" const char* cudaGetErrorString(int error);  // of the runtime that the CUDA kernels are linked with
+
 namespace fusedtrain::bindings {
 
 CudaLaunch::CudaLaunch(const char* op, const Tensor& t) : op_(op), guard_(t.get_device_index()) {
@@ -15,7 +17,10 @@ CudaLaunch::CudaLaunch(const char* op, const Tensor& t) : op_(op), guard_(t.get_
 }
 
 void CudaLaunch::operator()(int error) const {
-  STD_TORCH_CHECK(error == 0, "fusedtrain: launching ", op_, " failed with CUDA error ", error);
+  if constexpr (kWithCuda) {
+    STD_TORCH_CHECK(error == 0, "fusedtrain: launching ", op_, " failed with CUDA error ", error, ": ",
+                    cudaGetErrorString(error), ". It may be of a kernel before: CUDA_LAUNCH_BLOCKING=1 tells");
+  }
 }
 
 }  // namespace fusedtrain::bindings
