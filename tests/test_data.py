@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import math
@@ -20,7 +21,7 @@ from test_readme import SNIPPETS
 from torch.utils.data import Dataset, Subset
 
 from fusedtrain import data
-from fusedtrain.data import faults, workers
+from fusedtrain.data import faults, prefetch, workers
 from fusedtrain.train.sampler import EpochSampler
 
 
@@ -344,12 +345,13 @@ class OnGpu(torch.Tensor):
 
 
 def test_the_side_stream_waits_for_batches_that_are_made_on_the_device(monkeypatch):
-    """By the current stream, which may not have come to them yet."""
-    calls = []
+    """By the current stream, which may not have come to them yet. All passes have the same side stream."""
+    calls, made = [], []
 
     class Stream:
         def __init__(self, device, name="side"):
             self.device, self.name = torch.device("cuda:0"), name
+            made.append(name)
 
         def wait_stream(self, other):
             calls.append(f"{self.name} waits for {other.name}")
@@ -358,9 +360,12 @@ def test_the_side_stream_waits_for_batches_that_are_made_on_the_device(monkeypat
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "current"))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    made = torch.zeros(2).as_subclass(OnGpu)
-    assert next(iter(data.DevicePrefetcher([made], "cuda"))) is made
+    monkeypatch.setattr(prefetch, "_side_stream", functools.cache(prefetch._side_stream.__wrapped__))
+    batch = torch.zeros(2).as_subclass(OnGpu)
+    ahead = data.DevicePrefetcher([batch], "cuda")
+    assert next(iter(ahead)) is batch
     assert calls == ["side waits for current", "side", "current waits for side", "current"]
+    assert next(iter(ahead)) is batch and made.count("side") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Batches brought to the device ahead of use, and turned there into what the model takes."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -97,7 +98,7 @@ class DevicePrefetcher:
         return f"copied one batch ahead on a side stream, {shape} on {self.device}{note}"
 
     def _overlapped(self, source: Iterator) -> Iterator:
-        stream = torch.cuda.Stream(self.device)
+        stream = _side_stream(torch.cuda.current_stream(self.device).device)
         ahead = self._start(source, stream)
         while ahead is not None:
             batch, current = ahead[0], torch.cuda.current_stream(self.device)
@@ -134,6 +135,12 @@ class DevicePrefetcher:
         if tensor.shape[1] != self._scale.shape[1]:
             raise ValueError(f"normalize has {self._scale.shape[1]} channels, the images are {list(tensor.shape)}")
         return torch.mul(tensor, self._scale).sub_(self._shift).to(self.dtype)
+
+
+@functools.cache
+def _side_stream(device: torch.device):
+    """One for all passes: memory that was freed on a stream is for that stream alone."""
+    return torch.cuda.Stream(device)
 
 
 def _map(function, batch):
