@@ -1,5 +1,6 @@
 """Finds and loads the compiled library, and says why where there is none."""
 
+import ctypes
 import gc
 import glob
 import os
@@ -36,3 +37,16 @@ def _load() -> tuple[bool, dict, str | None]:
 
 LOADED, BUILD_INFO, WHY_NOT = _load()
 HAS_CUDA_KERNELS = LOADED and bool(BUILD_INFO["cuda_archs"])
+
+
+def _cuda_of_driver() -> int | None:
+    """The latest CUDA that the driver runs, 13000 for 13.0, which PyTorch does not tell; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return version.value
+
+
+CUDA_OF_DRIVER = _cuda_of_driver() if HAS_CUDA_KERNELS else None

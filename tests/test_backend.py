@@ -225,6 +225,30 @@ def test_explain_names_what_it_does_not_know():
         fusedtrain.explain("channel_pool")
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What stands for a tensor on cuda:1, of compute capability 9.0 and a driver for CUDA 13.0."""
+    monkeypatch.setattr(_extension, "HAS_CUDA_KERNELS", True)
+    monkeypatch.setitem(_extension.BUILD_INFO, "cuda_archs", ["9.0"])
+    monkeypatch.setitem(_extension.BUILD_INFO, "cuda_version", "13.0")
+    monkeypatch.setattr(_common, "_GPUS", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_extension, "CUDA_OF_DRIVER", 13000)
+    device = torch.device("cuda:1")
+    return SimpleNamespace(is_cpu=False, is_cuda=True, device=device, dtype=torch.float32, get_device=lambda: 1)
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "runs"), [("13.2", 13000, True), ("12.8", 13000, True), ("13.0", 12080, False)]
+)
+def test_kernels_that_are_too_new_for_the_driver_are_not_taken(on_a_gpu, monkeypatch, built, driver, runs):
+    monkeypatch.setitem(_extension.BUILD_INFO, "cuda_version", built)
+    monkeypatch.setattr(_extension, "CUDA_OF_DRIVER", driver)
+    reason = _common.why_not_cuda(on_a_gpu)
+    assert reason is None if runs else "kernels of CUDA 13.0, and the driver runs up to 12.8" in reason
+
+
 @pytest.mark.parametrize(
     ("archs", "runs", "runs_not"),
     [
@@ -233,12 +257,9 @@ def test_explain_names_what_it_does_not_know():
         (["9.0a+PTX"], [(9, 0)], [(8, 0), (10, 0)]),
     ],
 )
-def test_kernels_that_were_not_built_for_a_gpu_are_not_taken_there(monkeypatch, archs, runs, runs_not):
-    device = torch.device("cuda:1")
-    x = SimpleNamespace(is_cpu=False, is_cuda=True, device=device, dtype=torch.float32, get_device=lambda: 1)
-    monkeypatch.setattr(_extension, "HAS_CUDA_KERNELS", True)
+def test_kernels_that_were_not_built_for_a_gpu_are_not_taken_there(on_a_gpu, monkeypatch, archs, runs, runs_not):
+    x = on_a_gpu
     monkeypatch.setitem(_extension.BUILD_INFO, "cuda_archs", archs)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpu in runs + runs_not:
         monkeypatch.setattr(_common, "_GPUS", {})
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, gpu=gpu: gpu if index == 1 else None)

@@ -469,14 +469,27 @@ _GPUS: dict[int, str | None] = {}
 def why_not_gpu(index: int) -> str | None:
     """Why the CUDA kernels of this build cannot run on that GPU, or None, also where only fake tensors are on one."""
     if index not in _GPUS and torch.cuda.is_available():
-        archs, (major, minor) = _extension.BUILD_INFO["cuda_archs"], torch.cuda.get_device_capability(index)
-        _GPUS[index] = None
-        if not any(_runs_on(arch, (major, minor)) for arch in archs):
-            _GPUS[index] = (
-                f"this build has CUDA kernels for {', '.join(archs)}, and cuda:{index} has compute capability"
-                f" {major}.{minor}: build it with TORCH_CUDA_ARCH_LIST={major}.{minor}"
-            )
+        _GPUS[index] = _why_not_driver() or _why_not_arch(index)
     return _GPUS.get(index)
+
+
+def _why_not_driver() -> str | None:
+    """CUDA's runtime comes with the kernels. A driver runs one of its own major version, or an older one."""
+    built, driver = _extension.BUILD_INFO["cuda_version"], _extension.CUDA_OF_DRIVER
+    if driver is None or int(built.split(".")[0]) <= driver // 1000:
+        return None
+    runs = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f"this build has CUDA kernels of CUDA {built}, and the driver runs up to {runs}: build it with that nvcc"
+
+
+def _why_not_arch(index: int) -> str | None:
+    archs, (major, minor) = _extension.BUILD_INFO["cuda_archs"], torch.cuda.get_device_capability(index)
+    if any(_runs_on(arch, (major, minor)) for arch in archs):
+        return None
+    return (
+        f"this build has CUDA kernels for {', '.join(archs)}, and cuda:{index} has compute capability {major}.{minor}:"
+        f" build it with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+    )
 
 
 why_not_gpu._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, without importing dynamo
