@@ -639,6 +639,7 @@ def test_layer_is_a_conv2d(device, backend, options, multiplier):
     ours = DepthwiseConv2d(6, 6 * multiplier, device=device, **options)
     assert isinstance(ours, nn.Conv2d) and ours.extra_repr() == stock.extra_repr()
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True))
+    ours, stock = (layer.to(memory_format=torch.channels_last) for layer in (ours, stock))
     harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 6, 9, 8), "channels_last", device=device))
 
 

@@ -75,11 +75,13 @@ class DepthwiseConv2d(Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not is_depthwise(self):
             return super()._conv_forward(input, weight, bias)
-        input, padding = laid_out_as(weight, input), self.sides(input)
+        padding = self.sides(input)
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation, groups=self.groups)
+        return depthwise_conv2d(
+            laid_out_as(weight, input), weight, bias, self.stride, padding, self.dilation, groups=self.groups
+        )
 
 
 def is_depthwise(conv: nn.Conv2d) -> bool:

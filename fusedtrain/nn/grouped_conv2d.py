@@ -47,8 +47,10 @@ class GroupedConv2d(Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if stays_stock(self, input):
             return super()._conv_forward(input, weight, bias)
-        input, padding = laid_out_as(weight, input), self.padding
+        padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return grouped_conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return grouped_conv2d(
+            laid_out_as(weight, input), weight, bias, self.stride, padding, self.dilation, self.groups
+        )
