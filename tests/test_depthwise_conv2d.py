@@ -55,8 +55,10 @@ CASES = cases.pairwise(
     multiplier=[1, 2, 3],
     bias=[True, False],
 )
-# In an image that no backend copies.
+# In an image that no backend copies, and in none.
 CASES += [dict(CASES[0], shape="odd", geometry="3x3_tf_same", layout="contiguous", dtype=torch.float32)]
+CASES += [dict(CASES[0], shape="nothing", geometry="3x3_overpadded", layout="contiguous", dtype=torch.float32)]
+SHAPES |= {"nothing": (0, 5, 0, 4)}
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 
 
@@ -110,7 +112,7 @@ def reference_of(geometry="3x3", act="identity"):
 
 
 def fits(shape, geometry) -> bool:
-    return 0 not in shape[2:] and min(output_size(shape[2:], *geometry)) > 0
+    return (0 not in shape[2:] or shape[0] == 0) and min(output_size(shape[2:], *geometry)) > 0
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if possible(case)], ids=cases.label)

@@ -61,6 +61,8 @@ CASES = cases.pairwise(
     dtype=harness.DTYPES,
     bias=[True, False],
 )
+CASES += [dict(CASES[0], size="nothing", geometry="4x4_s2", layout="contiguous")]
+SIZES |= {"nothing": (0, 0, 6)}
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 
 

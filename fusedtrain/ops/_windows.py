@@ -132,7 +132,7 @@ def geometry(
     dilation = _common.pair(op, "dilation", dilation, 1)
     sides = _sides(op, padding, kernel, stride, dilation)
     ho, wo = output_size(image, kernel, stride, sides, dilation)
-    if ho < 1 or wo < 1 or 0 in image:
+    if ho < 1 or wo < 1 or (0 in image and x.shape[0]):  # as for stock, no images may have no pixels
         raise ValueError(
             f"{op}: kernel {list(kernel)} with dilation {dilation} does not fit into x of shape"
             f" {list(x.shape)} padded by {sides} (left, right, top, bottom)"
