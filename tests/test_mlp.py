@@ -305,6 +305,9 @@ def test_autocast_casts_the_products_alone(device, backend, dtype):
     assert ours.dtype == torch.float32
     ours.sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in inputs.values())
+    integers = inputs | {"x": inputs["x"].long()}
+    with torch.autocast(device, dtype=dtype), pytest.raises(TypeError, match=r"x must be float32, .* got torch.int64"):
+        function()(**integers)
 
 
 @pytest.mark.parametrize("kind", ["rows", "channels_last"])

@@ -235,7 +235,9 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors
+    )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
