@@ -3,8 +3,8 @@
 Each op holds a table ``{name: Impl}``. Automatic choice takes the first backend, in the order cuda, cpu, triton,
 reference, that can take the arguments, or the reference where stock PyTorch is known to be faster on them, unless
 ``fusedtrain tune backend`` has measured another one to be faster on this machine (:mod:`fusedtrain._tuned`). Under the
-transforms of torch.func, whose derivatives PyTorch's operators alone have, it takes the reference. A forced backend
-runs or raises; nothing falls back silently.
+transforms of torch.func, whose derivatives PyTorch's operators alone have, and where FLOPs are counted, it takes the
+reference. A forced backend runs or raises; nothing falls back silently.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _python_dispatch
 
 from fusedtrain import _tuned
 
@@ -37,7 +38,6 @@ class Impl:
     slower: Callable[..., str | None] | None = None
 
 
-_transformed = torch._C._are_functorch_transforms_active
 _OPS: dict[str, dict[str, Impl]] = {}
 _ASKED: dict[str, Callable[..., tuple]] = {}
 _tuned.load()
@@ -55,6 +55,17 @@ def register(op: str, impls: dict[str, Impl], asked: Callable[..., tuple] | None
     if asked is not None:
         _ASKED[op] = asked
     return impls
+
+
+def _needs_torchs() -> str | None:
+    """Why operators of PyTorch must run, whatever is faster, or None."""
+    if torch._C._are_functorch_transforms_active():
+        return "which alone has the derivatives of torch.func"
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if any(type(mode).__name__ == "_FlopCounterMode" for mode in modes):  # importing it would import Triton
+            return "whose operators alone FlopCounterMode knows"
+    return None
 
 
 def _checked(name: str | None, source: str) -> str | None:
@@ -108,7 +119,7 @@ def is_automatic() -> bool:
 def select(op: str, impls: dict[str, Impl], *args) -> Impl:
     """Returns the implementation that runs ``op`` on these arguments; RuntimeError when a forced one cannot."""
     if _forced is None:
-        if _transformed():
+        if _needs_torchs() is not None:
             return impls["reference"]
         measured = _tuned.choice(op, impls, args) if _tuned.active else None
         if measured is not None:
@@ -143,11 +154,12 @@ def _verdict(impl: Impl, args: tuple) -> str | None:
 
 def _table(op: str, impls: dict[str, Impl], args: tuple, chosen: str | None) -> str:
     verdicts = {name: _verdict(impl, args) for name, impl in impls.items()}
-    automatic, transforms = _forced is None, _transformed()
-    measured = _tuned.choice(op, impls, args) if _tuned.active and automatic and not transforms else None
+    automatic = _forced is None
+    needed = _needs_torchs() if automatic else None
+    measured = _tuned.choice(op, impls, args) if _tuned.active and automatic and needed is None else None
     lines = [f"{op}: {chosen} runs" + ("" if automatic else f", forced by {_source}")]
-    if automatic and transforms:
-        lines = [f"{op}: {chosen} runs, which alone has the derivatives of torch.func"]
+    if needed is not None:
+        lines = [f"{op}: {chosen} runs, {needed}"]
     if not automatic and impls[_forced].why_not(*args) is not None:
         lines = [f"{op}: {_forced} is forced by {_source} but cannot run"]
     if measured is not None:

@@ -1,12 +1,15 @@
 """Which backend runs: the automatic choice, forcing one, and what explain() says about it."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
 import harness
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtrain
 from fusedtrain import _extension, backend, ops
@@ -151,6 +154,20 @@ def test_explain_tells_that_stock_runs_under_transforms(capsys):
     said = []
     torch.vmap(lambda x: said.append(fusedtrain.explain("channel_pool", x)) or x)(x[None])
     assert said[0].startswith("channel_pool: reference runs, which alone has the derivatives of torch.func")
+
+
+def test_flops_are_counted_as_of_stock_layers(capsys):
+    layers = [nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 1)]
+    stock, counts = nn.Sequential(*layers), []
+    fused = copy.deepcopy(stock)
+    fusedtrain.fuse(fused)
+    for model in (stock, fused):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.ones(2, 8, 16, 16)).sum().backward()
+            said = fusedtrain.explain("channel_pool", X)
+        counts.append(counter.get_flop_counts()["Global"])
+    assert counts[0] == counts[1]
+    assert said.startswith("channel_pool: reference runs, whose operators alone FlopCounterMode knows")
 
 
 def test_explain_agrees_with_the_automatic_choice(capsys):
