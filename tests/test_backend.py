@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtrain
 from fusedtrain import _extension, backend, ops
@@ -157,6 +156,8 @@ def test_explain_tells_that_stock_runs_under_transforms(capsys):
 
 
 def test_flops_are_counted_as_of_stock_layers(capsys):
+    from torch.utils.flop_counter import FlopCounterMode  # imports much
+
     layers = [nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 1)]
     stock, counts = nn.Sequential(*layers), []
     fused = copy.deepcopy(stock)
