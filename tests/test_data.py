@@ -453,19 +453,19 @@ def test_folders_without_images_are_refused(tmp_path):
 def test_a_missing_package_names_the_extra():
     code = """
 import sys
-for package in ("PIL", "pyarrow"):
+for package in ("PIL", "pyarrow", "numpy"):
     sys.modules[package] = None
 from fusedtrain import data
-for call in (data.ImageFolder, data.TableDataset):
+for call in (lambda: data.ImageFolder("."), lambda: data.TableDataset("."), data.digits):
     try:
-        call(".")
+        call()
     except ModuleNotFoundError as error:
         print(error)
 """
     done = harness.run_python("-c", code)
     assert done.stdout.splitlines() == [
-        f"needs the package {package}, which is not installed: pip install 'fusedtrain[data]'"
-        for package in ("PIL", "pyarrow")
+        f"needs the package {package}, which is not installed: pip install 'fusedtrain[{extra}]'"
+        for package, extra in {"PIL": "data", "pyarrow": "data", "numpy": "train"}.items()
     ], done.stderr
 
 

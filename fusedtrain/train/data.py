@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtrain._extras import require
+from fusedtrain._extras import need, require
 from fusedtrain.train.sampler import EpochSampler
 
 
@@ -81,10 +81,8 @@ def load_digits(size: int = 32) -> Digits:
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, https://doi.org/10.24432/C50P49; the part
     that scikit-learn ships.
     """
-    import numpy
-
     # Read as sklearn.datasets.load_digits does, without importing SciPy for it.
-    table = numpy.loadtxt(require("sklearn", "train") / "datasets/data/digits.csv.gz", delimiter=",")
+    table = need("numpy", "train").loadtxt(require("sklearn", "train") / "datasets/data/digits.csv.gz", delimiter=",")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
     table = torch.from_numpy(table)[order]
     images = table[:, :-1].reshape(-1, 1, 8, 8).float() / 16  # 17 grey levels
