@@ -523,6 +523,7 @@ def test_every_option_of_the_loop_is_on_the_command_line_with_its_default(capsys
     text = capsys.readouterr().out
     assert [name for name in names_of_options() if name not in text] == []
     assert text.count("(default: ") > 50
+    assert re.search(r":\w+:`", text) is None  # Sphinx's words, which mean nothing here
 
 
 def test_the_document_lists_every_option_once_and_no_other():

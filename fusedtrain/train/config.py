@@ -47,15 +47,15 @@ class TrainConfig:
         max_skipped: updates in a row that may be left out before the run stops.
         weights: file that receives the weights at the end, under the state_dict keys of the stock model.
         best_weights: the same of the best epoch, see ``early_stopping``.
-        precision: a :class:`Precision`, or its name: "fp32", "bf16", "fp16".
-        accumulation: an :class:`Accumulation`, or the micro-batches per update.
-        schedule: a :class:`Schedule`, or its name.
-        activation_checkpointing: see :class:`ActivationCheckpointing`.
+        precision: a ``Precision``, or its name: "fp32", "bf16", "fp16", "fp64".
+        accumulation: an ``Accumulation``, or the micro-batches per update.
+        schedule: a ``Schedule``, or its name.
+        activation_checkpointing: which blocks are computed twice to save memory.
         early_stopping: what makes an epoch the best, and when to stop.
-        checkpoint: see :class:`Checkpoint`, or the directory.
-        distributed: see :class:`Distributed`.
-        logging: see :class:`Logging`.
-        profile: see :class:`Profile`.
+        checkpoint: a ``Checkpoint``, or its directory.
+        distributed: how several processes train together.
+        logging: what is written about the run, and where.
+        profile: a trace of some steps.
 
     Raises:
         InputError: a value is out of range, or no file can be written to where ``weights`` says.

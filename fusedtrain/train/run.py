@@ -67,7 +67,7 @@ class Options:
         workers: processes that load images; auto measures.
         augment: random crops and mirror images.
         cache_gib: GiB on the disk, for each set of a folder, in which decoded images are kept for later epochs and runs
-            (:class:`fusedtrain.data.SampleCache`); 0 decodes them every time.
+            (``fusedtrain.data.SampleCache``); 0 decodes them every time.
         pretrained: start from the weights that timm or torchvision downloads, of torchvision its best ones.
         init_weights: start from this file: of timm, torchvision or an earlier run; a last layer of other classes is
             left out.

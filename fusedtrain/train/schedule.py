@@ -19,13 +19,13 @@ SCHEDULES = get_args(Name)
 
 @dataclass(frozen=True)
 class Schedule:
-    r"""How the learning rate moves. The optimizer's rates are the peaks; every schedule but onecycle multiplies them.
+    """How the learning rate moves. The optimizer's rates are the peaks; every schedule but onecycle multiplies them.
 
     Args:
         schedule: cosine: to ``min_factor`` at the end. constant. step: times ``gamma`` every ``step_epochs``.
             multistep: times ``gamma`` at each of ``milestones``. exponential: times ``gamma`` every epoch.
-            polynomial: :math:`(1 - t / T)^{power}`. onecycle: torch's OneCycleLR, momentum too. plateau: times
-            ``gamma`` when the monitored metric has not improved for ``patience`` epochs.
+            polynomial: ``(1 - t / T) ** power`` at step t of T. onecycle: torch's OneCycleLR, momentum too. plateau:
+            times ``gamma`` when the monitored metric has not improved for ``patience`` epochs.
         warmup_epochs: the rate rises linearly for this many epochs first; a part of an epoch is allowed.
         per: when the rate moves: step, after every update; epoch, after every epoch (plateau: always).
         gamma: see ``schedule``.
