@@ -89,7 +89,7 @@ def document(found: dict[str, Architecture], usual: int, count: int, version: st
     held = sum(len(one.networks) for one in found.values())
     return "\n".join(
         [
-            INTRODUCTION.format(version=version, all=f"{count:,}", held=held, usual=usual),
+            INTRODUCTION.format(version=version, all=f"{count:,}", held=f"{held:,}", usual=f"{usual:,}"),
             "## What stays, and why\n",
             table(("class", "reason", "layers", "networks", "names"), reasons) if reasons else "No candidate stays.\n",
             "## What is fused, by file of timm\n",
