@@ -1,5 +1,6 @@
 """What the documents promise: their links lead somewhere, their code runs."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def test_links_lead_to_files(document):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("module", ["nn", "ops", "optim", "train", "data", "tune"])
+def test_every_public_name_is_in_the_documents(module):
+    text = " ".join(path.read_text() for path in DOCUMENTS)
+    names = importlib.import_module(f"fusedtrain.{module}").__all__
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_training_snippet_runs(tmp_path, monkeypatch):
