@@ -838,6 +838,17 @@ def test_gradients_that_are_read_with_another_sign(device, zero_grads):
     assert p.item() == 2.0 and p.grad.item() == (0.0 if zero_grads else -1.0)
 
 
+@pytest.mark.parametrize("layout", ["table", "list"])
+def test_zeroed_gradients_let_go_of_their_graph(device, layout):
+    """As ``zero_grad(set_to_none=False)`` does: else the graphs of all steps would hang together."""
+    p = torch.nn.Parameter(torch.ones(6, 6, device=device)[:, : 3 if layout == "list" else 6])
+    optimizer = optim.SGD([p], lr=0.1, zero_grads=True)
+    for _ in range(2):
+        p.square().sum().backward(create_graph=True)
+        optimizer.step()
+        assert not p.grad.requires_grad and not p.grad.any()
+
+
 @needs_tables
 def test_autograd_sees_what_a_table_changes():
     p = torch.nn.Parameter(torch.ones(3))

@@ -199,7 +199,7 @@ class FusedStep(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         # GradScaler adds up what the devices with gradients have found: without any it has the number 0.
         found_inf = found_inf if isinstance(found_inf, Tensor) else None
-        shared, taken = {"found_inf": found_inf}, 0
+        shared, grads = {"found_inf": found_inf}, []
         if tables is None:
             groups = []
             for index, group in enumerate(self.param_groups):
@@ -208,14 +208,18 @@ class FusedStep(torch.optim.Optimizer):
             if groups:
                 self._check(params for _, _, params in groups)
                 shared = self._step_lists(groups)
-            taken = sum(len(params) for _, _, params in groups)
+            grads = [p.grad for _, _, params in groups for p in params]
         elif tables:
             device = tables[0][-1].params[0].device
             shared = self._shared(device, lambda: _tables.grad_norm([table for _, _, table in tables]))
             for index, options, table in tables:
                 _tables.optimizer_step_(table, **options, **shared, **self._stored(index))
-                taken += len(table.params)
-        if taken < sum(len(group["params"]) for group in self.param_groups):
+                grads += table.grads
+        if self._options["zero_grads"]:
+            for g in grads:
+                if g.requires_grad:  # of backward(create_graph=True); as zero_grad does it
+                    g.detach_()
+        if len(grads) < sum(len(group["params"]) for group in self.param_groups):
             self._go_on(**shared)
 
     def _gather(self) -> list[tuple[int, dict, _tables.Table]] | None:
