@@ -12,6 +12,7 @@ import warnings
 import harness
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedtrain import backend as fusedtrain_backend
 from fusedtrain import optim
@@ -928,6 +929,18 @@ def test_states_follow_a_model_that_becomes_float64_and_back(name, dtypes):
     harness.assert_bitwise_equal(*runs, name)
 
 
+@every_format
+def test_formats_step_without_values(format_name):
+    dtype, extras = NARROW[format_name]
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(torch.ones(70, 70, dtype=dtype)), torch.nn.Parameter(torch.ones(7))]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer = optim.AdamW(params, **extras)
+        optimizer.step()
+    assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in params)
+
+
 @needs_tables
 @every_format
 def test_tables_and_lists_store_the_same_bits(device, format_name, monkeypatch):
@@ -1208,9 +1221,10 @@ def test_states_of_other_shapes_are_refused(extras):
         after.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("number", [lambda n: n, lambda n: torch.as_tensor(n, dtype=torch.float64)], ids=["", "wide"])
 @every_optimizer
-def test_states_that_are_put_in_as_they_were_saved_go_on(name):
-    """As ZeroRedundancyOptimizer does it, without ``load_state_dict``."""
+def test_states_that_are_put_in_as_they_were_saved_go_on(name, number):
+    """As ZeroRedundancyOptimizer does it, without ``load_state_dict``; numbers may be of other dtypes, as in torch."""
     first, second = (getattr(optim, name)(parameters(), **OPTIMIZERS[name]) for _ in range(2))
     train(first, 2)
     saved = copy.deepcopy(first.state_dict())
@@ -1218,7 +1232,10 @@ def test_states_that_are_put_in_as_they_were_saved_go_on(name):
     for i, (p, q) in enumerate(zip(group["params"], own["params"])):
         q.data.copy_(p.detach())
         second.state[q].update(saved["state"][i])
-    own |= saved["param_groups"][0] | {"params": own["params"]}
+        for key in second.state[q].keys() & {"step", *second._numbers}:
+            second.state[q][key] = number(second.state[q][key])
+    own |= saved["param_groups"][0] | {"params": tuple(own["params"])}
+    own |= {"step": number(own["step"])} if "step" in own else {}
     for p, q in zip(train(first, 2, first=2), train(second, 2, first=2)):
         assert torch.equal(p, q)
 

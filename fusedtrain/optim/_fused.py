@@ -233,7 +233,7 @@ class FusedStep(torch.optim.Optimizer):
             step = group.get("step") if self._step_of_group else "step"
             if step is None:
                 return None
-            table = _tables.gather(group["params"], self.state, options["rule"], step, *beside)
+            table = _tables.gather(list(group["params"]), self.state, options["rule"], step, *beside)
             if table is None:
                 return None
             if table.params:
@@ -359,6 +359,7 @@ class FusedStep(torch.optim.Optimizer):
         info, with_ema, exact = RULES[rule], self._options["ema_decay"] is not None, self._exact
         columns, steps, ema, exacts = [[] for _ in info.states + info.scalars], [], [], []
         scales = [[] for _ in info.states] if self._options["state_dtype"] == "8bit" else []
+        none = torch.empty(0, device="cpu")  # made anew: under FakeTensorMode it is a fake
         if info.counts and self._step_of_group:
             steps = [_kept(group, "step", params[0])] * len(params)
         counts = info.counts and not steps
@@ -378,13 +379,13 @@ class FusedStep(torch.optim.Optimizer):
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
-                column.append(state.get(f"{name}_scale", _NONE))
+                column.append(state.get(f"{name}_scale", none))
             if with_ema:
                 ema.append(_beside(state, p, strides, "ema", _common.acc_dtype(p)))
             if exact:
                 needed = p.dtype in _narrow.ROUNDED
                 dtype = torch.float32 if exact == "master" else p.dtype
-                exacts.append(_beside(state, p, strides, exact, dtype) if needed else _NONE)
+                exacts.append(_beside(state, p, strides, exact, dtype) if needed else none)
         states, scales = list(chain.from_iterable(columns)), list(chain.from_iterable(scales))
         return {"states": states, "steps": steps, "ema": ema, "exact": exacts, "scales": scales}
 
@@ -549,7 +550,6 @@ _LEGACY = {
 }
 _STATES = {name for rule in RULES.values() for name in rule.states}
 _BESIDE = ("ema", "master", "compensation")
-_NONE = torch.empty(0)
 
 
 def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
@@ -559,9 +559,10 @@ def _number(p: Tensor, value: float | Tensor = 0.0) -> Tensor:
 
 def _kept(state: dict, name: str, p: Tensor) -> Tensor:
     """The number of that name, made where it is missing: on a GPU that waits, and cannot be captured."""
-    value = state.get(name)
-    if not isinstance(value, Tensor):  # ZeroRedundancyOptimizer takes states as they were saved
-        value = state[name] = _number(p, value or 0.0)
+    value = state.get(name, 0.0)
+    # ZeroRedundancyOptimizer takes states as they were saved, and users put in what torch takes, too.
+    if not isinstance(value, Tensor) or (value.dtype, value.device) != (torch.float32, p.device):
+        value = state[name] = _number(p, value)
     return value
 
 
