@@ -526,6 +526,14 @@ def test_bad_arguments_are_named(name, arguments, error, message):
         getattr(optim, name)(parameters(), **arguments)
 
 
+@pytest.mark.parametrize(("name", "count"), [("Adam", 2), ("AdamW", 2), ("Lion", 2), ("Adan", 3), ("Lamb", 2)])
+def test_another_number_of_betas_is_named(name, count):
+    betas = (0.9, 0.99, 0.999, 0.9999)[: 5 - count]
+    for groups, arguments in ([{"params": parameters(), "betas": betas}], {}), (parameters(), {"betas": betas}):
+        with pytest.raises(ValueError, match=rf"^{name} takes {count} betas, got \(0.9, 0.99"):
+            getattr(optim, name)(groups, **arguments)
+
+
 @every_optimizer
 def test_what_all_groups_share_is_refused_in_one(name):
     cls, (p, *others) = getattr(optim, name), parameters()

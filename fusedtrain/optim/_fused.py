@@ -26,6 +26,7 @@ class FusedStep(torch.optim.Optimizer):
     """
 
     _initial: ClassVar[dict[str, float]] = {}  # what a new state is filled with, if not zeros
+    _betas = 2  # how many, where there are some
     _step_of_group = False  # updates are counted once per group, in group["step"], instead of per parameter
     _step_is_int = False  # they are saved as int, as the counterpart has them
     _numbers: ClassVar[tuple[str, ...]] = ()  # states that are one number per parameter, beside "step"
@@ -83,9 +84,12 @@ class FusedStep(torch.optim.Optimizer):
         self._norm = self._norm_scale = None
 
     def add_param_group(self, param_group: dict) -> None:
+        own = param_group if isinstance(param_group, dict) else {}
         for name, value in self._options.items():  # ZeroRedundancyOptimizer tells every group all arguments
-            if name not in self.defaults and isinstance(param_group, dict) and param_group.get(name, value) != value:
+            if name not in self.defaults and own.get(name, value) != value:
                 raise ValueError(f"{type(self).__name__}: {name} is of all groups together, and no option of one")
+        if "betas" in self.defaults and len(betas := own.get("betas", self.defaults["betas"])) != self._betas:
+            raise ValueError(f"{type(self).__name__} takes {self._betas} betas, got {betas}")
         super().add_param_group(param_group)
         if not self._exact and self._options["rounding"] == "nearest":
             self._warn_of_lost_updates()

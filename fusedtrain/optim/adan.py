@@ -37,6 +37,7 @@ class Adan(FusedStep):
     """
 
     _initial: ClassVar = {"neg_pre_grad": float("nan")}  # there is none yet
+    _betas = 3
     _step_of_group = _step_is_int = True
 
     def __init__(
