@@ -624,13 +624,26 @@ def test_unfuse_names_the_fused_layers_that_it_cannot_change():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), Doubled(4), nn.ReLU())
+    class Scaled(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.norm, self.scale = nn.BatchNorm2d(c), nn.Parameter(torch.ones(c, 1, 1))
+
+        def forward(self, x):
+            return self.norm(x).relu() * self.scale
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), Doubled(4), Scaled(4))
+    fusedtrain.fuse(model[2])
     fusedtrain.fuse(model)
     nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.orthogonal(model[2], "scale")
     kept = [(c.name, c.reason) for c in fusedtrain.unfuse(model).kept]
-    assert kept == [("0", "it is parametrized"), ("1", "its class is a derived one")]
-    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-    assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0"] and type(model[0]) is nn.Conv2d
+    assert kept == [("0", "it is parametrized"), ("1", "its class is a derived one"), ("2", "it is parametrized")]
+    model(harness.images((2, 4, 9, 9)))
+    for i, name in ((0, "weight"), (2, "scale")):
+        nn.utils.parametrize.remove_parametrizations(model[i], name)
+    assert [c.name for c in fusedtrain.unfuse(model).swapped] == ["0", "2"]
+    assert type(model[0]) is nn.Conv2d and type(model[2]) is Scaled
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

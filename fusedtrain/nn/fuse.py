@@ -511,7 +511,8 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
     report = []
     for name, module, wrapper in list(_outer_wrappers(model)):
         if isinstance(module, recorded.Recorded):
-            reason = None if wrapper is None else f"it is, or stands in, a {wrapper}"
+            reason = None if recorded.Recorded in type(module).__bases__ else _special(module)
+            reason = reason if wrapper is None else f"it is, or stands in, a {wrapper}"
             before, stock = _path(recorded.Recorded), recorded.stock_class(module)
             report.append(Candidate(name, before, None if reason else _path(stock), reason))
             if reason is None and not dry_run:
@@ -520,8 +521,7 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
         if kind_of(module) not in _STOCK_OF:
             base = next((cls for cls in type(module).__mro__ if cls in _STOCK_OF), None)
             if base is not None:
-                special = "it is parametrized" if parametrize.is_parametrized(module) else "its class is a derived one"
-                report.append(Candidate(name, _path(base), None, special))
+                report.append(Candidate(name, _path(base), None, _special(module)))
             continue
         stock, reason = stock_of(module), None
         if stock is None:
@@ -533,6 +533,11 @@ def unfuse(model: nn.Module, dry_run: bool = False) -> Report:
             vars(module).pop("_stock_class", None)
             module.__class__ = stock
     return Report(report)
+
+
+def _special(module: nn.Module) -> str:
+    """Returns why a module keeps its class, which is derived from a fused one."""
+    return "it is parametrized" if parametrize.is_parametrized(module) else "its class is a derived one"
 
 
 def _import(path: str) -> tuple[type[nn.Module] | None, str | None]:
