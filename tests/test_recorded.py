@@ -489,6 +489,22 @@ def test_functions_of_math_are_called_anew_in_each_call(calls):
     assert calls == ["depthwise_bn_act_se"] * 2
 
 
+class OfNumpysNumbers(ConvNormAct):
+    scale, size = 1 / np.sqrt(2), np.int64(3)
+
+    def forward(self, x):
+        return F.avg_pool2d(super().forward(x), self.size, stride=(self.size, 1)) * self.scale
+
+
+def test_numbers_may_be_numpys(calls):
+    block, stock = OfNumpysNumbers(16, 16, 3, 1, 16), OfNumpysNumbers(16, 16, 3, 1, 16)
+    stock.load_state_dict(block.state_dict())
+    assert by_hand(fusedtrain.fuse(block)) == [""]
+    x = harness.images((2, 16, 9, 9))
+    harness.assert_as_good_as_torch(block(x), stock(x), copy.deepcopy(stock).double()(x.double()), "numbers of numpy")
+    assert calls == ["depthwise_bn_act_se"]
+
+
 def test_nn_module_changes_once_for_all_recordings():
     """It takes Python a millisecond to go through the classes of all layers."""
     seen = []

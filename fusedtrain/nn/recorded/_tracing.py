@@ -200,6 +200,11 @@ class Tracer(fx.Tracer):
         self.inlined.append(module_qualified_name)
         return False
 
+    def create_arg(self, a):
+        """Numbers of numpy are Python's: torch.fx would write ``np.float64(0.5)`` into the recording."""
+        numpy = sys.modules.get("numpy")
+        return super().create_arg(a.item() if numpy is not None and isinstance(a, numpy.generic) else a)
+
     def create_node(self, *args, **kwargs) -> fx.Node:
         if _modes() != self.modes:
             self.refuse("gradients, autocast or hooks on saved tensors are switched in it")
