@@ -1122,6 +1122,11 @@ class ReversesByName(ConvNormAct):
         return super().forward(reversed_gradient(x))
 
 
+class CallsByName(ConvNormAct):
+    def forward(self, x):
+        return self.act(self.norm(input=self.conv(x)))
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -1157,6 +1162,7 @@ REASONS = {
         (Draws, DrawsOfItsOwn, DrawsOfNumpys, DrawsOfTorchs), "its forward draws random numbers outside of layers"
     ),
     Iterates: "it holds an iterator, which a recording would use up",
+    CallsByName: "no fused op takes its layers in the way its forward calls them",
     Counts: "its forward changes its attributes, or holds tensors that are no buffers",
     Holds: "its forward changes its attributes, or holds tensors that are no buffers",
 }

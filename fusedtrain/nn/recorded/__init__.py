@@ -118,6 +118,8 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
         if not _may_hold_a_pattern(layers, kind):
             continue
         result = record(module, kind)
+        if isinstance(result, Recording) and not result.saved:
+            result = "no fused op takes its layers in the way its forward calls them"
         if isinstance(result, str):
             if is_unknown(module) and _holds_one(module, kind) and not leave(path):
                 found[path] = result
