@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedtrain.train.checkpoint_file import is_finite
 from fusedtrain.train.rng import rng_state, set_rng_state
+from fusedtrain.train.update import Buffers
 
 
 class NonFiniteError(RuntimeError):
@@ -133,7 +134,7 @@ def _observed(model: nn.Module, found: list[NonFinite], batch: int | None):
 @contextlib.contextmanager
 def untouched(model: nn.Module):
     """Puts buffers, gradients and the generators back."""
-    buffers = [(t, t.clone()) for t in model.buffers()]
+    buffers = Buffers(model)
     grads = [(p, p.grad) for p in model.parameters()]
     state = rng_state()
     for p, _ in grads:
@@ -142,9 +143,7 @@ def untouched(model: nn.Module):
         yield
     finally:
         set_rng_state(state)
-        with torch.no_grad():
-            for t, value in buffers:
-                t.copy_(value)
+        buffers.put_back(unless=False)
         for p, grad in grads:
             p.grad = grad
 

@@ -153,14 +153,20 @@ class Update:
 
 
 class Buffers:
-    """The buffers of a model, such as running means, as they were before an update that is then left out."""
+    """The buffers of a model, such as running means, as they were before an update that is then left out. A layer may
+    put another tensor in the place of one: ``self.mean = 0.9 * self.mean + 0.1 * x.mean()``."""
 
     def __init__(self, model: nn.Module):
-        self._own = list(model.buffers())
-        self._kept = [buffer.clone() for buffer in self._own]
+        self._layers = [module._buffers for module in model.modules() if module._buffers]
+        self._own, self._kept = [], []
+        self.keep()
 
     def keep(self) -> None:
-        if self._own:
+        self._places = [(layer, name) for layer in self._layers for name, own in layer.items() if own is not None]
+        self._own = [layer[name] for layer, name in self._places]
+        if [(own.shape, own.dtype) for own in self._own] != [(kept.shape, kept.dtype) for kept in self._kept]:
+            self._kept = [own.clone() for own in self._own]
+        elif self._own:
             torch._foreach_copy_(self._kept, self._own)
 
     def state(self) -> list[Tensor]:
@@ -175,9 +181,13 @@ class Buffers:
     def put_back(self, unless: bool | Tensor) -> None:
         """Undoes the changes unless the update was applied."""
         if isinstance(unless, Tensor):
-            for own, kept in zip(self._own, self._kept):
-                own.copy_(torch.where(unless, own, kept))
+            for (layer, name), kept in zip(self._places, self._kept):
+                now = layer[name]
+                if now is not None and now.shape == kept.shape:
+                    now.copy_(torch.where(unless, now, kept))
         elif self._own and not unless:
+            for (layer, name), own in zip(self._places, self._own):
+                layer[name] = own
             torch._foreach_copy_(self._own, self._kept)
 
 
