@@ -247,9 +247,12 @@ def test_skipping_leaves_the_state_untouched_and_has_a_limit(kind):
     reference = net()
     make(reference, kind(reference.parameters())).fit(Batches(inputs[8:], targets[8:], 8, shuffle=False))
     harness.assert_as_good_as_torch(weights(model), weights(reference), weights(reference).double(), "weights")
-    inputs[:] = math.nan
+    inputs[:8] = math.nan
+    run = make(net(), nonfinite="skip", max_skipped=2)
     with pytest.raises(NonFiniteError, match="3 updates in a row were not finite, up to step 3"):
-        make(net(), nonfinite="skip", max_skipped=2).fit(Batches(inputs, targets, 8, shuffle=False))
+        run.fit(Batches(torch.full_like(inputs, math.nan), targets, 8, shuffle=False))
+    run.fit(Batches(inputs, targets, 8, shuffle=False))  # another run, another row
+    assert run.skipped == 4
 
 
 class Hasty(Trainer):
@@ -987,6 +990,9 @@ def test_json_lines_hold_every_logged_step_and_a_resumed_run_drops_those_it_make
     assert {"lr", "skipped", "grad_norm", "loss_scale", "samples_per_second"} <= lines[0].keys()
     assert lines[3]["valid_loss"] == run.history.epochs[0].valid_loss
     assert any(path.name.startswith("events.out.tfevents") for path in tmp_path.iterdir())
+    run.fit(data())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "epoch" in line] == [3, 6]
     for logger in logging.open({}, step=2):
         logger.log(7, {"loss": 1.0})
         logger.close()

@@ -44,7 +44,7 @@ class Logging:
             except ModuleNotFoundError as error:
                 raise InputError(f"{what} needs the package {error.name}: pip install {error.name}") from None
 
-    def open(self, config: dict, step: int, epochs: int = 0) -> list:
+    def open(self, config: dict, step: int, epochs: float = 0) -> list:
         """Returns the loggers of a run that begins, or goes on, after ``step`` updates and ``epochs`` whole epochs."""
         if self.log_dir is None:
             return []
@@ -62,7 +62,7 @@ class JSONLines:
     """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
     not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines."""
 
-    def __init__(self, directory: Path, config: dict, step: int, epochs: int = 0):
+    def __init__(self, directory: Path, config: dict, step: int, epochs: float = 0):
         path = directory / "metrics.jsonl"
         old = path.read_bytes() if path.exists() else None
         lines = [line for line in (old or b"").splitlines() if step and _is_earlier(line, step, epochs)]
@@ -93,7 +93,7 @@ class JSONLines:
         self._file.close()
 
 
-def _is_earlier(line: bytes, step: int, epochs: int) -> bool:
+def _is_earlier(line: bytes, step: int, epochs: float) -> bool:
     """Whether a line is of the first updates; that of an epoch, which a step's checkpoint may precede, of the first
     epochs."""
     try:

@@ -350,6 +350,7 @@ class Trainer:
         self.update.take()
         self.update.discard()  # what is left of other runs, or of a backward before this one
         self.group.clear()
+        self.skipped_in_a_row = self.owed = 0
         if self.device.type == "cuda":
             self.held.enter_context(self._benchmark.during(config.cudnn_benchmark))
         seed_all(config.seed + self.world.rank)
@@ -375,7 +376,8 @@ class Trainer:
         self.progress = Progress(self.title, config.epochs, updates, done, shown)
         if resumed:
             self.progress.line(f"{self.title}  continues with {resumed}")
-        done = self.step_count, len(self.history.epochs)
+        # A second fit begins its epochs anew, behind the lines of the first.
+        done = self.step_count, len(self.history.epochs) if resumed else math.inf
         self.loggers = self._own_loggers + (config.logging.open(asdict(config), *done) if shown else [])
         self.usage = RunUsage() if config.logging.log_usage and self.loggers else None
         self.spans.usage = self.usage and self.usage.stages
