@@ -1276,6 +1276,8 @@ def test_a_run_compiles_one_graph_and_finds_it_when_it_begins_again(tmp_path):
     ("options", "message"),
     [
         ({"accumulation": 0}, "accumulate must be at least 1, got 0"),
+        ({"accumulation": 2.5}, "accumulate must be a whole number, got 2.5"),
+        ({"epochs": 1.5}, "epochs must be a whole number, got 1.5"),
         ({"schedule": "wave"}, "schedule must be one of cosine, .*, got 'wave'"),
         ({"early_stopping": EarlyStopping("f1")}, "monitor must be one of loss, accuracy, got 'f1'"),
         ({"nonfinite": "ignore"}, "nonfinite must be raise or skip, got 'ignore'"),

@@ -27,6 +27,7 @@ class Accumulation:
 
     def __post_init__(self):
         require(self.accumulate >= 1, f"accumulate must be at least 1, got {self.accumulate}")
+        require(self.accumulate % 1 == 0, f"accumulate must be a whole number, got {self.accumulate}")
 
 
 class Group:

@@ -94,6 +94,7 @@ class TrainConfig:
             if part is not MISSING and not isinstance(value, part):
                 raise InputError(f"{own.name} must be {part.__name__}(...), got {value!r}")
         require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        require(self.epochs % 1 == 0, f"epochs must be a whole number, got {self.epochs}")
         require(-(2**63) <= self.seed < 2**63, f"seed must lie between -2**63 and 2**63 - 1, got {self.seed}")
         warmup = self.schedule.warmup_epochs
         require(warmup <= self.epochs, f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {warmup}")
