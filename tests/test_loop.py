@@ -1,7 +1,9 @@
 """The loop on one process and on two: accumulation, precision, schedules, averages, resume."""
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import math
@@ -1738,14 +1740,25 @@ def test_an_epoch_without_the_monitored_metric_is_not_the_best():
     assert run.best.epoch == 1
 
 
-def test_outputs_with_names_keep_them():
-    class Outputs(typing.NamedTuple):
-        logits: torch.Tensor
-        auxiliary: torch.Tensor
+class Pair(typing.NamedTuple):
+    logits: torch.Tensor
+    auxiliary: torch.Tensor
 
-    halves = Outputs(torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16))
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPair:
+    logits: torch.Tensor
+    auxiliary: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, FrozenPair, lambda **parts: collections.defaultdict(list, parts)])
+def test_outputs_with_names_keep_them(kind):
+    halves = kind(logits=torch.ones(2, dtype=torch.float16), auxiliary=torch.ones(2, dtype=torch.bfloat16))
     outputs = train_precision.full(halves)
-    assert isinstance(outputs, Outputs) and outputs.logits.dtype == outputs.auxiliary.dtype == torch.float32
+    assert type(outputs) is type(halves)
+    parts = outputs if isinstance(outputs, dict) else {name: getattr(outputs, name) for name in Pair._fields}
+    assert {name: t.dtype for name, t in parts.items()} == dict.fromkeys(Pair._fields, torch.float32)
+    assert (halves["logits"] if isinstance(halves, dict) else halves.logits).dtype == torch.float16  # as it was
 
 
 def test_the_seconds_before_an_interruption_count(tmp_path):

@@ -1,6 +1,8 @@
 """The arithmetic of a step: full precision, or autocast, with a scaled loss where the numbers are small."""
 
 import contextlib
+import copy
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -86,6 +88,14 @@ def full(output):
     if isinstance(output, (tuple, list)):
         parts = map(full, output)
         return output._make(parts) if hasattr(output, "_make") else type(output)(parts)  # the first: a namedtuple
-    if isinstance(output, dict):
-        return type(output)((name, full(value)) for name, value in output.items())
+    if isinstance(output, dict):  # a defaultdict, for instance
+        result = copy.copy(output)
+        for name, value in output.items():
+            result[name] = full(value)
+        return result
+    if dataclasses.is_dataclass(output):
+        result = copy.copy(output)
+        for field in dataclasses.fields(output):
+            object.__setattr__(result, field.name, full(getattr(output, field.name)))  # frozen or not
+        return result
     return output
