@@ -968,6 +968,13 @@ class Named(Trainer):
         return super().validation_step(batch[1:])
 
 
+def test_what_a_callback_does_may_be_set_on_the_object():
+    callback, epochs = Callback(), []
+    callback.on_epoch_end = lambda trainer, epoch: epochs.append(epoch.epoch)
+    make(net(), callbacks=[callback]).fit(data())
+    assert epochs == [1]
+
+
 def test_the_samples_of_any_batch_are_counted():
     (inputs, targets), names = samples(12), ["image.png"] * 6
     feed = [(names, inputs[:6], targets[:6]), (names, inputs[6:], targets[6:])]

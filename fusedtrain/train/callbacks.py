@@ -30,9 +30,8 @@ class Callbacks:
 
     def __init__(self, callbacks):
         for point in POINTS:
-            own = [
-                getattr(c, point) for c in callbacks if getattr(type(c), point, None) is not getattr(Callback, point)
-            ]
+            own = [getattr(c, point) for c in callbacks]
+            own = [f for f in own if getattr(f, "__func__", None) is not getattr(Callback, point)]
             setattr(self, point, _call_all(own) if own else None)
 
     def call(self, point: str, *args) -> None:
