@@ -968,6 +968,21 @@ class Named(Trainer):
         return super().validation_step(batch[1:])
 
 
+class ByName(Trainer):
+    """Batches are dicts, of which the model takes its arguments by their names."""
+
+    def training_step(self, batch):
+        return self.loss_of(self.forward(input=batch["input"]), batch["target"])
+
+    def validation_step(self, batch):
+        return {"loss": self.training_step(batch)}
+
+
+def test_a_model_may_take_its_arguments_by_name():
+    feed = [{"input": inputs, "target": targets} for inputs, targets in data()]
+    assert make(net(), cls=ByName).fit(feed).step_losses == make(net()).fit(data()).step_losses
+
+
 def test_what_a_callback_does_may_be_set_on_the_object():
     callback, epochs = Callback(), []
     callback.on_epoch_end = lambda trainer, epoch: epochs.append(epoch.epoch)

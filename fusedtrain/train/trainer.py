@@ -169,7 +169,7 @@ class Trainer:
             raise InputError(f"weight(batch) finds no samples in {check.describe(batch)}: override it")
         return len(first)
 
-    def forward(self, *inputs):
+    def forward(self, *inputs, **named):
         """Runs the model, under autocast where that is wanted; results are float32 at least.
 
         Raises:
@@ -179,7 +179,7 @@ class Trainer:
             with self._autocast:
                 # A model that is held in evaluation, for its norms to stay, trains too.
                 trains = self.model.training or torch.is_grad_enabled()
-                outputs = (self._wrapped if trains else self.model)(*inputs)
+                outputs = (self._wrapped if trains else self.model)(*inputs, **named)
         except (ValueError, RuntimeError) as error:
             check.refuse_single(self, error)
             raise
