@@ -312,6 +312,20 @@ def test_where_nobody_waits_for_the_device_skipped_updates_change_as_little(prec
     assert loss_a == pytest.approx(loss_b)  # of the ten updates that were made
 
 
+@pytest.mark.parametrize("cls", [Trainer, Hasty])
+def test_a_loss_may_be_a_list_of_one_number(cls):
+    class Listed(cls):
+        def training_step(self, batch):
+            return super().training_step(batch)[None]
+
+    losses = []
+    for kind in (cls, Listed):
+        model = hasty_net()
+        run = make(model, optim.AdamW(model.parameters()), cls=kind, accumulation=2)
+        losses.append(run.fit(data()).step_losses)
+    assert losses[0] == losses[1]
+
+
 def test_where_nobody_waits_for_the_device_the_run_stops_some_steps_later_with_sound_weights():
     inputs, targets = samples(96)
     inputs[20] = math.nan

@@ -253,9 +253,9 @@ class Trainer:
         self.feed.advance()
         self._batches.append(batch)
         if weight:
-            loss = (loss.detach() if self.late else loss.item()) * weight
+            loss = (loss.detach().reshape(()) if self.late else loss.item()) * weight  # it may be [1]
         else:
-            loss = torch.zeros_like(loss.detach()) if self.late else 0.0
+            loss = loss.detach().new_zeros(()) if self.late else 0.0
         self._group_loss = self._group_loss + loss if self.group.done > 1 else loss
 
     def _agree(self) -> tuple[float, bool]:
