@@ -83,13 +83,17 @@ class FusedStep(torch.optim.Optimizer):
         self._given = dict(self._options)
         self._norm = self._norm_scale = None
 
+    def _check_betas(self, betas: tuple) -> None:
+        if len(betas) != self._betas:
+            raise ValueError(f"{type(self).__name__} takes {self._betas} betas, got {betas}")
+
     def add_param_group(self, param_group: dict) -> None:
         own = param_group if isinstance(param_group, dict) else {}
         for name, value in self._options.items():  # ZeroRedundancyOptimizer tells every group all arguments
             if name not in self.defaults and own.get(name, value) != value:
                 raise ValueError(f"{type(self).__name__}: {name} is of all groups together, and no option of one")
-        if "betas" in self.defaults and len(betas := own.get("betas", self.defaults["betas"])) != self._betas:
-            raise ValueError(f"{type(self).__name__} takes {self._betas} betas, got {betas}")
+        if "betas" in self.defaults:
+            self._check_betas(own.get("betas", self.defaults["betas"]))
         super().add_param_group(param_group)
         if not self._exact and self._options["rounding"] == "nearest":
             self._warn_of_lost_updates()

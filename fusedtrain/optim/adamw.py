@@ -80,6 +80,7 @@ class Adam(FusedStep, torch.optim.Adam):
         **extras,
     ):
         self._refuse(differentiable=differentiable)
+        self._check_betas(betas)  # torch's from 2.14 on takes the first two
         self._set_options(capturable, **extras)
         torch.optim.Adam.__init__(
             self,
