@@ -4,6 +4,7 @@ Slow: the whole package is built for it. On every run, protected pages around th
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,9 +39,12 @@ TESTS = (
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
     """The environment of a process in which the package, built with sanitizers, is found and their runtime loaded."""
-    runtime = subprocess.run([compiler.CXX, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
-    if not os.path.isabs(runtime.strip()):
-        pytest.skip(f"{compiler.CXX} has no address sanitizer")
+    runtimes = []  # the second: the first one finds its exceptions when it is loaded, Python has none
+    for name in ("libasan.so", "libstdc++.so"):
+        found = subprocess.run([compiler.CXX, f"-print-file-name={name}"], capture_output=True, text=True).stdout
+        runtimes.append(found.strip())
+        if not os.path.isabs(runtimes[-1]):
+            pytest.skip(f"{compiler.CXX} has no {name}")
     folder = tmp_path_factory.mktemp("sanitized")
     shutil.copytree(compiler.ROOT, folder / "source", ignore=LEFT_OUT)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps"]
@@ -49,23 +53,25 @@ def sanitized(tmp_path_factory):
     env = harness.environment(CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined", FUSEDTRAIN_CUDA="0")
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {
-        "PYTHONPATH": str(folder / "site"),
-        "LD_PRELOAD": runtime.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "OMP_NUM_THREADS": "2",
-    }
+    return {"PYTHONPATH": str(folder / "site"), "LD_PRELOAD": " ".join(runtimes), "OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.skipif(not SLOW, reason="slow; FUSEDTRAIN_SLOW_TESTS=1 runs it")
 @pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
 @pytest.mark.parametrize("isa", _extension.BUILD_INFO.get("isa_variants", ()))
-def test_cpu_kernels_under_sanitizers(isa, sanitized):
+def test_cpu_kernels_under_sanitizers(isa, sanitized, tmp_path):
+    """Other tests judge the values, which round otherwise at -O1: a few of these may fail, but all must be run."""
     where = "import fusedtrain; print(fusedtrain.__file__)"
     assert harness.run_python("-c", where, **sanitized).stdout.startswith(sanitized["PYTHONPATH"])
-    env = sanitized | {"FUSEDTRAIN_ISA": isa, "FUSEDTRAIN_SLOW_TESTS": None}
-    tests = ["-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu-cpu and not compile", *TESTS]
+    options = f"detect_leaks=0:print_stacktrace=1:log_path={tmp_path / 'report'}"
+    env = sanitized | {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": options}
+    env |= {"FUSEDTRAIN_ISA": isa, "FUSEDTRAIN_SLOW_TESTS": None}
+    tests = ["-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-k", "cpu-cpu and not compile", *TESTS]
     done = harness.run_python(*tests, **env)
     if "this CPU does not have it" in done.stdout + done.stderr:
         pytest.skip(f"this CPU does not have {isa}")
-    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-5000:]
+    reports = [path.read_text() for path in tmp_path.glob("report*")]
+    assert not reports, reports[0][:5000]
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", done.stdout.rstrip().rpartition("\n")[2])}
+    few = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
+    assert counts.get("passed", 0) > 100 * few, (done.stdout + done.stderr)[-5000:]
