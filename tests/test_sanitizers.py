@@ -60,7 +60,8 @@ def sanitized(tmp_path_factory):
 @pytest.mark.skipif(not _extension.LOADED, reason=str(_extension.WHY_NOT))
 @pytest.mark.parametrize("isa", _extension.BUILD_INFO.get("isa_variants", ()))
 def test_cpu_kernels_under_sanitizers(isa, sanitized, tmp_path):
-    """Other tests judge the values, which round otherwise at -O1: a few of these may fail, but all must be run."""
+    """Values are judged elsewhere, of kernels compiled as usual: here a few tests may fail, which compare to the
+    bit what another instruction set, optimisation or number of threads rounds otherwise, but all must be run."""
     where = "import fusedtrain; print(fusedtrain.__file__)"
     assert harness.run_python("-c", where, **sanitized).stdout.startswith(sanitized["PYTHONPATH"])
     options = f"detect_leaks=0:print_stacktrace=1:log_path={tmp_path / 'report'}"
