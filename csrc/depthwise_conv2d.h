@@ -98,6 +98,16 @@ static constexpr bool has_whole_planes(const DepthwiseSizes& s) {
   return keeps_columns(s) && s.wo >= (s.sh == 2 ? 7 : 12) &&
          (s.dtype == DType::kFloat32 || (s.kw == 3 && s.w % (8 * s.sw) == 0));
 }
+// Whether pixels of channels_last images share so few sets of the first cache that the lines of neighbours drive out
+// each other. Vectors of less than a line then work on copies of a run of each pixel
+// (cpu/depthwise_conv2d_copied.cpp). For small kernels on two sets these cost more than they gain (benchmarks/LOG.md,
+// 2026-11-30).
+constexpr int64_t kRunBytes = 256;
+static constexpr bool pixels_collide(const DepthwiseSizes& s) {
+  const int64_t pitch = s.c * (s.dtype == DType::kFloat32 ? 4 : 2);
+  return is_usual(s) && s.layout == Layout::kChannelsLast && !s.whole_pixels && pitch % (s.kh < 5 ? 4096 : 2048) == 0 &&
+         std::max(s.w, s.wo) <= kMostPlaneCols;
+}
 static constexpr int64_t chunk_channels(const DepthwiseSizes& s) {
   if (s.whole_pixels) {
     const int64_t most = std::clamp(kUnitRowBytes / (4 * s.w), kChunkChannels, kMostUnitChannels);
@@ -146,11 +156,12 @@ static constexpr int64_t depthwise_planes_scratch(const DepthwiseSizes& s) {
   // Of dx the rows of dy lie up to s.top behind those of the band.
   return 2 * ((kMostRows + 8) * s.sh + 2 * s.kh + s.top + 8) * (4 * row + 8) + 4096;
 }
-static constexpr int64_t depthwise_transposed_scratch(const DepthwiseSizes& s) {
-  if (s.layout != Layout::kContiguous || std::max(s.w, s.wo) > kMostPlaneCols) return 0;
+static constexpr int64_t depthwise_copied_scratch(const DepthwiseSizes& s) {
+  const bool transposed = s.layout == Layout::kContiguous && std::max(s.w, s.wo) <= kMostPlaneCols;
+  if (!transposed && !pixels_collide(s)) return 0;
   const int64_t rows = ceil_div(s.ho, bands(s)) + 2 * s.kh + 4;
   const int64_t padding = std::max(s.top, (s.ho - 1) * s.sh + s.kh - s.h);  // between the rows of dy for dx and for dw
-  return kVecBytesMost * (s.sh * rows * s.w + (rows + padding) * s.wo);
+  return (transposed ? kVecBytesMost : kRunBytes) * (s.sh * rows * s.w + (rows + padding) * s.wo);
 }
 static constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t span_h = (s.kh - 1) * s.dil_h + 2, span_w = (s.kw - 1) * s.dil_w + 2;
@@ -161,7 +172,7 @@ static constexpr int64_t depthwise_conv2d_scratch(const DepthwiseSizes& s) {
   const int64_t weights = channels * std::min<int64_t>(s.kh * s.kw, 49) * 4;  // rearranged, where k <= 7
   return weights + s.m * ring + kMostSteps * cols * kVecBytesMost + row + (s.sh + s.sw) * 64 +
          s.m * (s.kh * s.kw + 1) * kVecBytesMost + 4096 +
-         std::max(depthwise_planes_scratch(s), depthwise_transposed_scratch(s));
+         std::max(depthwise_planes_scratch(s), depthwise_copied_scratch(s));
 }
 
 // The number of blocks of channels.

@@ -113,9 +113,11 @@ def test_few_channels_are_folded_into_rows_that_the_registers_hold(device, kerne
     harness.assert_op_as_good_as_torch(*calls, draw, "few channels")
 
 
-# From 8 MiB on the CPU kernels may take rows one by one; 16 MiB of whole vectors are written past the caches.
+# From 8 MiB on the CPU kernels may take rows one by one; 16 MiB of whole vectors are written past the caches, and rows
+# that share sets of the first cache go alone.
 @pytest.mark.parametrize(
-    ("shape", "act"), [((2, 33, 256, 128), "relu"), ((2, 40, 325, 163), "relu"), ((2, 40, 325, 163), "silu")]
+    ("shape", "act"),
+    [((2, 33, 256, 128), "relu"), *(((2, 40, 325, 163), act) for act in ("relu", "silu")), ((2, 512, 64, 65), "silu")],
 )
 def test_images_that_outgrow_the_caches(device, kernels, shape, act):
     if harness.interpreted(kernels, device):

@@ -306,10 +306,13 @@ def test_threads_change_nothing(device, kernels, layout, shape):
     properties.assert_threads_change_nothing(function(), make(device, shape, layout))
 
 
-# Enough work for units of whole pixels, which some CPUs take over more than 128 channels, and at most 2048 of them.
+# Enough work for units of whole pixels, which some CPUs take over more than 128 channels, and at most 2048 of them; and
+# channels by which pixels share sets of a cache, so that some CPUs copy them.
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("geometry", ["3x3", "3x3_stride2", "3x3_tf_same", "5x5", "5x5_stride2"])
-@pytest.mark.parametrize("shape", [(16, 136, 6, 9), (2, 203, 40, 7), (16, 2072, 3, 4), (1, 160, 70, 33)])
+@pytest.mark.parametrize(
+    "shape", [(16, 136, 6, 9), (2, 203, 40, 7), (16, 2072, 3, 4), (1, 160, 70, 33), (2, 2048, 9, 5)]
+)
 def test_pixels_of_many_channels(device, kernels, shape, geometry, dtype):
     if kernels != "cpu":
         pytest.skip("only the CPU kernels take whole pixels")

@@ -33,6 +33,15 @@ inline bool row_by_row(const Images& m) {
   return sums_row_by_row && m.n * m.c * m.hw * int64_t(sizeof(T)) >= 8 << 20;
 }
 
+// Whether rows of images in T are taken one by one because several share a few sets of the first cache, where the lines
+// of one take the place of another's before their second half is read. While other caches hold the images that costs
+// less than the loads that rows share (benchmarks/LOG.md, 2026-11-30).
+template <class T>
+bool rows_collide(const Images& m) {
+  constexpr bool kHalfLines = kVecBytes == 32;
+  return kHalfLines && m.c * int64_t(sizeof(T)) % 2048 == 0 && m.n * m.c * m.hw * int64_t(sizeof(T)) >= kStreamBytes;
+}
+
 // z = weight (x - mean) rstd + bias + before, of one vector. In double precision it takes two multiplications, as
 // the rounding of weight rstd is the same for all elements of a channel and adds up.
 template <class T>
@@ -150,7 +159,8 @@ void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, boo
 template <class F>
 void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t begin, int64_t end) {
   const int64_t chunks = reduce_chunks(m);
-  const bool in_groups = F::kStreams == 1 || in_turn<F, AllLanes> || !row_by_row<typename F::Element>(m);
+  const bool in_groups = F::kStreams == 1 || (!rows_collide<typename F::Element>(m) &&
+                                              (in_turn<F, AllLanes> || !row_by_row<typename F::Element>(m)));
   const bool planes = m.layout == Layout::kContiguous;
   Split at(begin, planes ? m.c : chunks);
   for (int64_t item = begin; item < end; ++item, ++at) {
@@ -212,7 +222,7 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
     constexpr int64_t kAhead = 64 * V::kLanes;
     constexpr bool kLong = sizeof(typename F::Element) > 2;
     constexpr bool kSeveral = !kStream || (kLong && kVecBytes == 32);
-    const bool alone = !kSeveral || (kLong && !fetches_ahead_of_many_streams);
+    const bool alone = !kSeveral || (kLong && !fetches_ahead_of_many_streams) || rows_collide<typename F::Element>(m);
     const int64_t rows = alone ? 1 : 4;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t count = std::min(rows, end - row);

@@ -388,6 +388,9 @@ DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
 
 namespace {
 
+// Whether channels_last images are copied, a few channels at a time.
+inline bool works_on_copies(const DepthwiseSizes& s) { return kVecBytes == 32 && pixels_collide(s); }
+
 // How the kernels of planes take a part: its blocks as planes, or none where they do not.
 DepthwisePart planes_of(const DepthwiseSizes& s, DepthwisePart part) {
   if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes) return part;
@@ -430,8 +433,9 @@ void depthwise_direct_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
   if (s.layout == Layout::kContiguous) {
     const DepthwisePart planes = planes_of(s, part);
     return planes.begin < planes.end ? depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, planes)
-                                     : depthwise_transposed_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
+                                     : depthwise_copied_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
   }
+  if (works_on_copies(s)) return depthwise_copied_forward<Isa::FUSEDTRAIN_ISA>(a, taps, scratch, part);
   visit_direct_dtype(s.dtype, [&]<class T>() {
     visit_kernel(s, [&]<int kTaps, int kStride>() {
       constexpr int64_t kTapRow = kTaps * Group<T>::kChannels;
@@ -521,7 +525,9 @@ template <>
 void depthwise_direct_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
                                                     DepthwisePart part, void* partial, bool begins) {
   constexpr Isa I = Isa::FUSEDTRAIN_ISA;
-  if (a.sizes.layout == Layout::kChannelsLast) {
+  if (works_on_copies(a.sizes)) {
+    depthwise_copied_backward<I>(a, taps, scratch, part, partial, begins);
+  } else if (a.sizes.layout == Layout::kChannelsLast) {
     if (a.dx) depthwise_direct_dx<I>(a, taps, scratch, part);  // first: dw then finds dy in cache
     if (a.partial) depthwise_direct_dw<I>(a, part, partial, begins);
   } else if (depthwise_direct<I>(a.sizes).planes) {
@@ -534,7 +540,7 @@ void depthwise_direct_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
       if (a.dx) depthwise_planes_dx<I>(a, taps, scratch, planes);
       transposed.dx = nullptr;
     }
-    if (transposed.dx || a.partial) depthwise_transposed_backward<I>(transposed, taps, scratch, part, partial, begins);
+    if (transposed.dx || a.partial) depthwise_copied_backward<I>(transposed, taps, scratch, part, partial, begins);
   }
 }
 

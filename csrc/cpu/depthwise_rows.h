@@ -331,11 +331,11 @@ void depthwise_direct_dw(const DepthwiseConv2dBackward& a, DepthwisePart part, v
 template <Isa I>
 void depthwise_direct_finish(const DepthwiseConv2dBackward& a, int64_t begin, int64_t end);
 
-// The same for contiguous images, groups of channels transposed on the way.
+// The same on copies of a few channels: of contiguous images, which are transposed on the way, or where pixels collide.
 template <Isa I>
-void depthwise_transposed_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
+void depthwise_copied_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
 template <Isa I>
-void depthwise_transposed_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
+void depthwise_copied_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
                                    DepthwisePart part, void* partial, bool begins);
 
 // The same for contiguous images, each block a plane.

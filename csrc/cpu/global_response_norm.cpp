@@ -1,4 +1,4 @@
-// global_response_norm on the CPU; a(x) is computed again wherever it is needed, and never stored.
+// global_response_norm on the CPU; a(x) is computed again wherever it is needed, but where y may keep it.
 #include "global_response_norm.h"
 
 #include <cmath>
@@ -20,13 +20,20 @@ struct Activated {
   void prefetch(int64_t i) const { fetch(x + i); }
 };
 
+// Whether the first pass of forward leaves a(x) in y, which holds it exactly, for the second: where short vectors take
+// longer over it than the caches over a(x) (benchmarks/LOG.md, 2026-11-30).
+template <class T, class A>
+constexpr bool kKeeps = kVecBytes < 64 && std::is_same_v<T, Acc<T>> && !A::kIdentity;
+
 template <class T, class A>
 struct Squares : Activated<T, A> {
   static constexpr int kSums = 1;
+  T* y;
   struct At {};
   At at(int64_t, int64_t, const auto&) const { return {}; }
   void add(auto* sums, int64_t i, auto lanes, At) const {
     const auto value = this->value(i, lanes);
+    if constexpr (kKeeps<T, A>) store(y + i, value, lanes);
     sums[0] += value * value;
   }
 };
@@ -99,7 +106,7 @@ double mean_of(const Lane* norm, int64_t c, double eps) {
 template <>
 void global_response_norm_partial<Isa::FUSEDTRAIN_ISA>(const GlobalResponseNorm& a, int64_t begin, int64_t end) {
   visit_images(a.images, [&]<class T, class A>(A act) {
-    const Squares<T, A> squares{static_cast<const T*>(a.x), act};
+    const Squares<T, A> squares{{static_cast<const T*>(a.x), act}, static_cast<T*>(a.y)};
     sum_terms<Vec<Acc<T>>>(a.images, squares, static_cast<Acc<T>*>(a.partial), begin, end);
   });
 }
@@ -123,9 +130,16 @@ template <>
 void global_response_norm<Isa::FUSEDTRAIN_ISA>(const GlobalResponseNorm& a, int64_t begin, int64_t end) {
   visit_images(a.images, [&]<class T, class A>(A act) {
     using Lane = Acc<T>;
-    const Scaled<T, A> scaled{
-        {static_cast<const T*>(a.x), act}, static_cast<const Lane*>(a.factor), static_cast<const Lane*>(a.bias)};
-    write_images<Vec<Lane>>(a.images, static_cast<T*>(a.y), scaled, begin, end);
+    T* const y = static_cast<T*>(a.y);
+    const auto *factor = static_cast<const Lane*>(a.factor), *bias = static_cast<const Lane*>(a.bias);
+    if constexpr (kKeeps<T, A>) {
+      using Kept = StaticAct<T, Activation::kIdentity>;
+      const Scaled<T, Kept> scaled{{y, Kept{}}, factor, bias};
+      map_images<false, Vec<Lane>>(a.images, y, scaled, begin, end);  // not past the caches, which hold a(x)
+    } else {
+      const Scaled<T, A> scaled{{static_cast<const T*>(a.x), act}, factor, bias};
+      write_images<Vec<Lane>>(a.images, y, scaled, begin, end);
+    }
   });
 }
 

@@ -13,11 +13,11 @@ namespace {
 // Rows of channels are taken this many at a time, so that a vector of the small tensors is loaded once for all of them.
 constexpr int64_t kRows = 4;
 
-// f(row, vector, rows) for groups of rows [begin, end); `rows` is a constant, kRows or 1.
+// f(row, rows) for groups of rows [begin, end); `rows` is a constant, kRows or 1, which it is of all that go alone.
 template <class F>
-void for_row_groups(int64_t begin, int64_t end, F&& f) {
+void for_row_groups(int64_t begin, int64_t end, bool alone, F&& f) {
   int64_t row = begin;
-  for (; row + kRows <= end; row += kRows) f(row, std::integral_constant<int64_t, kRows>{});
+  for (; !alone && row + kRows <= end; row += kRows) f(row, std::integral_constant<int64_t, kRows>{});
   for (; row < end; ++row) f(row, std::integral_constant<int64_t, 1>{});
 }
 
@@ -63,11 +63,12 @@ void sum_terms(const Images& m, const F& by_reference, typename V::Lane* partial
     for (int k = 0; k < kSums; ++k) partial[(n * kSums + k) * m.c + ch] = Lane(total[k]);
   };
   const int64_t chunks = reduce_chunks(m);
+  const bool alone = rows_collide<typename F::Element>(m);
   const auto chunk = [&](int64_t item, int64_t n, int64_t part) {
     const int64_t first = n * m.hw + part * kReduceChunk;
     auto* out = partial + item * kSums * m.c;
     std::fill_n(out, kSums * m.c, Lane(0));
-    for_row_groups(first, std::min(first + kReduceChunk, (n + 1) * m.hw), [&](int64_t row, auto rows) {
+    for_row_groups(first, std::min(first + kReduceChunk, (n + 1) * m.hw), alone, [&](int64_t row, auto rows) {
       for_each_vector<V>(m.c, [&](int64_t ch, auto lanes) {
         const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
         V sums[kSums];
@@ -128,7 +129,7 @@ void map_images(const Images& m, T* out, const F& by_reference, int64_t begin, i
   } else {
     for (int64_t first = begin; first < end;) {
       const int64_t n = first / m.hw, last = std::min(end, (n + 1) * m.hw);
-      for_row_groups(first, last, [&](int64_t row, auto rows) {
+      for_row_groups(first, last, rows_collide<T>(m), [&](int64_t row, auto rows) {
         for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
           const auto at = f.at(n * m.c + ch, ch, vector_at<V>(lanes));
           fetch_rows<T>((row + rows) * m.c, ch, rows, [&](int64_t next) {
