@@ -1225,8 +1225,29 @@ def test_states_of_other_shapes_are_refused(extras):
     saved = before.state_dict()
     if "ema_decay" in extras:
         del saved["state"][0]["momentum_buffer"]
+    train(after, 1)
+    own = copy.deepcopy(after.state_dict())
     with pytest.raises(ValueError, match=r"SGD: the loaded \w+ of shape \[1, 8\] is not of a .* of shape \[10, 8\]"):
         after.load_state_dict(saved)
+    assert after.state_dict()["param_groups"] == own["param_groups"]
+    harness.assert_bitwise_equal(after.state_dict()["state"][0], own["state"][0], "left as it was")
+
+
+@every_optimizer
+def test_parameters_that_get_another_shape_are_refused(name):
+    """Before any is stepped: of a classifier with more classes, say, whose bias would be spread over rows."""
+    params = [torch.ones(2, 3, requires_grad=True), torch.ones(3, requires_grad=True)]
+    optimizer = getattr(optim, name)(params, **OPTIMIZERS[name])
+    train(optimizer, 1)
+    params[1].grad, params[1].data = None, torch.ones(4, 3)
+    set_gradients(params, 1)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=rf"{name}: the \w+ of shape \[3\] is not of a parameter of shape \[4, 3\]"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before))
+    del optimizer.state[params[1]]
+    optimizer.step()
+    assert optimizer.state[params[0]] and not torch.equal(params[1], before[1])
 
 
 @pytest.mark.parametrize("number", [lambda n: n, lambda n: torch.as_tensor(n, dtype=torch.float64)], ids=["", "wide"])

@@ -147,6 +147,10 @@ class FusedStep(torch.optim.Optimizer):
         kahan = "compensation" if self._options["rounding"] == "kahan" else None
         return "master" if self._options["master_weights"] else kahan
 
+    def _extra_states(self) -> set[str]:
+        """What is kept beside the states."""
+        return {self._exact, None if self._options["ema_decay"] is None else "ema"} - {None}
+
     def _stored(self, index: int) -> dict:
         """What the op takes for the group of that index where anything is stored in fewer bits than it is computed."""
         options, group = self._options, self.param_groups[index]
@@ -190,6 +194,7 @@ class FusedStep(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse or not on its parameter's device, or with ``nonfinite="error"`` the norm
                 is not finite. Nothing was changed then.
             TypeError: a parameter is complex or its gradient has another dtype. Nothing was changed then.
+            ValueError: a parameter has got another shape than its states. Nothing was changed then.
             NotImplementedError: a gradient is not on the mesh of its DTensor. Nothing was changed then.
             AssertionError: with ``capturable`` parameters are on a device without graphs, as in torch.
         """
@@ -259,8 +264,8 @@ class FusedStep(torch.optim.Optimizer):
         return all(capturable) or not torch.cuda.is_current_stream_capturing()
 
     def _check(self, lists) -> None:
-        name, kinds = type(self).__name__, set()
-        for p in chain.from_iterable(lists):
+        name, kinds, params = type(self).__name__, set(), list(chain.from_iterable(lists))
+        for p in params:
             g = p.grad
             if _is_sharded(p) and (not _is_sharded(g) or g.device_mesh != p.device_mesh):
                 mesh = g.device_mesh if _is_sharded(g) else "no mesh"
@@ -275,6 +280,8 @@ class FusedStep(torch.optim.Optimizer):
                 raise TypeError(f"{name}: state_dtype={self._options['state_dtype']} is not for parameters in float64")
             if grad_dtype != dtype:
                 raise TypeError(f"{name}: a gradient of {grad_dtype} belongs to a parameter of {dtype}")
+        for p in params:
+            self._check_shapes(p, self.state.get(p, {}))
         devices = sorted({str(device) for kind in kinds for device in kind[3:]})
         if len(devices) > 1:
             raise RuntimeError(f"{name}: parameters and gradients must be on one device, got {', '.join(devices)}")
@@ -284,6 +291,14 @@ class FusedStep(torch.optim.Optimizer):
             raise AssertionError(f"If capturable=True, params and state_steps must be on supported devices: {able}.")
         if not all(capturable) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{name}: to capture step() in a CUDA graph construct it with capturable=True")
+
+    def _check_shapes(self, p: Tensor, state: dict, words: str = "") -> None:
+        """Those of ``state`` that are in use and not like ``p``: one of a row would be spread over all rows."""
+        names = (_STATES | self._extra_states()) - {*self._numbers}
+        for name, value in state.items():
+            if name in names and value is not None and value.shape != p.shape:
+                shapes = f"of shape {list(value.shape)} is not of a parameter of shape {list(p.shape)}"
+                raise ValueError(f"{type(self).__name__}: the {words}{name} {shapes}")
 
     def _shared(self, device: torch.device, norm: Callable[[], Tensor]) -> dict:
         """The arguments of the op that all groups share; computes the norm where it is wanted."""
@@ -488,11 +503,11 @@ class FusedStep(torch.optim.Optimizer):
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
 
         Raises:
-            ValueError: the groups, or a state's shape, are not those of the parameters.
+            ValueError: the groups, or a state's shape, are not those of the parameters. Nothing was changed then.
         """
         found: list[dict] = []
         # Between the hooks of the user: what the last of those before has made of the state is what counts.
-        last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(saved))
+        last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(self._checked(saved)))
         first = self.register_load_state_dict_post_hook(lambda _: self._restore(found[-1]), prepend=True)
         try:
             super().load_state_dict(state_dict)
@@ -500,28 +515,35 @@ class FusedStep(torch.optim.Optimizer):
             last.remove()
             first.remove()
 
+    def _by_parameter(self, state_dict: dict) -> Iterable[tuple[Tensor, dict]]:
+        """The parameters, and what is saved of each."""
+        saved, own = (chain.from_iterable(g["params"] for g in s["param_groups"]) for s in (state_dict, vars(self)))
+        return ((p, state_dict["state"].get(index, {})) for index, p in zip(saved, own))
+
+    def _checked(self, state_dict: dict) -> dict:
+        """``state_dict``, once its shapes are those of the parameters; of other groups torch says what is wrong."""
+        sizes, own = ([len(g["params"]) for g in s["param_groups"]] for s in (state_dict, vars(self)))
+        for p, loaded in self._by_parameter(state_dict) if sizes == own else ():
+            self._check_shapes(p, loaded, "loaded ")
+        return state_dict
+
     def _restore(self, state_dict: dict) -> None:
         """Takes again, as it was saved, what torch has rounded to the dtypes of the parameters."""
         for group in self.param_groups:
             if self._step_of_group and "step" in group and group["params"]:
                 group["step"] = _number(group["params"][0], group["step"])
-        beside = {self._exact, None if self._options["ema_decay"] is None else "ema"}
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in zip(saved, own):
-            state, loaded = self.state.get(p, {}), state_dict["state"].get(index, {})
+        extra = self._extra_states()
+        for p, loaded in self._by_parameter(state_dict):
+            state = self.state.get(p, {})
             for name, value in loaded.items():  # torch has rounded them to the parameter's dtype
                 if name == "step" or name in self._numbers:
                     state[name] = _number(p, value)
                     continue
                 if value is None or (name not in _BESIDE and name not in _STATES):
                     continue
-                if name in _BESIDE and name not in beside:  # nobody goes on with it: it would be of long ago one day
+                if name in _BESIDE and name not in extra:  # nobody goes on with it: it would be of long ago one day
                     state.pop(name, None)
                     continue
-                if value.shape != p.shape:
-                    shapes = f"of shape {list(value.shape)} is not of a parameter of shape {list(p.shape)}"
-                    raise ValueError(f"{type(self).__name__}: the loaded {name} {shapes}")
                 if name in _BESIDE:
                     state[name] = _like(p, value, p.dtype if name == "compensation" else _common.acc_dtype(p))
                 else:
