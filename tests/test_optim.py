@@ -917,12 +917,15 @@ def test_saved_and_resumed_steps_are_bitwise_the_same(name, format_name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
-def test_states_follow_a_model_that_becomes_float64_and_back(name, dtypes):
+@pytest.mark.parametrize("of", [slice(None), slice(1, 4)], ids=["lists", "tables"])
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("back", [False, True])
+def test_states_follow_a_model_that_becomes_of_another_dtype_and_back(name, of, other, back):
     def make(params):
         return getattr(optim, name)(params, **OPTIMIZERS[name], ema_decay=0.9)
 
-    params = parameters(dtype=dtypes[0])
+    dtypes = (other, torch.float32) if back else (torch.float32, other)
+    params = parameters(dtype=dtypes[0])[of]
     optimizer = make(params)
     train(optimizer, 2)
     for p in params:

@@ -64,6 +64,7 @@ class Gatherer {
   struct Names {
     py::tuple states, scalars;
     py::object step;  // None, a name, or one tensor for all parameters
+    bool narrow;      // states may be in other types than their parameter
     bool ema;
     py::object exact;  // None or a name: of parameters in 16 bits
     bool exact_is_float;
@@ -91,7 +92,7 @@ class Gatherer {
     return static_cast<char*>(t.data) + t.byte_offset;
   }
   // The states of one parameter, all stored alike; false where they are not what the kernels take.
-  bool fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const py::tuple& names) const;
+  bool fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const Names& names) const;
   // The numbers in a tensor of `count` floats on the device of `p`, or null.
   float* numbers(PyObject* object, const DLTensor& p, int64_t count) const {
     DLTensor t;
@@ -109,21 +110,22 @@ class Gatherer {
   py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"}, scale_{"_scale"};
 };
 
-bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const py::tuple& names) const {
+bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const Names& names) const {
   const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
-  for (size_t k = 0; k < names.size(); ++k) {
-    PyObject* state = value(names[k]);
+  for (size_t k = 0; k < names.states.size(); ++k) {
+    PyObject* state = value(names.states[k]);
     DLTensor t;
     if (!read(state, &p, &t)) return false;
     const bool coded = is_byte(t.dtype);
     const std::optional<DType> dtype = dtype_of(t.dtype);
     if (k == 0) row->state_dtype = dtype.value_or(row->dtype);
     const bool same_bits = dtype == row->dtype;
-    const bool narrow = row->dtype != DType::kFloat64 && (dtype == DType::kFloat32 || dtype == DType::kBFloat16);
-    const bool taken = coded ? row->dtype != DType::kFloat64 : (same_bits || narrow) && dtype == row->state_dtype;
+    const bool may_differ = names.narrow && row->dtype != DType::kFloat64;
+    const bool narrow = may_differ && (dtype == DType::kFloat32 || dtype == DType::kBFloat16);
+    const bool taken = coded ? may_differ : (same_bits || narrow) && dtype == row->state_dtype;
     if (!taken || !is_laid_out_like(t, p, row->numel) || (k > 0 && coded != is_coded(*row))) return false;
     if (coded) {
-      row->scales[k] = numbers(value(py::object(names[k]) + scale_), p, code_blocks(row->numel));
+      row->scales[k] = numbers(value(py::object(names.states[k]) + scale_), p, code_blocks(row->numel));
       if (row->scales[k] == nullptr) return false;
     }
     row->states[k] = static_cast<char*>(t.data) + t.byte_offset;
@@ -158,7 +160,7 @@ bool Gatherer::fill(StepTensor* row, const DLTensor& p, PyObject* grad, PyObject
   if (names.states.empty() && !own_step && !names.ema && !with_exact) return true;
   if (own == nullptr || !PyDict_Check(own)) return false;
   const auto value = [own](const py::handle& name) { return PyDict_GetItemWithError(own, name.ptr()); };
-  if (!fill_states(row, p, own, names.states)) return false;
+  if (!fill_states(row, p, own, names)) return false;
   for (size_t k = 0; k < names.scalars.size(); ++k) {
     if ((row->scalars[k] = number(value(names.scalars[k]), p)) == nullptr) return false;
   }
@@ -200,14 +202,14 @@ void bind_step_table(py::module_& m) {
       .def(
           "gather",
           [](const Gatherer& self, const py::list& params, const py::dict& state, py::tuple states, py::tuple scalars,
-             py::object step, bool ema, py::object exact, bool exact_is_float) {
+             py::object step, bool narrow, bool ema, py::object exact, bool exact_is_float) {
             if (states.size() > kMaxStates || scalars.size() > kMaxScalars) throw py::value_error("too many states");
-            return self.gather(
-                params, state,
-                {std::move(states), std::move(scalars), std::move(step), ema, std::move(exact), exact_is_float});
+            return self.gather(params, state,
+                               {std::move(states), std::move(scalars), std::move(step), narrow, ema, std::move(exact),
+                                exact_is_float});
           },
-          py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"), py::arg("ema"),
-          py::arg("exact"), py::arg("exact_is_float"),
+          py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"),
+          py::arg("narrow"), py::arg("ema"), py::arg("exact"), py::arg("exact_is_float"),
           "Returns (table, params, grads) of the parameters that have a gradient, or None where a tensor is missing, "
           "a subclass, not dense, not on the CPU or the CUDA device of the first, or unlike its parameter.");
 }

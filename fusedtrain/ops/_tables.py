@@ -43,11 +43,19 @@ def usable() -> bool:
 
 
 def gather(
-    params: list, state: dict, rule: str, step: str | Tensor, ema: bool, exact: str | None = None, kahan: bool = False
+    params: list,
+    state: dict,
+    rule: str,
+    step: str | Tensor,
+    narrow: bool,
+    ema: bool,
+    exact: str | None = None,
+    kahan: bool = False,
 ) -> Table | None:
     """The table of those of ``params`` that have a gradient, their states by the rule's names.
 
-    ``step`` is the name of the state that counts updates, or one count for all; ``exact`` the name of what
+    ``step`` is the name of the state that counts updates, or one count for all; ``narrow`` takes states of other dtypes
+    than their parameter's; ``exact`` is the name of what
     :func:`optimizer_step_` calls so, in the dtype of the parameters with ``kahan``.
 
     None where neither the CPU nor the CUDA kernels run or a tensor is not what they take: a state is missing, a
@@ -56,7 +64,7 @@ def gather(
     """
     info = RULES[rule]
     gathered = _GATHERER.gather(
-        params, state, info.states, info.scalars, step if info.counts else None, ema, exact, not kahan
+        params, state, info.states, info.scalars, step if info.counts else None, narrow, ema, exact, not kahan
     )
     if gathered is None:
         return None

@@ -147,14 +147,20 @@ class FusedStep(torch.optim.Optimizer):
         kahan = "compensation" if self._options["rounding"] == "kahan" else None
         return "master" if self._options["master_weights"] else kahan
 
+    @property
+    def _narrow(self) -> bool:
+        """Whether anything is stored in fewer bits than it is computed; else states are in their parameter's dtype."""
+        options = self._options
+        return options["state_dtype"] is not None or options["rounding"] != "nearest" or options["master_weights"]
+
     def _extra_states(self) -> set[str]:
         """What is kept beside the states."""
         return {self._exact, None if self._options["ema_decay"] is None else "ema"} - {None}
 
     def _stored(self, index: int) -> dict:
-        """What the op takes for the group of that index where anything is stored in fewer bits than it is computed."""
+        """What the op takes beside for the group of that index."""
         options, group = self._options, self.param_groups[index]
-        if options["state_dtype"] is None and options["rounding"] == "nearest" and not options["master_weights"]:
+        if not self._narrow:
             return {}
         if "rounding_seed" not in group:
             group["rounding_seed"] = _narrow.split_mix(options["seed"] + (index << 32)) >> 2
@@ -240,7 +246,7 @@ class FusedStep(torch.optim.Optimizer):
         if not _tables.usable():
             return None
         tables, exact = [], self._exact
-        beside = self._options["ema_decay"] is not None, exact, exact == "compensation"
+        beside = self._narrow, self._options["ema_decay"] is not None, exact, exact == "compensation"
         for index, group in enumerate(self.param_groups):
             options = self._update(group)
             step = group.get("step") if self._step_of_group else "step"
@@ -398,7 +404,7 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
-                elif _local(value).stride() != strides or _is_of_other_width(value, p):
+                elif _local(value).stride() != strides or _is_of_other_width(value, p, self._narrow):
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
@@ -616,9 +622,9 @@ def _plain(state: dict, name: str) -> Tensor:
     return _spread(value, state[name]) if _is_sharded(state[name]) else value
 
 
-def _is_of_other_width(state: Tensor, p: Tensor) -> bool:
-    """Whether one of both is in float64, as after ``model.double()``: states of other dtypes may be kept in float32."""
-    return state.dtype != p.dtype and torch.float64 in (state.dtype, p.dtype)
+def _is_of_other_width(state: Tensor, p: Tensor, narrow: bool) -> bool:
+    """As after ``model.double()`` or ``model.bfloat16()``; with ``narrow`` other states than float64's may be kept."""
+    return state.dtype != p.dtype and (not narrow or torch.float64 in (state.dtype, p.dtype))
 
 
 def _beside(state: dict, p: Tensor, strides: tuple[int, ...], name: str, dtype: torch.dtype) -> Tensor:
