@@ -228,10 +228,10 @@ def test_arguments_out_of_range_are_named(name):
 def test_torchs_own_errors(device, name):
     for given in info_of(name).optim_error_inputs_func(device=device, dtype=torch.float32):
         inputs = given.optimizer_error_input
-        if any(inputs.kwargs.get(argument) for argument in OWN):
+        twice = given.error_type is UserWarning  # test_a_parameter_that_stands_twice_in_a_group_is_refused
+        if twice or any(inputs.kwargs.get(argument) for argument in OWN):
             continue
-        expected = pytest.warns if issubclass(given.error_type, Warning) else pytest.raises
-        with expected(given.error_type, match=given.error_regex):
+        with pytest.raises(given.error_type, match=given.error_regex):
             getattr(optim, name)(inputs.params, **inputs.kwargs)
 
 
@@ -532,6 +532,17 @@ def test_another_number_of_betas_is_named(name, count):
     for groups, arguments in ([{"params": parameters(), "betas": betas}], {}), (parameters(), {"betas": betas}):
         with pytest.raises(ValueError, match=rf"^{name} takes {count} betas, got \(0.9, 0.99"):
             getattr(optim, name)(groups, **arguments)
+
+
+@every_optimizer
+def test_a_parameter_that_stands_twice_in_a_group_is_refused(name):
+    """torch warns, and steps it twice; here its rows would be written to at once."""
+    p, q = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = getattr(optim, name)([p])
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=f"{name}: a parameter .* twice"):
+        optimizer.add_param_group({"params": [q, q]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [q]})
 
 
 @every_optimizer

@@ -95,6 +95,10 @@ class FusedStep(torch.optim.Optimizer):
         if "betas" in self.defaults:
             self._check_betas(own.get("betas", self.defaults["betas"]))
         super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(set(params)) < len(params):
+            self.param_groups.pop()
+            raise ValueError(f"{type(self).__name__}: a parameter stands twice in a group; give each of them once")
         if not self._exact and self._options["rounding"] == "nearest":
             self._warn_of_lost_updates()
 

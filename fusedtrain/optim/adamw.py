@@ -46,7 +46,8 @@ class Adam(FusedStep, torch.optim.Adam):
             ``capturable``, and is saved.
 
     Raises:
-        ValueError: an argument is out of range, or one from ``max_grad_norm`` to ``seed`` stands in a group.
+        ValueError: an argument is out of range, or one from ``max_grad_norm`` to ``seed`` stands in a group, or a
+            parameter stands twice in one.
         NotImplementedError: ``differentiable`` is set.
         ValueError, AssertionError: ``capturable`` does not go with an option, or with the device of the parameters.
         TypeError: at the first step, if a parameter is float64 and ``state_dtype`` is set.
