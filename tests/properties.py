@@ -63,6 +63,22 @@ def assert_reads_what_hooks_store(function: Callable, inputs: dict) -> None:
     assert not torch.equal(results[0]["dx"], harness.evaluate(function, inputs)["dx"])
 
 
+def assert_takes_what_hooks_lay_out_anew(function: Callable, reference: Callable, inputs: dict) -> None:
+    """What a hook stores as contiguous, as in a file, is taken for the images that it was. Those of ``inputs`` are
+    channels_last."""
+
+    def stored(operation):
+        def call(*tensors):
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+                return operation(*tensors)
+
+        return call
+
+    harness.assert_op_as_good_as_torch(
+        stored(function), reference, inputs, "contiguous in between", stock=stored(reference)
+    )
+
+
 def _is_small(t: torch.Tensor) -> bool:
     return t.dim() == 2 and len(t) == 4
 

@@ -252,6 +252,11 @@ def test_any_incoming_gradient(device, kernels, kind):
     properties.assert_takes_any_incoming_gradient(function(), make(device, x))
 
 
+def test_takes_what_hooks_lay_out_anew(device, kernels):
+    x = harness.images((2, 6, 5, 7), "channels_last", device=device)
+    properties.assert_takes_what_hooks_lay_out_anew(function(), reference_of(), make(device, x))
+
+
 def test_second_derivative_is_refused(device, kernels):
     properties.assert_second_derivative_is_refused(function(), make(device))
 

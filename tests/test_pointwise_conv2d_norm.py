@@ -216,6 +216,11 @@ def test_takes_any_incoming_gradient():
     properties.assert_takes_any_incoming_gradient(function(), make())
 
 
+def test_takes_what_hooks_lay_out_anew(calls):
+    properties.assert_takes_what_hooks_lay_out_anew(function(), function(of=stock), make())
+    assert calls
+
+
 def test_second_derivatives_are_refused():
     properties.assert_second_derivative_is_refused(function(), make())
 

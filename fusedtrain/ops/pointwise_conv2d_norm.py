@@ -47,9 +47,12 @@ class _PointwiseNorm(torch.autograd.Function):
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dy):
-        x, weight, *norm = ctx.saved_tensors
+        x, weight, z, *norm = ctx.saved_tensors
+        x, z = (
+            t.contiguous(memory_format=torch.channels_last) for t in (x, z)
+        )  # which hooks may have stored otherwise
         need_dx, need_dw, need_dgamma, need_dbeta = ctx.needs_input_grad[:4]
-        inputs = (_common.dense_like(dy, norm[0]), *norm)
+        inputs = (_common.dense_like(dy, z), z, *norm)
         sums = dbeta, dgamma = None, None
         if need_dgamma or need_dbeta or ctx.count is not None:
             sums = dbeta, dgamma = ctx.norm.reduce(*inputs, None, ctx.act, False)
@@ -61,8 +64,8 @@ class _PointwiseNorm(torch.autograd.Function):
         return (
             dx if need_dx else None,
             _common.strided_like(dw, weight) if need_dw else None,
-            _common.cast(dgamma, norm[3].dtype) if need_dgamma else None,
-            _common.cast(dbeta, norm[4].dtype) if need_dbeta else None,
+            _common.cast(dgamma, norm[2].dtype) if need_dgamma else None,
+            _common.cast(dbeta, norm[3].dtype) if need_dbeta else None,
             *(None,) * 4,
         )
 
