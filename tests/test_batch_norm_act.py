@@ -80,7 +80,8 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
     harness.skip_strides_of_reference(backend, case["layout"])
     shape = cases.SHAPES[case["shape"]]
     options = {name: case[name] for name in ("training", "act", "residual")} | {"running": True}
-    options["training"] &= shape != (1, 1, 1, 1)  # one value per channel has a test of its own
+    # One value per channel has a test of its own. Of equal ones the rounding of their mean would be all that is left.
+    options["training"] &= shape[2:] != (1, 1) or (shape[0] > 1 and case["layout"] != "expanded")
 
     def draw(seed):
         names = ("layout", "dtype", "residual", "vectors")
