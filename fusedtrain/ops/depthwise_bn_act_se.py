@@ -428,7 +428,7 @@ def depthwise_bn_act_se(
         x and writes dx. Stock modules take about twice as many passes and keep four images instead of two. Where
         ``fusedtrain.explain`` says so, the three ops run one after another.
     Numerics: as the three ops; the normalised and activated images are never rounded to the dtype. Deterministic,
-        independent of threads.
+        and independent of threads where these are.
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
     """
     _common.check_images("depthwise_bn_act_se", x)

@@ -350,7 +350,8 @@ def depthwise_conv2d(
     Cost: forward reads x and writes y once; backward reads x and dy once for all gradients asked for, writes dx once.
     Asymmetric padding costs nothing. Stock PyTorch runs where it was measured faster, see
     ``fusedtrain.explain("depthwise_conv2d", x, weight, ...)``.
-    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, independent of threads.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of
+    threads where a kernel of this package runs.
     Source: Sifre, Rigid-Motion Scattering for Image Classification, 2014; Chollet, https://arxiv.org/abs/1610.02357
     """
     if isinstance(x, Tensor) and x.dim() == 3:

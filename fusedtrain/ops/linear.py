@@ -214,7 +214,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         Zen 4 from 8 million elements of x and y on. On CPUs without instructions for bfloat16 or float16 a few rows at
         a time are converted and multiplied in float32. Elsewhere, on GPUs and for few rows stock PyTorch runs;
         ``fusedtrain.explain("linear", x, weight)`` tells.
-    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of threads.
+    Numerics: sums in float32 (float64 for float64), one rounding at the end; deterministic, and independent of
+        threads where a kernel of this package runs.
     Source: ``torch.nn.functional.linear``
     """
     _check_x(x)
