@@ -284,8 +284,9 @@ def test_weights_that_are_not_finite_never_replace_a_checkpoint(tmp_path, dtype,
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep must be at least 1 or None, got 0"):
-        CheckpointStore(tmp_path, keep=0)
+    for keep in (0, 2.5):
+        with pytest.raises(ValueError, match=f"keep must be a whole number of at least 1 or None, got {keep}"):
+            CheckpointStore(tmp_path, keep=keep)
     with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         CheckpointStore(tmp_path).save(-1, {})
 

@@ -25,6 +25,7 @@ from fusedtrain import data as fdata
 from fusedtrain import optim
 from fusedtrain.train import (
     Accumulation,
+    ActivationCheckpointing,
     Batches,
     Callback,
     Checkpoint,
@@ -1324,12 +1325,45 @@ def test_a_run_compiles_one_graph_and_finds_it_when_it_begins_again(tmp_path):
         ({"best_weights": "/"}, "best_weights must name a file, / is a folder"),
         ({"distributed": "fsdp"}, r"distributed must be Distributed\(...\), got 'fsdp'"),
         ({"logging": "logs"}, r"logging must be Logging\(...\), got 'logs'"),
-        ({"seed": 2**64}, "seed must lie between .*, got 18446744073709551616"),
+        ({"seed": 2**64}, "seed must be a whole number between .*, got 18446744073709551616"),
+        ({"seed": None}, "seed must be a whole number between .*, got None"),
+        ({"seed": 1.5}, "seed must be a whole number between .*, got 1.5"),
+        ({"epochs": "5"}, "epochs must be a whole number, got '5'"),
+        ({"device": None}, "device must be auto, cpu or cuda, got 'None'"),
+        ({"scheduler": "cosine"}, "scheduler must be of torch.optim.lr_scheduler, .*, got 'cosine'"),
+        ({"scheduler": lambda optimizer, updates: None}, "scheduler must be .* got None"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         make(net(), **options).fit(data(), data())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        (Checkpoint, "keep", 2.5),
+        (Checkpoint, "every_steps", 1.5),
+        (Logging, "log_every", 2.5),
+        (Profile, "profile_wait", 0.5),
+        (Profile, "profile_steps", 1.5),
+    ],
+)
+def test_counts_are_whole_numbers(part, name, value):
+    with pytest.raises(InputError, match=f"{name} must be a whole number, got {value}"):
+        part(**{name: value})
+
+
+@pytest.mark.parametrize(("part", "name"), [(Logging, "loggers"), (ActivationCheckpointing, "checkpoint_modules")])
+def test_a_text_is_no_list_of_names(part, name):
+    with pytest.raises(InputError, match=f"{name} must be a list of .*, got 'jsonl'"):
+        part(**{name: "jsonl"})
+
+
+@pytest.mark.parametrize("timeout", [0, math.inf, math.nan, 1e12])
+def test_a_time_that_no_clock_can_wait_for_is_refused(timeout):
+    with pytest.raises(InputError, match=f"timeout must be positive and below 1e9 seconds, got {timeout}"):
+        Distributed(timeout=timeout)
 
 
 def test_a_power_that_would_end_in_a_division_by_zero_is_refused():

@@ -12,7 +12,7 @@ once, and only where it is not 1.
 
 from dataclasses import dataclass
 
-from fusedtrain.train.errors import require
+from fusedtrain.train.errors import require_count
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Accumulation:
     accumulate: int = 1
 
     def __post_init__(self):
-        require(self.accumulate >= 1, f"accumulate must be at least 1, got {self.accumulate}")
-        require(self.accumulate % 1 == 0, f"accumulate must be a whole number, got {self.accumulate}")
+        require_count("accumulate", self.accumulate)
 
 
 class Group:

@@ -35,7 +35,8 @@ class ActivationCheckpointing:
     activation_budget_gib: float = 0.0
 
     def __post_init__(self):
-        budget = self.activation_budget_gib
+        budget, names = self.activation_budget_gib, self.checkpoint_modules
+        require(not isinstance(names, str), f"checkpoint_modules must be a list of patterns, got {names!r}")
         require(0 <= budget < float("inf"), f"activation_budget_gib must be at least 0 and finite, got {budget}")
         require(not (budget and self.checkpoint_modules), "give checkpoint_modules or activation_budget_gib, not both")
 

@@ -49,7 +49,7 @@ class CheckpointStore:
             is right. All others with such a value are refused; see :func:`fusedtrain.train.weights.nonfinite_names`.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep`` is less than 1 or no whole number.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class CheckpointStore:
         asynchronous: bool = False,
         may_be_nonfinite: Iterable[str] = (),
     ):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be at least 1 or None, got {keep}")
+        if keep is not None and (keep < 1 or keep % 1):
+            raise ValueError(f"keep must be a whole number of at least 1 or None, got {keep}")
         self.directory, self.keep, self.asynchronous = Path(directory), keep, asynchronous
         self.may_be_nonfinite = frozenset(may_be_nonfinite)
         self._executor: ThreadPoolExecutor | None = None

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -10,7 +11,7 @@ import torch
 from fusedtrain.train.accumulation import Accumulation
 from fusedtrain.train.activation import ActivationCheckpointing
 from fusedtrain.train.distributed import Distributed
-from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.errors import InputError, require, require_count
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.precision import Precision
 from fusedtrain.train.profile import Profile
@@ -93,9 +94,9 @@ class TrainConfig:
             part, value = own.default_factory, getattr(self, own.name)
             if part is not MISSING and not isinstance(value, part):
                 raise InputError(f"{own.name} must be {part.__name__}(...), got {value!r}")
-        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
-        require(self.epochs % 1 == 0, f"epochs must be a whole number, got {self.epochs}")
-        require(-(2**63) <= self.seed < 2**63, f"seed must lie between -2**63 and 2**63 - 1, got {self.seed}")
+        require_count("epochs", self.epochs)
+        fits = isinstance(self.seed, Integral) and -(2**63) <= self.seed < 2**63
+        require(fits, f"seed must be a whole number between -2**63 and 2**63 - 1, got {self.seed!r}")
         warmup = self.schedule.warmup_epochs
         require(warmup <= self.epochs, f"warmup_epochs must lie between 0 and epochs ({self.epochs}), got {warmup}")
         modes = ", ".join(COMPILE_MODES)
@@ -132,6 +133,7 @@ def _check_file(name: str, path: Path) -> None:
 
 def resolve_device(name: str) -> torch.device:
     """Returns the device that ``name`` ("auto", "cpu", "cuda", "cuda:1") means here; InputError where there is none."""
+    name = str(name)  # of a torch.device, too
     if name in ("auto", "cuda") and torch.cuda.is_available():
         # one process per GPU, as torchrun numbers them
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())

@@ -52,7 +52,7 @@ class Distributed:
     def __post_init__(self):
         names = ", ".join(STRATEGIES)
         require(self.strategy in STRATEGIES, f"strategy must be one of {names}, got {self.strategy!r}")
-        require(self.timeout > 0, f"timeout must be positive, got {self.timeout}")
+        require(0 < self.timeout < 1e9, f"timeout must be positive and below 1e9 seconds, got {self.timeout}")
         for option in ("static_graph", "bf16_compress", "find_unused_parameters"):
             require(self.strategy == "ddp" or not getattr(self, option), f"{option} belongs to the strategy ddp")
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from numbers import Real
 from pathlib import Path
 
 
@@ -13,6 +14,12 @@ def require(condition: bool, message: str) -> None:
     """Raises InputError with ``message`` unless ``condition`` holds."""
     if not condition:
         raise InputError(message)
+
+
+def require_count(name: str, value, least: int = 1) -> None:
+    """Raises InputError unless ``value`` is a whole number of at least ``least``."""
+    require(isinstance(value, Real) and value % 1 == 0, f"{name} must be a whole number, got {value!r}")
+    require(value >= least, f"{name} must be at least {least}, got {value}")
 
 
 def make_folder(path: Path | str, what: str) -> Path:

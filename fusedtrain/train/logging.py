@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusedtrain._files import json_text, write_atomic
-from fusedtrain.train.errors import InputError, make_folder, require
+from fusedtrain.train.errors import InputError, make_folder, require, require_count
 
 PACKAGES = {"jsonl": "json", "tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -32,10 +32,11 @@ class Logging:
     log_usage: bool = False
 
     def __post_init__(self):
+        require(not isinstance(self.loggers, str), f"loggers must be a list of names, got {self.loggers!r}")
         unknown = [name for name in self.loggers if name not in PACKAGES]
         require(not unknown, f"loggers must be of {', '.join(PACKAGES)}, got {', '.join(unknown)}")
         require(len({*self.loggers}) == len(self.loggers), f"loggers names one twice: {', '.join(self.loggers)}")
-        require(self.log_every >= 1, f"log_every must be at least 1, got {self.log_every}")
+        require_count("log_every", self.log_every)
         needed = {f"the logger {name}": PACKAGES[name] for name in self.loggers if self.log_dir is not None}
         needed |= {"log_usage": "psutil"} if self.log_usage else {}
         for what, package in needed.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fusedtrain.train.errors import make_folder, require
+from fusedtrain.train.errors import make_folder, require_count
 
 SPANS = ("data", "copy", "forward", "backward", "optimizer", "graph", "evaluation", "checkpoint", "other")
 
@@ -28,8 +28,8 @@ class Profile:
     profile_steps: int = 5
 
     def __post_init__(self):
-        require(self.profile_wait >= 0, f"profile_wait must be at least 0, got {self.profile_wait}")
-        require(self.profile_steps >= 1, f"profile_steps must be at least 1, got {self.profile_steps}")
+        require_count("profile_wait", self.profile_wait, 0)
+        require_count("profile_steps", self.profile_steps)
 
 
 class Spans:

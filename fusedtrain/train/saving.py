@@ -16,7 +16,7 @@ from fusedtrain.train import schedule
 from fusedtrain.train.checkpoint import CheckpointError, CheckpointStore
 from fusedtrain.train.distributed import World
 from fusedtrain.train.ema import OptimizersAverages
-from fusedtrain.train.errors import InputError, make_folder, require
+from fusedtrain.train.errors import InputError, make_folder, require, require_count
 from fusedtrain.train.records import Epoch
 from fusedtrain.train.rng import rng_state
 from fusedtrain.train.state_tree import DTYPES, NAMES
@@ -46,9 +46,9 @@ class Checkpoint:
     resume: bool = True
 
     def __post_init__(self):
-        every = self.every_steps
-        require(every is None or every >= 1, f"every_steps must be at least 1 or None, got {every}")
-        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
+        if self.every_steps is not None:
+            require_count("every_steps", self.every_steps)
+        require_count("keep", self.keep)
 
 
 @contextlib.contextmanager
