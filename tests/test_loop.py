@@ -582,6 +582,17 @@ class Rates(Callback):
         self.rate = float(trainer.optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("name", ["cosine", "polynomial", "onecycle"])
+def test_schedules_stay_at_their_end_where_more_batches_come_than_the_length_tells(name):
+    class More(list):
+        def __len__(self):
+            return 2
+
+    seen = Rates()
+    make(net(), callbacks=[seen], schedule=Schedule(name, warmup_epochs=0)).fit(More(data(24, 4)))
+    assert seen.all[1] > seen.all[2] and len({*seen.all[2:]}) == 1 and len(seen.all) == 6
+
+
 @pytest.mark.parametrize("per", ["step", "epoch"])
 @pytest.mark.parametrize("name", ["cosine", "onecycle", "exponential"])
 @pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (8, 2)])

@@ -164,9 +164,17 @@ def _one_cycle(optimizer: Optimizer, total: int) -> OneCycleLR:
     peaks = [group["initial_lr"] for group in optimizer.param_groups]
     cycles = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
     try:
-        return OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
+        return OneCycle(optimizer, peaks, total_steps=total + 1, cycle_momentum=cycles)
     except ValueError as error:
         raise InputError(f"the schedule onecycle does not fit the optimizer: {error}") from None
+
+
+class OneCycle(OneCycleLR):
+    """torch's OneCycleLR, which stays at its end where the data give more batches than their length tells."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < self.total_steps - 1:
+            super().step(epoch)
 
 
 # What ReduceLROnPlateau has seen; the rest of its state are options, for which those of the run that goes on hold.
@@ -249,7 +257,7 @@ def load(scheduler, state: dict, before: tuple, now: tuple, place: int | None = 
     ratio = now[0] / before[0] if now[0] and before[0] else 1.0
     reached = round(state["last_epoch"] * ratio) if place is None else max(0, place)
     if isinstance(scheduler, OneCycleLR):
-        reached = min(reached, scheduler.total_steps)
+        reached = min(reached, scheduler.total_steps - 1)
     # To the step before, and a step from there: the rates in the checkpoint are those of another place.
     scheduler.load_state_dict(state | {"last_epoch": reached - 1, "_step_count": 0})
     scheduler.step()
@@ -282,7 +290,12 @@ def make(
         )
         return config.build(optimizer, epochs, updates or 1, mode), per_step or config.schedule == "plateau"
     if isinstance(made, type) or not hasattr(made, "step"):
-        made = made(optimizer, (updates or 0) * epochs)
+        made = made(optimizer, (updates or 0) * epochs) if callable(made) else made
+    require(
+        hasattr(made, "step"),
+        f"scheduler must be of torch.optim.lr_scheduler, or a function that makes one, got {made!r}; schedules by name"
+        " are TrainConfig's",
+    )
     require(
         getattr(made, "optimizer", optimizer) is optimizer,
         f"scheduler: {type(made).__name__} moves the rates of another optimizer than the Trainer's",
