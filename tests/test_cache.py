@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -355,6 +356,8 @@ def test_what_cannot_be_cached_is_refused(folder):
         data.SampleCache(torch.utils.data.TensorDataset(torch.zeros(3)))
     with pytest.raises(TypeError, match=r"a cached sample may hold tensors, .* got object"):
         data.SampleCache([object()], key="objects")
+    with pytest.raises(ValueError, match=r"key must be a string or None, got PosixPath\('photos'\)"):
+        data.SampleCache([1.0], key=Path("photos"))
 
 
 # --- staging ----------------------------------------------------------------------------------------------------------
@@ -421,8 +424,9 @@ def test_what_is_wrong_with_a_shard_is_said_with_its_url(folder, remote):
         list(data.Staging(folder / "t", max_bytes=999).stage(remote[2:]))
     with pytest.raises(FileNotFoundError, match="none"):
         list(data.Staging(folder / "s").stage(["memory://none.bin"]))
-    with pytest.raises(ValueError, match="ahead must be at least 1, got 0"):
-        data.Staging(folder / "s", ahead=0)
+    for ahead in (0, 1.5):
+        with pytest.raises(ValueError, match=f"ahead must be an integer of at least 1, got {ahead}"):
+            data.Staging(folder / "s", ahead=ahead)
 
 
 class Slow(LocalFileSystem):

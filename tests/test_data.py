@@ -158,6 +158,8 @@ def test_it_is_a_data_loader_of_the_dataset():
     [
         ({"num_workers": -1}, 'num_workers must be "auto" or an integer of at least 0, got -1'),
         ({"num_workers": "all"}, "got 'all'"),
+        ({"num_workers": 1.5}, "num_workers must be .* got 1.5"),
+        ({"num_workers": True}, "num_workers must be .* got True"),
         ({"num_workers": 1, "prefetch_factor": 0}, 'prefetch_factor must be "auto" or an integer of at least 1, got 0'),
         ({"num_workers": 0, "pin_memory": "yes"}, "pin_memory must be"),
         ({"num_workers": 0, "max_skipped": -1}, "max_skipped must be at least 0, got -1"),
@@ -180,9 +182,13 @@ def test_a_loader_can_be_copied(copied):
     assert batches.skipped == {"sample 3 (square-3.png)": "OSError: image file is truncated"}
 
 
-def test_a_batch_size_may_be_a_number_of_numpys(tmp_path, monkeypatch):
+def test_counts_may_be_numbers_of_numpys(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "cache"))
-    assert [len(batch) for batch in data.loader(Squares(), pytest.importorskip("numpy").int64(8))] == [8, 8, 4]
+    number = pytest.importorskip("numpy").int64
+    assert [len(batch) for batch in data.loader(Squares(), number(8))] == [8, 8, 4]
+    batches = data.loader(Squares(), 8, num_workers=number(1), prefetch_factor=number(3))
+    assert [len(batch) for batch in batches] == [8, 8, 4]
+    assert data.loader(Squares(), 8, num_workers=number(0)).num_workers == 0
 
 
 def test_a_timeout_is_for_workers_alone():

@@ -97,9 +97,10 @@ def test_the_state_is_small_and_of_another_order_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"size": 0}, "size must be an integer of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"batch_size": 2.5}, r"batch_size must be an integer of at least 1, got 2\.5"),
+        ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
         ({"rank": 1}, r"rank must lie between 0 and world_size - 1 \(0\), got 1"),
         ({"drop_last": True, "batch_size": 11}, "drop_last leaves nothing of 10 samples: a step takes 11"),
     ],

@@ -509,7 +509,7 @@ def test_unshuffled_batches_keep_the_order():
 @pytest.mark.parametrize(
     ("images", "targets", "batch_size", "message"),
     [
-        (IMAGES, TARGETS, 0, "batch_size must be at least 1, got 0"),
+        (IMAGES, TARGETS, 0, "batch_size must be an integer of at least 1, got 0"),
         (IMAGES, TARGETS[:3], 2, "images and targets must be equally many, got 4 and 3"),
     ],
 )

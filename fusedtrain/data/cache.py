@@ -76,6 +76,8 @@ class SampleCache(Dataset):
         max_bytes: int = 10 * 2**30,
     ):
         need("numpy", "data")
+        if key is not None and not isinstance(key, str):
+            raise ValueError(f"key must be a string or None, got {key!r}")
         self.dataset, self.then, self.max_bytes, self.length = dataset, then, max_bytes, len(dataset)
         self._data = HEADER.size + self.length * ENTRY.size
         if max_bytes < self._data:

@@ -183,6 +183,7 @@ def loader(
     """
     _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped)
     batch_size = batch_size and int(batch_size)  # a number of NumPy's would not be remembered with the plan
+    num_workers = num_workers if num_workers == "auto" else int(num_workers)
     found = None
     # A dataset that is told of the epoch has to reach its workers anew, unless they share what it is told.
     stay = getattr(dataset, "epoch_is_shared", False) or not hasattr(dataset, "set_epoch")
@@ -228,6 +229,10 @@ def loader(
     )
 
 
+def _is_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persistent_workers, max_skipped) -> None:
     rows = getattr(dataset, "batch_size", None) if hasattr(dataset, "begin_pass") else None
     if rows is not None and batch_size is not None:  # else length and position would be those of rows
@@ -236,10 +241,10 @@ def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persis
         raise ValueError(f"max_skipped must be at least 0, got {max_skipped}")
     if max_skipped and isinstance(dataset, IterableDataset):
         raise ValueError("max_skipped needs a dataset with indices: an iterable one cannot go on after an error")
-    if batch_size is not None and (not isinstance(batch_size, numbers.Integral) or batch_size < 1):
+    if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
         raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
     for name, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
-        if value != "auto" and (type(value) is not int or value < least):
+        if value != "auto" and (not _is_integer(value) or value < least):
             raise ValueError(f'{name} must be "auto" or an integer of at least {least}, got {value!r}')
     for name, value in {"pin_memory": pin_memory, "persistent_workers": persistent_workers}.items():
         if value not in (True, False, "auto"):

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import hashlib
 import itertools
+import numbers
 import os
 import queue
 import threading
@@ -62,9 +63,10 @@ class Staging:
         storage_options: dict | None = None,
     ):
         need("fsspec", "data")
-        for name, value in {"max_bytes": max_bytes, "ahead": ahead}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+        if not isinstance(ahead, numbers.Integral) or ahead < 1:
+            raise ValueError(f"ahead must be an integer of at least 1, got {ahead!r}")
         self.folder = _files.cache_folder("staging") if folder is None else Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_bytes, self.ahead = max_bytes, ahead

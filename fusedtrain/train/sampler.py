@@ -1,5 +1,6 @@
 """Batches of indices whose order is a function of (seed, epoch), so that a position is one number."""
 
+import numbers
 from collections.abc import Iterator
 
 import torch
@@ -47,13 +48,14 @@ class EpochSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ):
         for name, value in (("size", size), ("batch_size", batch_size), ("world_size", world_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie between 0 and world_size - 1 ({world_size - 1}), got {rank}")
         if drop_last and size < batch_size * world_size:
             raise ValueError(f"drop_last leaves nothing of {size} samples: a step takes {batch_size * world_size}")
-        self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
+        # As Python's: of the position a checkpoint is made.
+        self.size, self.batch_size, self.shuffle, self.seed = int(size), int(batch_size), shuffle, seed
         self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
         self.epoch = self.position = 0
 
