@@ -287,7 +287,62 @@ def test_metrics_without_names_are_refused_before_the_first_step(metrics, got):
     model = small_net()
     run = Nameless(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), TrainConfig(device="cpu"))
     with pytest.raises(InputError, match=f"^validation_step must return metrics by name, a dict, got {got}$"):
+        run.fit([(IMAGES, TARGETS)], [(IMAGES, TARGETS)])
+
+
+class Weighted(Trainer):
+    """Trains on triples, beside a validation on pairs."""
+
+    def training_step(self, batch):
+        images, targets, weights = batch
+        losses = nn.functional.cross_entropy(self.forward(images), targets, reduction="none")
+        return (losses * weights).mean()
+
+
+@pytest.mark.parametrize("valid", [None, [(IMAGES, TARGETS)]])
+def test_training_batches_of_an_own_step_need_not_be_those_of_the_validation(valid):
+    model = small_net()
+    run = Weighted(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), TrainConfig(1, device="cpu"))
+    (epoch,) = run.fit([(IMAGES, TARGETS, torch.ones(4))], valid).epochs
+    assert list(epoch.metrics) == ([] if valid is None else ["loss", "accuracy"])
+    with pytest.raises(InputError, match=r"a validation batch must be a pair of tensors .*; others need a subclass of"):
+        run.fit([(IMAGES, TARGETS, torch.ones(4))], [(IMAGES, TARGETS, torch.ones(4))])
+
+
+def test_nor_those_of_an_own_validation_step_of_the_training():
+    class Named(Trainer):
+        def validation_step(self, batch):
+            return {"loss": self.loss_of(self.forward(batch["image"]), batch["label"])}
+
+    model = small_net()
+    run = Named(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), TrainConfig(1, device="cpu"))
+    assert run.fit([(IMAGES, TARGETS)], [{"image": IMAGES, "label": TARGETS}]).epochs[0].valid_loss > 0
+    with pytest.raises(InputError, match=r"got dict\(image: float32\[4, 1, 16, 16\], label: int64\[4\]\); others need"):
+        run.fit([{"image": IMAGES, "label": TARGETS}])
+    with pytest.raises(InputError, match=r"^validation_step cannot take a validation batch list\("):
+        run.fit([(IMAGES, TARGETS)], [(IMAGES, TARGETS)])
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [(lambda loss: {"loss": loss.mean()}, r"dict\(loss: float32\[\]\)"), (lambda loss: loss, r"float32\[4\]")],
+)
+def test_a_training_step_that_returns_no_loss_is_named(given, got):
+    class Other(Trainer):
+        def training_step(self, batch):
+            return given(nn.functional.cross_entropy(self.forward(batch[0]), batch[1], reduction="none"))
+
+    model = small_net()
+    run = Other(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), TrainConfig(1, device="cpu"))
+    with pytest.raises(
+        InputError, match=f"^training_step must return the mean loss, a tensor of one number, got {got}$"
+    ):
         run.fit([(IMAGES, TARGETS)])
+
+
+def test_a_trainer_that_has_not_run_has_an_empty_history():
+    run = trainer(small_net())
+    assert run.history.epochs == run.history.step_losses == [] and run.last_loss is None
 
 
 def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line():

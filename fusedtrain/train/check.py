@@ -51,42 +51,51 @@ def check_parts(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_data(trainer, name: str, batches: Iterable) -> dict:
-    """Runs the first batch through ``trainer.validation_step`` and returns the metrics it gives.
+    """Runs the first batch through the model and the loss, a training step of somebody's own excepted, and returns the
+    metrics that validation gives.
 
     Raises:
         InputError: the data hold no batch, or not pairs; model, loss or classes do not fit them; or the last training
             batch of an epoch is a single sample, and the model cannot normalise over one.
     """
+    metrics, own, trains = {}, trainer.overridden[name], name == "training"
     set_epoch(batches, 0)
     batch = next(iter(batches), None)
     if batch is None:
         raise InputError(f"the {name} data hold no batch")
-    if not trainer.overridden:
+    if not own:
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         if not is_pair or not all(isinstance(t, Tensor) for t in batch):
-            raise InputError(f"a {name} batch must be a pair of tensors (inputs, targets), got {describe(batch)}")
+            raise InputError(
+                f"a {name} batch must be a pair of tensors (inputs, targets), got {describe(batch)}; others need a"
+                f" subclass of Trainer with a {name}_step"
+            )
         inputs, targets = batch
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
             raise InputError(f"a {name} batch must hold as many inputs as targets, got {describe(batch)}")
     trainer.model.eval()  # a training pass would move the BatchNorms
     with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):  # of all GPUs torch warns
         batch = trainer.to_device(batch)
-        if not trainer.overridden:
+        if not own:
             _check_classes(trainer, name, batches, *batch)
         try:
             with trainer.no_gradients():
-                metrics = trainer.validation_step(batch)
+                if not trains:
+                    metrics = trainer.validation_step(batch)
+                elif not own:
+                    metrics = {"loss": trainer.loss_of(trainer.forward(batch[0]), batch[1])}
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
-            raise InputError(f"the loss cannot take a {name} batch {describe(batch)}: {reason}") from error
+            what = "validation_step" if own else "the loss"
+            raise InputError(f"{what} cannot take a {name} batch {describe(batch)}: {reason}") from error
         require(
             isinstance(metrics, dict), f"validation_step must return metrics by name, a dict, got {describe(metrics)}"
         )
-        if not trainer.overridden and not (isinstance(loss := metrics["loss"], Tensor) and not loss.dim()):
+        if not own and not (isinstance(loss := metrics["loss"], Tensor) and not loss.dim()):
             raise InputError(
                 f"the loss must return the mean over the batch, a tensor of one number, got {describe(loss)}"
             )
-        if name == "training":
+        if trains:
             _check_last(trainer, batches, batch)
     return metrics
 
@@ -204,6 +213,8 @@ def describe(batch) -> str:
     """A batch as text: types, dtypes and shapes."""
     if isinstance(batch, (tuple, list)):
         return f"{type(batch).__name__}({', '.join(describe(item) for item in batch)})"
+    if isinstance(batch, dict):
+        return f"dict({', '.join(f'{key}: {describe(item)}' for key, item in batch.items())})"
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     return type(batch).__name__

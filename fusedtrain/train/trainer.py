@@ -117,9 +117,10 @@ class Trainer:
         self.averages = averages(self.model, optimizer, config.ema_decay)
         self.group = Group(config.accumulation.accumulate, self.world.size)
         self.callbacks, self._own_loggers = Callbacks(callbacks), list(loggers)
-        self.overridden = any(
-            getattr(type(self), name) is not getattr(Trainer, name) for name in ("training_step", "validation_step")
-        )
+        self.overridden = {
+            name: getattr(type(self), f"{name}_step") is not getattr(Trainer, f"{name}_step")
+            for name in ("training", "validation")
+        }
         self._autocast = config.precision.autocast(self.device)
         self.update = Update(optimizer, self.scaler, config.max_grad_norm)
         may_skip = config.nonfinite == "skip" or self.scaler is not None
@@ -133,6 +134,7 @@ class Trainer:
         self._benchmark = Benchmark()
         self._stop, self.spans = Stops(self.world), Spans(self.device)
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
+        self.numbers = Numbers(self, self.late)
         self.step_count = self.skipped = self.skipped_in_a_row = self.owed = 0
         self.feed: Feed | None = None  # the training data of a fit
         self.validation_feed: Feed | None = None  # its validation data; evaluate() makes a feed for each pass
@@ -242,6 +244,9 @@ class Trainer:
         return weight
 
     def _scaled(self, loss: Tensor, weight: float) -> Tensor:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = check.describe(loss)
+            raise InputError(f"training_step must return the mean loss, a tensor of one number, got {found}")
         share = self.group.share(weight)
         if share != 1.0:
             loss = loss * share
