@@ -20,7 +20,19 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 2 for bad input, 1 for what else one line can tell."""
+    """Runs one command and returns the exit status: 0, 2 for bad input, 1 for what else one line can tell, 141, as by
+    SIGPIPE, where who reads the output, such as head, has left."""
+    try:
+        status = _main(argv)
+        if sys.stdout is not None:  # started without one
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more at its end
+        return 141
+
+
+def _main(argv: list[str] | None) -> int:
     gc.freeze()  # what is imported stays: no pass of the garbage collector need look at it, nor the end of the process
     parser = argparse.ArgumentParser(
         prog="fusedtrain",

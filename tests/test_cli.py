@@ -78,6 +78,17 @@ def test_training_processes_keep_their_memory(main_run):
         assert "mmap_threshold" in result["info"]["environment"]["GLIBC_TUNABLES"]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_left_is_no_traceback(unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = harness.environment(PYTHONUNBUFFERED=unbuffered)
+    with os.fdopen(writer, "wb") as pipe:
+        words = [sys.executable, "-m", "fusedtrain", "info"]
+        done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, env=env, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 # Of stock layers only what costs little: their bfloat16 takes minutes on CPUs without instructions for it.
 @pytest.mark.parametrize(("layers", "precision"), [("stock", "fp32"), ("fused", "bf16")])
 def test_options_reach_the_run_and_the_users_allocator_settings_are_left_alone(
