@@ -535,7 +535,9 @@ def test_fused_models_are_traced_unfused_ones_scripted_too(zoo, family):
     torch.jit.save(traced, file)
     file.seek(0)
     assert torch.equal(torch.jit.load(file)(other), model(other))
-    with pytest.raises(RuntimeError, match=r"cannot script the fused layer \w+: call fusedtrain.unfuse\(model\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot script the fused layer \w+: call fusedtrain.unfuse\(model\) first, whose report"
+    ):
         torch.jit.script(model)
     fusedtrain.unfuse(model)
     for other_form in (torch.jit.trace(model, x), torch.jit.script(model)):

@@ -265,7 +265,8 @@ _GATES = {rule.fused for rule in RULES if rule.fused is None or rule.fused.__mod
 
 def _refuse_script(layer: nn.Module) -> nn.Module:
     raise RuntimeError(
-        f"TorchScript cannot script the fused layer {type(layer).__name__}: call fusedtrain.unfuse(model) first"
+        f"TorchScript cannot script the fused layer {type(layer).__name__}: call fusedtrain.unfuse(model) first,"
+        " whose report says why a layer stays"
     )
 
 
