@@ -29,7 +29,21 @@ sys.path += [path for path in build_backend.target_site_packages() if path not i
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
-CXX = os.environ.get("CXX") or "c++"
+
+
+def one_program(cxx: str) -> str:
+    """Returns a compiler of several words, such as "ccache g++", as a program of its own: torch takes CXX for one."""
+    if len(cxx.split()) == 1 or shutil.which(cxx):
+        return cxx
+    script = ROOT / "build" / "cxx"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f'#!/bin/sh\nexec {cxx} "$@"\n')
+    script.chmod(0o755)
+    os.environ["CXX"] = str(script)
+    return str(script)
+
+
+CXX = one_program(os.environ.get("CXX") or "c++")
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 TORCH_TARGET_VERSION = "0x020a000000000000"  # any torch from 2.10 on
 

@@ -1,5 +1,6 @@
 """The rules of csrc: three kinds of file, no macros with arguments, one list of codes, no leaks between variants."""
 
+import ast
 import os
 import re
 import shutil
@@ -203,3 +204,16 @@ def test_variants_share_no_symbol(tmp_path):
         ]
         wrong |= {name: foreign} if foreign else {}
     assert not wrong
+
+
+@needs_compiler
+def test_setup_takes_a_compiler_of_several_words(tmp_path, monkeypatch):
+    body = ast.parse((compiler.ROOT / "setup.py").read_text()).body
+    function = next(node for node in body if getattr(node, "name", None) == "one_program")
+    names = {"ROOT": tmp_path, "os": os, "shutil": shutil}
+    exec(compile(ast.Module([function], []), "setup.py", "exec"), names)
+    monkeypatch.setenv("CXX", f"env {compiler.CXX}")
+    program = names["one_program"](os.environ["CXX"])
+    texts = [subprocess.run([cxx, "--version"], capture_output=True).stdout for cxx in (program, compiler.CXX)]
+    assert texts[0] == texts[1] != b"" and os.environ["CXX"] == program
+    assert names["one_program"](compiler.CXX) == compiler.CXX
