@@ -23,6 +23,7 @@ from fusedtrain.data import loader
 from fusedtrain.train import (
     Batches,
     EpochSampler,
+    FrozenNorms,
     InputError,
     Logging,
     Profile,
@@ -218,6 +219,23 @@ def test_what_is_no_optimizer_is_named(given):
     message = f"optimizer must be a torch.optim.Optimizer over the model's parameters, .* got {re.escape(repr(given))}"
     with pytest.raises(TypeError, match=message):
         Trainer(small_net(), nn.CrossEntropyLoss(), given, TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("model", nn.Identity, "a torch.nn.Module"),
+        ("loss", nn.CrossEntropyLoss, "a function or a module, such as"),
+        ("loss", "cross_entropy", "a function or a module, such as"),
+        ("config", {"epochs": 2}, r"a TrainConfig\(...\)"),
+        ("callbacks", [FrozenNorms], "objects, made by calling"),
+    ],
+)
+def test_what_stands_in_the_place_of_another_is_named(name, given, wanted):
+    model = small_net()
+    parts = {"model": model, "loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(model.parameters())}
+    with pytest.raises(TypeError, match=f"^{name} must be {wanted}.*, got "):
+        Trainer(**parts | {name: given})
 
 
 IMAGES, TARGETS = torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.int64)

@@ -62,7 +62,8 @@ class Trainer:
         InputError: the optimizer holds none of the model's parameters or needs a closure, the device does not exist, or
             the model is wrapped or compiled already, or has layers without a shape, on the meta device or with sparse
             gradients.
-        TypeError: ``optimizer`` is no optimizer.
+        TypeError: ``model`` is no module, ``optimizer`` no optimizer, ``config`` no TrainConfig, or a class or a
+            name stands in the place of a loss or a callback.
     """
 
     def __init__(
@@ -78,12 +79,23 @@ class Trainer:
         title: str = "training",
     ):
         self.config = config = config or TrainConfig()
+        callbacks = list(callbacks)
         refuse_wrapped(model)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
+        may_be = not isinstance(loss, (type, str))  # a training_step of its own may go without, or with several
+        for given, right, wanted in (
+            (model, isinstance(model, nn.Module), "model must be a torch.nn.Module"),
+            (loss, may_be, "loss must be a function or a module, such as torch.nn.CrossEntropyLoss()"),
+            (
+                optimizer,
+                isinstance(optimizer, Optimizer),
                 "optimizer must be a torch.optim.Optimizer over the model's parameters, such as"
-                f" torch.optim.AdamW(model.parameters(), lr=1e-3), got {textwrap.shorten(repr(optimizer), 80)}"
-            )
+                " torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            ),
+            (config, isinstance(config, TrainConfig), "config must be a TrainConfig(...)"),
+            *((one, not isinstance(one, type), "callbacks must be objects, made by calling") for one in callbacks),
+        ):
+            if not right:
+                raise TypeError(f"{wanted}, got {textwrap.shorten(repr(given), 80)}")
         check.check_parts(model, optimizer)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         held = [p for group in optimizer.param_groups for p in group["params"]]
