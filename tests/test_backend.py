@@ -134,7 +134,7 @@ def test_explain_tells_what_runs_and_why(device, kernels, capsys):
         assert "  cuda       x is on cpu, not on a CUDA device" in lines
 
 
-def test_explain_does_not_say_that_a_forced_backend_runs_where_it_cannot(monkeypatch, capsys):
+def test_explain_does_not_say_that_a_forced_backend_runs_where_it_cannot(monkeypatch):
     with fusedtrain.use_backend("cuda"):
         assert "channel_pool: cuda is forced by use_backend() but cannot run\n" in fusedtrain.explain("channel_pool", X)
     monkeypatch.setattr(backend, "_forced", "gpu")
@@ -148,14 +148,14 @@ def test_small_images_are_left_to_stock_by_the_automatic_choice():
     assert impls["cpu"].slower(torch.ones(1, 32, 32, 32, requires_grad=True)) is None
 
 
-def test_explain_tells_that_stock_runs_under_transforms(capsys):
+def test_explain_tells_that_stock_runs_under_transforms():
     x = torch.ones(1, 32, 32, 32)
     said = []
     torch.vmap(lambda x: said.append(fusedtrain.explain("channel_pool", x)) or x)(x[None])
     assert said[0].startswith("channel_pool: reference runs, which alone has the derivatives of torch.func")
 
 
-def test_flops_are_counted_as_of_stock_layers(capsys):
+def test_flops_are_counted_as_of_stock_layers():
     from torch.utils.flop_counter import FlopCounterMode  # imports much
 
     layers = [nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 1)]
@@ -201,7 +201,7 @@ ASKED = {  # as users call them: options by position and by name
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("case", ASKED)
-def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatch, capsys):
+def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatch):
     op, (args, kwargs), asked = case.split()[0], ASKED[case], []
     impls = backend._OPS[op]
     spy = dataclasses.replace(impls["cuda"], why_not=lambda *args: asked.append(args) or "it is asked only")
@@ -211,6 +211,7 @@ def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatc
             getattr(ops, op)(*args, **kwargs)
         fusedtrain.explain(getattr(ops, op), *(args[0] if op == "grad_norm" else args), **kwargs)
     by_op, *by_explain = asked
+    assert by_explain
     for each in by_explain:
         assert len(each) == len(by_op)
         for ours, expected in zip(each, by_op):
@@ -221,7 +222,7 @@ def test_explain_asks_the_rules_as_the_op_itself_does(case, autocast, monkeypatc
                 assert ours == expected
 
 
-def test_explain_tells_which_argument_is_wrong(capsys):
+def test_explain_tells_which_argument_is_wrong():
     with pytest.raises(
         TypeError, match=r"explain\('channel_pool', ...\): got an unexpected keyword argument 'activation'"
     ):

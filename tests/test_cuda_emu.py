@@ -293,7 +293,7 @@ def test_depthwise_activation_of_inference(act):
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES)
-def test_activations(dtype):
+def test_activations_are_as_good_as_torch_at_their_ends(dtype):
     for function, act in test_activation.FUNCTIONS:
         test_activation.check_ends(function, act, dtype, "cpu")
     if dtype != torch.float64:

@@ -163,7 +163,7 @@ PLANE_GEOMETRIES["5x5_stride2_less"] = ((5, 5), (2, 2), (2, 1, 2, 1), (1, 1))  #
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("geometry", PLANE_GEOMETRIES)
 @pytest.mark.parametrize("shape", PLANES)
-def test_contiguous_planes(device, kernels, shape, geometry, dtype):
+def test_contiguous_planes_are_as_good_as_torch(device, kernels, shape, geometry, dtype):
     name, geometry = geometry, PLANE_GEOMETRIES[geometry]
     skip_if_slow(kernels, device, PLANES[shape], geometry[0])
 
@@ -512,7 +512,7 @@ def test_what_the_rules_chose_is_remembered_for_the_same_call_alone(monkeypatch)
     assert len(_remembered._chosen) == 3
 
 
-def test_what_the_rules_chose_for_traced_calls_is_not_remembered(monkeypatch):
+def test_what_the_rules_chose_for_traced_calls_is_not_remembered():
     """Sizes are tensors there, and vmap's images have no memory format."""
     if harness.why_not("cpu", "cpu", "depthwise_conv2d"):
         pytest.skip("without the compiled kernels stock PyTorch is all there is")
@@ -661,7 +661,7 @@ def test_same_layer_is_timms(device, backend, zoo, options, size):
     harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 6, *size), device=device))
 
 
-def test_separable_layer(device, backend):
+def test_the_separable_layer_is_as_good_as_the_stock_pair(device, backend):
     if backend == "triton" and device == "cpu":
         pytest.skip("the op's own tests run Triton's interpreter")
     ours = DepthwiseSeparableConv(6, 10, 3, 2, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU, device=device).to(device)

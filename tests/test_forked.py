@@ -86,6 +86,6 @@ def test_only_a_fork_has_imported_torch(tmp_path):
     assert found == ["True\n", "True\n", "False\n", "False\n"]
 
 
-def test_forks_have_the_threads_that_they_are_told(tmp_path):
+def test_forks_have_the_threads_that_they_are_told():
     code = "import torch; print(torch.get_num_threads())"
     assert [harness.run_python("-c", code, OMP_NUM_THREADS=n).stdout for n in ("1", "2")] == ["1\n", "2\n"]

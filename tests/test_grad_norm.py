@@ -38,7 +38,7 @@ def test_as_good_as_torch(device, backend, shape, dtype):
     dtypes=st.lists(st.sampled_from(harness.DTYPES[:3]), min_size=6, max_size=6),
     exponent=st.integers(-4, 3),
 )
-def test_any_list(device, backend, shapes, dtypes, exponent):
+def test_any_list_is_as_good_as_torch(device, backend, shapes, dtypes, exponent):
     harness.skip_unless_runs(backend, device, "grad_norm")
     assert_as_good_as_torch(make(device, shapes, dtypes, 10.0**exponent))
 

@@ -106,7 +106,7 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replay
     assert lines[1].endswith(f"steps of {eager} run without the graph")
 
 
-def test_a_graph_is_left_where_parameters_begin_to_learn_or_layers_change_their_mode(monkeypatch, capsys):
+def test_a_graph_is_left_where_parameters_begin_to_learn_or_layers_change_their_mode(monkeypatch):
     class Change(Callback):
         def on_epoch_start(self, trainer, epoch):
             if epoch == 1:

@@ -544,7 +544,7 @@ def test_layer_is_a_conv2d(device, backend, options):
     harness.assert_module_as_good_as_torch(ours, stock, harness.images((2, 12, 9, 8), "channels_last", device=device))
 
 
-def test_fuse_takes_the_grouped_convolutions_of_regnet(device, backend, zoo):
+def test_fuse_takes_the_grouped_convolutions_of_regnet(zoo):
     torch.manual_seed(0)
     stock = zoo.timm.create_model("regnety_008", num_classes=10).to(memory_format=torch.channels_last)
     fused = copy.deepcopy(stock)

@@ -61,7 +61,7 @@ def strided(name, t):
 
 
 @pytest.mark.parametrize("name", ["transposed", "sliced", "permuted", "expanded"])
-def test_any_strides(device, backend, name):
+def test_any_strides_are_as_good_as_torch(device, backend, name):
     inputs = make(device, (4, 9, 13))
     inputs["x"] = strided(name, inputs["x"])
     harness.assert_op_as_good_as_torch(linear, reference, inputs, name)

@@ -865,11 +865,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     assert "\n" not in str(error.value) and str(error.value).endswith(" ...") and len(str(error.value)) < 600
 
 
-def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again(tmp_path):
-    run = make(net(), epochs=2, callbacks=[Stop(4)])
+def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again():
+    stop = Stop(4)
+    run = make(net(), epochs=2, callbacks=[stop])
     with pytest.raises(SystemExit):
         run.fit(data())
     assert run.evaluate(data())["loss"] > 0
+    stop.at = math.inf
+    assert len(run.fit(data()).epochs) == 2
 
 
 def test_a_second_fit_trains_though_the_first_has_stopped_early():
@@ -1173,7 +1176,7 @@ class Logger:
         raise OSError("the network is gone")
 
 
-def test_an_error_of_a_run_is_not_hidden_by_what_fails_after_it(tmp_path):
+def test_an_error_of_a_run_is_not_hidden_by_what_fails_after_it():
     inputs, targets = samples(24)
     with pytest.raises(NonFiniteError), pytest.warns(UserWarning, match="the network is gone"):
         make(net(), loggers=[Logger()]).fit(Batches(inputs * math.nan, targets, 8, shuffle=False))
@@ -1192,7 +1195,7 @@ def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
     assert capsys.readouterr().out == "run  step 3/8  loss 1  0:02:30 left\n"
 
 
-def test_a_process_without_standard_output_trains(monkeypatch):
+def test_progress_needs_no_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with Progress("run", epochs=1, steps=1) as progress:
         progress.step_done(time.perf_counter(), str)
@@ -1787,7 +1790,7 @@ def test_a_run_that_goes_on_with_another_metric_looks_for_its_best_anew(tmp_path
     assert accuracy["value"] <= 1.0 and accuracy["epoch"] >= 3 and written
 
 
-def test_whether_more_is_better_follows_from_the_name_of_the_metric(tmp_path):
+def test_whether_more_is_better_follows_from_the_name_of_the_metric():
     assert EarlyStopping().direction == EarlyStopping("train_loss").direction == "min"
     assert EarlyStopping("accuracy").direction == EarlyStopping("Acc@5").direction == "max"
     assert EarlyStopping("accuracy", "min").direction == "min" and EarlyStopping("f1", "max").direction == "max"

@@ -663,7 +663,7 @@ def test_blocks_of_other_classes_become_the_op(device, kernels, case):
     [KeepsTheHidden(), HandWritten(k=6), HandWritten(act=nn.Tanh()), HandWritten(act=nn.GELU(approximate="tanh"))],
     ids=["another user", "no wider", "another activation", "gelu by tanh"],
 )
-def test_blocks_that_are_something_else_stay(device, stock):
+def test_blocks_that_are_something_else_stay(stock):
     assert type(fused(stock)) is type(stock)
 
 

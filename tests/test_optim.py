@@ -120,7 +120,7 @@ def test_steps_are_as_good_as_stock(zoo, device, backend, name, dtype, steps):
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_torchs_own_inputs(device, backend, name):
+def test_inputs_of_torchs_own_tests_are_stepped_as_torch_does(device, backend, name):
     harness.skip_unless_runs(backend, device, "optimizer_step")
     for given in info_of(name).optim_inputs_func(device=device):
         if any(given.kwargs.get(argument) for argument in OWN):
@@ -163,7 +163,7 @@ TIMM_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("name", "arguments"), TIMM_ARGUMENTS)
-def test_timms_arguments(zoo, device, backend, name, arguments):
+def test_timms_arguments_do_what_they_do_in_timm(zoo, device, backend, name, arguments):
     harness.skip_unless_runs(backend, device, "optimizer_step")
     unknown = arguments.keys() - inspect.signature(stock_class(name)).parameters
     if unknown:
@@ -225,7 +225,7 @@ def test_arguments_out_of_range_are_named(name):
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_torchs_own_errors(device, name):
+def test_errors_of_torchs_own_tests_are_errors(device, name):
     for given in info_of(name).optim_error_inputs_func(device=device, dtype=torch.float32):
         inputs = given.optimizer_error_input
         twice = given.error_type is UserWarning  # test_a_parameter_that_stands_twice_in_a_group_is_refused

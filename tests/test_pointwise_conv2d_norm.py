@@ -168,7 +168,7 @@ def test_results_written_past_the_caches():
 
 
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
-def test_any_strides(layout, calls):
+def test_any_strides_are_as_good_as_torch(layout, calls):
     draws = [make((3, 24, 9, 11), 40, layout=layout, seed=seed) for seed in range(4)]
     harness.assert_op_as_good_as_torch(function(), function(of=stock), draws)
     dense = _common.dense(draws[0]["x"].detach())

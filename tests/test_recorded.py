@@ -1357,7 +1357,7 @@ def test_what_only_looks_like_an_activation_is_computed_as_it_is_written(act, ca
     assert "norm" not in calls
 
 
-def test_layers_of_an_activation_that_is_written_out_count(calls):
+def test_layers_of_an_activation_that_is_written_out_count():
     block, stock, _ = fused(ByFormula)
     x = harness.images((2, 16, 9, 9))
     for model in (block, stock):

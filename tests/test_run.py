@@ -128,7 +128,7 @@ def test_models_of_timm_and_torchvision_train_on_a_folder_of_images(zoo, photos,
 
 
 @pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Val"), ("TRAIN", "testing")])
-def test_the_parts_of_a_dataset_are_known_by_their_names(photos, monkeypatch, names, capsys):
+def test_the_parts_of_a_dataset_are_known_by_their_names(photos, names, capsys):
     for old, new in zip(("train", "val"), names):
         (photos / old).rename(photos / new)
     train, valid, classes, channels = run._datasets(run.Options(data=str(photos), size=8))

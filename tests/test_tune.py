@@ -707,7 +707,7 @@ def test_a_table_is_of_the_processor_that_it_was_measured_on(monkeypatch, name, 
 
 
 @pytest.mark.parametrize("keys", [[[]], [5]])
-def test_a_broken_table_counts_as_none(cache, monkeypatch, keys):
+def test_a_broken_table_counts_as_none(cache, keys):
     cache.mkdir()
     entry = {"backend": "cpu", "measured": "", "keys": keys}
     (cache / "backends.json").write_text(json.dumps({"origins": [{"device": "cpu"}], "entries": [entry]}))
