@@ -1,5 +1,7 @@
-"""Every op has the same stem in every folder, and every folder has nothing but the ops."""
+"""Every op has the same stem in every folder, every folder has nothing but the ops, and every folder is installed."""
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,9 @@ def test_every_file_belongs_to_an_op(folder):
     stems = {path.stem for path in ROOT.glob(folder) if not path.stem.startswith("_")}
     stems -= set(_schema.BUILT_ON)
     assert all(any(stem == op or stem.startswith(f"{op}_") for op in STEMS) for stem in stems), stems
+
+
+def test_every_folder_of_the_package_is_installed():
+    listed = re.search(r"^packages = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)[1]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "fusedtrain").rglob("*.py")}
+    assert {*ast.literal_eval(listed)} == {".".join(folder.parts) for folder in folders} | {"fusedtrain.kernels"}
