@@ -4,14 +4,15 @@
 class Callback:
     """Does nothing at every point of a run; subclass it and override some. ``trainer`` is the running Trainer.
 
-    ``on_epoch_start`` finds the model in training: layers that it puts into evaluation, such as normalisations whose
-    statistics are to stay, keep that for the epoch. There parameters may begin to learn, on one process, and groups of
-    them join the optimizer, with the peaks of their rates. A run that goes on from a checkpoint comes to the start of
-    its epoch again, with the groups that had joined before it; whoever lets parameters learn without that does so from
-    an epoch on, not in one alone. ``on_step_end`` comes after every update, applied or skipped
-    (``trainer.step_count`` counts them, and ``trainer.last_loss`` is its loss); ``on_validation_end`` gets the metrics
-    of the validation; ``on_epoch_end`` gets the :class:`~fusedtrain.train.Epoch`; ``on_fit_end`` comes also when the
-    run ends by an error, which it gets.
+    - ``on_epoch_start`` finds the model in training. Layers that it puts into evaluation, such as normalisations whose
+      statistics are to stay, keep that for the epoch. Here parameters may begin to learn, on one process, and groups of
+      them may join the optimizer, with the peaks of their rates. A run that goes on from a checkpoint comes to the
+      start of its epoch again, with the groups that had joined before it. What else lets parameters learn must do so
+      in every epoch from one on (``epoch >= 3``), not in one alone.
+    - ``on_step_end`` comes after every update, applied or skipped: ``trainer.step_count`` counts them, and
+      ``trainer.last_loss`` is its loss.
+    - ``on_validation_end`` gets the metrics of the validation, ``on_epoch_end`` the :class:`~fusedtrain.train.Epoch`.
+    - ``on_fit_end`` comes also when the run ends by an error, which it gets.
     """
 
     def on_fit_start(self, trainer) -> None: ...
