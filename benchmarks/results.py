@@ -9,18 +9,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "results"
 COLUMNS = (
     *("op", "family", "case", "shape", "dtype", "layout", "mode", "backend"),
-    *(
-        "us_p50",
-        "us_p20",
-        "us_p80",
-        "speedup",
-        "speedup_same_layout",
-        "speedup_usual",
-        "gb_per_s",
-        "pct_copy",
-        "pct_floor",
-        "peak_mib",
-    ),
+    *("us_p50", "us_p20", "us_p80", "speedup", "speedup_same_layout", "speedup_usual"),
+    *("gb_per_s", "pct_copy", "pct_floor", "peak_mib"),
     *("rounds", "note", "device", "torch", "threads", "allocator", "commit", "cache_mib", "peak_gflops", "load"),
 )
 Row = dict[str, str | float | None]

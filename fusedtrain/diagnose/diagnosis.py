@@ -160,7 +160,7 @@ class Diagnosis:
         facts.noise, facts.graphs, facts.growth = self.noise.half(), self.graphs, self.growth
         yield from measure.optimizer_faults(driver, facts, sizes, arm)
         if first:
-            yield from self._timeline(driver, arm)
+            yield from self._timeline(arm)
         cached = arm
         if driver.loader is not None and driver.batches:
             self.stage("ceilings: cached batches")
@@ -173,10 +173,10 @@ class Diagnosis:
         if first:
             self.stage("sampling lines")
             yield from measure.sample(driver, facts, sizes, arm)
-            yield from measure.constants(driver, facts, arm)
-            yield from measure.host_tensors(driver, facts, sizes, arm)
+            yield from measure.constants(facts, arm)
+            yield from measure.host_tensors(facts, sizes, arm)
             self.stage("torch.profiler")
-            yield from measure.profile(driver, facts, cached)
+            yield from measure.profile(facts, cached)
         if replicas(driver):
             self.stage("without exchanging gradients")
             yield from measure.exchange(driver, facts, sizes, cached, verify.Snapshot(driver))
@@ -216,7 +216,7 @@ class Diagnosis:
                 findings.append(found)
         return ranked(findings), checked
 
-    def _timeline(self, driver: Driver, arm: Arm):
+    def _timeline(self, arm: Arm):
         for step in (yield Run(12, arm, parts=True)):
             begin = step.start
             spans = [(part, start - begin, end - begin) for part, start, end, _ in step.spans]

@@ -48,6 +48,7 @@ TURNS = 5  # in which what is made on the host is timed
 FAULTS = 4  # steps in which those of the optimizer are counted
 GRAPHS = 5  # steps whose backward passes are followed
 GROWTH = 4  # runs of steps between which memory is looked at
+LARGER = 4  # times the batch that is tried beside it
 STALL = 3.0  # times the median: a step that something held up
 
 
@@ -82,9 +83,8 @@ class Facts:
     why_no_rates: str | None = None
     whole_batches: LoaderRate | None = None  # where the dataset is indexed once per batch; None: it cannot be
     lines: list[tuple[str, Site, float]] = field(default_factory=list)  # part, place, share of the samples
-    operations: list[tuple[str, float, int]] = field(
-        default_factory=list
-    )  # name, share of the CPU time, calls per step
+    # of torch.profiler: name, share of the CPU time, calls per step
+    operations: list[tuple[str, float, int]] = field(default_factory=list)
     calls: float = 0.0  # of operations in a step, as torch.profiler counts them
     call_cost: float | None = None  # seconds of such a call on a few numbers
     repeats: dict[Site, int] = field(default_factory=dict)  # how often one object carries a line out in a step
@@ -532,7 +532,7 @@ def compiled(model: nn.Module) -> bool:
     return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
-def constants(driver: Driver, facts: Facts, arm: Arm):
+def constants(facts: Facts, arm: Arm):
     """Finds what every step computes anew from what does not change."""
     if ranks() > 1 or torch.cuda.is_initialized() or compiles():
         return  # neither the exchange nor compiled code is for other eyes, and a launch is no computing
@@ -544,7 +544,7 @@ def constants(driver: Driver, facts: Facts, arm: Arm):
         facts.constants = [(site, s / step.wall) for site, s in numbered.seconds.most_common(4) if site is not None]
 
 
-def host_tensors(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
+def host_tensors(facts: Facts, sizes: Sizes, arm: Arm):
     """Finds the lines that make tensors on the host in most steps, and what share of those they take."""
     if compiles():
         return  # it would be compiled again
@@ -565,7 +565,7 @@ def compiles() -> bool:
     return dynamo is not None and bool(dynamo.utils.counters)
 
 
-def profile(driver: Driver, facts: Facts, arm: Arm):
+def profile(facts: Facts, arm: Arm):
     """Finds the operations that the time goes to, and on a GPU how long it is busy."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as Profiler
@@ -677,7 +677,7 @@ def repeat_batch(batch, times: int):
     return map_batch(batch, lambda value: repeat_batch(value, times))
 
 
-def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: int = 4):
+def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
     """Measures forward and backward of larger batches. A loop that relies on its batch size may fail here.
 
     Several processes do not exchange gradients in it: that takes as long for any batch.
@@ -686,7 +686,7 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: 
 
     if facts.exchange is not None:
         arm = Arm((*arm.remedies, NoExchange()), arm.source)
-    source = CachedSource([repeat_batch(batch, times) for batch in driver.batches])
+    source = CachedSource([repeat_batch(batch, LARGER) for batch in driver.batches])
     steps, discard = sizes.block(arm)
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -697,7 +697,7 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm, times: 
         records = yield Run(max(2 * sizes.period, steps // 2), tried, discard, parts=True)
         seconds[larger].append(median(_computing(step) for step in records))
         peaks[larger] = max(peaks[larger], memory.bytes() or 0)
-    facts.larger = times, Paired(tuple(seconds[False]), tuple(seconds[True]))
+    facts.larger = LARGER, Paired(tuple(seconds[False]), tuple(seconds[True]))
     facts.larger_peaks = peaks[False], peaks[True]
 
 

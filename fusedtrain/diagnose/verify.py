@@ -21,9 +21,7 @@ PAIRS = 8
 LEVEL = 0.99
 LEAST = 0.02  # a smaller gain is not worth a change
 STEPS = 3  # whose losses are compared
-ROUNDINGS = (
-    64  # a change within the last bit moves the losses no more than so many times what rounding the weights does
-)
+ROUNDINGS = 64  # times what rounding the weights moves the losses by: a change within the last bit moves them no more
 
 
 def _kept(value: object) -> object:

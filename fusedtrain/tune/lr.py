@@ -50,8 +50,7 @@ def tune_lr(
 
     Returns:
         ``suggested``: the rate at which the smoothed loss falls most steeply, ``lowest_loss_at``, ``diverged_at`` (or
-        None),
-        and the curve: ``lrs`` and ``losses``.
+        None), and the curve: ``lrs`` and ``losses``.
 
     Raises:
         TuneError: a number is out of range, the dataset is empty, has no name or does not fit the model, the loss is

@@ -46,9 +46,8 @@ class Space:
         objective: ``FILE.py:NAME`` of a function ``(params, report) -> value``; ``report(step, value)`` tells an
             intermediate value and ends the trial where the pruner finds it hopeless.
         command: instead of a function, a command line with ``{name}`` for each parameter and ``{trial}`` for a number;
-            other braces stay.
-            Each line of its output that is a JSON object with ``metric`` (and, for pruning, ``step``) is an
-            intermediate value, the last one the result.
+            other braces stay. Each line of its output that is a JSON object with ``metric`` (and, for pruning,
+            ``step``) is an intermediate value, the last one the result.
         metric: of the command's lines.
         direction: "minimize" or "maximize".
         trials: how many in all, pruned and failed ones included; a grid has no more than its points.
@@ -308,9 +307,7 @@ def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines, 
     optuna = need("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = _study(space, storage, worker, begun)
-
     function = None if space.objective is None else load(space.objective)
-
     while True:
         with tickets.get_lock():
             if tickets.value <= 0:
