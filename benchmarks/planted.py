@@ -1,5 +1,4 @@
-"""Judges ``fusedtrain diagnose`` on scripts with planted faults; writes results/planted.csv and
-PLANTED.md.
+"""Judges ``fusedtrain diagnose`` on scripts with planted faults; writes results/planted.csv and PLANTED.md.
 
 Each script in planted/ says in CAUSES which rules may be named first, and does it right when PLANTED_FIXED is set. It
 is diagnosed and verified on one core (CORES in the script: more), as many scripts at a time as there are cores. A
@@ -45,23 +44,15 @@ TABLE = HERE / "results" / "planted.csv"
 AA = HERE / "results" / "planted_aa.csv"
 KNOWN = ("CAUSES", "CORES", "RANKS", "NEEDS", "FIXED_ENVIRONMENT")
 PACKAGE = Path(scripts.__file__).parents[1]
-LOOKS = ("__init__.py", "command.py", "html.py", "lines.py", "report.py")  # and not what is found
+LOOKS = ("command.py", "html.py", "lines.py", "report.py")  # what a report looks like, and not what is found
 MODULES = [PACKAGE / "_waits.py", PACKAGE / "data" / "workers.py"]
-MODULES += [f for f in sorted((PACKAGE / "diagnose").glob("*.py")) if f.name not in LOOKS]
+MODULES += [f for f in sorted((PACKAGE / "diagnose").rglob("*.py")) if f.name not in LOOKS]
 RUNS = 50  # A/A
 ROUNDS = 3  # of fresh processes
 COLUMNS = (
-    "script",
-    "planted",
-    "named",
-    "correct",
-    "ms",
-    "remedies_kept",
-    "ms_before",
-    "ms_after",
-    "ms_fixed",
+    *("script", "planted", "named", "correct", "ms", "remedies_kept", "ms_before", "ms_after", "ms_fixed"),
+    *("of_optimum", "promised", "slower", "noisy", "overhead", "seconds", "code"),
 )
-COLUMNS += ("of_optimum", "promised", "slower", "noisy", "overhead", "seconds", "code")
 
 
 def constants(path: Path) -> dict:
@@ -282,17 +273,15 @@ def write(*new: dict) -> None:
     text += f" 90 % of what the script's own fix saves is saved in {sum(reached)} of {len(reached)}; where it is the"
     text += " user's to mend, `promised` says how much of that the diagnosis told. An empty cell was not measured.\n\n"
     present = sum(row.get("code") == code(FOLDER / f"{row['script']}.py") for row in table)
-    text += (
-        f"{present} of {len(table)} rows are of the present version (`code`: of script, judge, diagnosis and torch);"
-    )
-    text += " the next call measures the others again.\n\n"
+    text += f"{present} of {len(table)} rows are of the version that wrote this page (`code`: of script, judge,"
+    text += " diagnosis and torch); the next call measures the others again.\n\n"
     aa = read(AA)
     if aa:
         total, won = (sum(int(row[name]) for row in aa) for name in ("runs", "false_wins"))
         text += (
             f"A remedy that does nothing was judged {total} times beside a process that loads the core: it won {won}"
         )
-        text += f" times; {aa_runs()} of the runs are of the present version."
+        text += f" times; {aa_runs()} of the runs are of that version."
         text += f" The largest gain seen was {max(float(row['largest_gain_seen']) for row in aa):.1%}.\n\n"
     text += f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
     text += "".join(f"| {' | '.join(str(row.get(name) or '') for name in COLUMNS)} |\n" for row in table)

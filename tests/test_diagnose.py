@@ -2652,10 +2652,14 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
 
 
 def test_a_row_of_the_planted_faults_outlives_comments_and_nothing_else():
-    program = runpy.run_path(str(ROOT / "benchmarks" / "planted.py"))["program"]
+    planted = runpy.run_path(str(ROOT / "benchmarks" / "planted.py"))
+    program, package = planted["program"], planted["PACKAGE"]
+    modules = {path.relative_to(package).as_posix() for path in planted["MODULES"]}
     text = 'def f(x):\n    """Says."""\n    return x + 1\n'
     assert program(text) == program('def f(x):  # a comment\n    """Says more."""\n    return (x + 1)\n')
     assert program(text) != program(text.replace("1", "2")) and program("x = 'a'") != program("x = 'b'")
+    assert {"_waits.py", "diagnose/measure.py", "diagnose/rules/loading.py"} <= modules
+    assert "diagnose/report.py" not in modules
 
 
 def test_the_planted_faults_name_rules():
