@@ -274,7 +274,7 @@ def write(*new: dict) -> None:
     text += " user's to mend, `promised` says how much of that the diagnosis told. An empty cell was not measured.\n\n"
     present = sum(row.get("code") == code(FOLDER / f"{row['script']}.py") for row in table)
     text += f"{present} of {len(table)} rows are of the version that wrote this page (`code`: of script, judge,"
-    text += " diagnosis and torch); the next call measures the others again.\n\n"
+    text += " diagnosis and torch), the others of earlier ones; the next call measures those again.\n\n"
     aa = read(AA)
     if aa:
         total, won = (sum(int(row[name]) for row in aa) for name in ("runs", "false_wins"))
