@@ -54,9 +54,11 @@ from fusedtrain.diagnose import (
     instrument,
     lines,
     measure,
+    places,
     remedies,
     rules,
     runner,
+    sampling,
     script,
     verify,
 )
@@ -65,8 +67,9 @@ from fusedtrain.diagnose.constants import Constants
 from fusedtrain.diagnose.diagnosis import Diagnosis, ranked
 from fusedtrain.diagnose.drive import Driver, Finished
 from fusedtrain.diagnose.host import COPIED, MOVED, NUMBERS, HostTensors
-from fusedtrain.diagnose.instrument import PARTS, Instrument, Site, Step
+from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
 from fusedtrain.diagnose.machine import gpu_settings, machine
+from fusedtrain.diagnose.places import Site
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, spread_waits
 from fusedtrain.diagnose.rules import computing, loading, loop
 from fusedtrain.diagnose.rules import finding as predictions
@@ -158,17 +161,17 @@ def test_an_instruction_without_a_line_belongs_to_its_function():
         pass
 
     frame = types.SimpleNamespace(f_code=function.__code__, f_lineno=None)
-    assert instrument.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
+    assert places.user_frame(frame) == Site(__file__, function.__code__.co_firstlineno)
 
 
 def test_generated_code_is_not_the_users():
     @dataclasses.dataclass
     class Made:
-        site: Site = dataclasses.field(default_factory=instrument.call_site)
+        site: Site = dataclasses.field(default_factory=places.call_site)
 
     found = Made().site
     assert found.file == __file__ and "Made()" in lines.source_line(found)
-    assert instrument.is_users("<ipython-input-1-ab>") and not instrument.is_users("<frozen runpy>")
+    assert places.is_users("<ipython-input-1-ab>") and not places.is_users("<frozen runpy>")
 
 
 def test_a_line_is_put_in_front_of_the_optimizer(tmp_path):
@@ -582,7 +585,7 @@ def test_what_an_optimizer_calls_in_its_step_is_not_the_optimizers(how):
 
     def closure():
         with tempfile.TemporaryFile() as file:
-            stack = measure.stack_of(threading.get_ident(), file)
+            stack = sampling.stack_of(threading.get_ident(), file)
         assert stack[1] == (__file__, closure.__code__.co_firstlineno + 2, "closure")
         seen.append(instrument.running(stack, {}))
         optimizer.zero_grad()
@@ -1457,7 +1460,7 @@ def test_a_frozen_teacher_and_a_loss_are_of_the_forward_pass():
     assert all(step.parts["forward"] > 0.01 for step in found)
     file = nn.functional.__file__
     assert instrument.running([(file, 1, "cross_entropy"), ("train.py", 9, "<module>")], {}) == "loss"
-    backward = instrument.place(torch.Tensor.backward.__code__)
+    backward = places.place(torch.Tensor.backward.__code__)
     assert instrument.running([("train.py", 2, "step"), (eval_frame.__file__, 1, "compile_wrapper")], {}) == "loss"
     stack = [(file, 1, "relu"), (backward[0], 1, backward[1]), ("train.py", 9, "<module>")]
     assert instrument.running(stack, {}) == "backward"
@@ -1473,7 +1476,7 @@ def test_looking_for_lines_keeps_nothing_of_the_training_alive():
         return sum(range(300))
 
     ended, driver = set(), types.SimpleNamespace(stepping=True, instrument=Instrument())
-    with measure.Sampler(driver) as sampler:
+    with sampling.Sampler(driver) as sampler:
         start = time.perf_counter()
         while time.perf_counter() - start < 0.5:
             work()
@@ -1501,7 +1504,7 @@ class Cell(nn.Module):
 
 def test_a_line_that_a_module_carries_out_again_and_again_is_a_loop():
     model, others = Recurrent(Cell()), [Cell() for _ in range(30)]
-    with measure.LineCounter() as counter:
+    with sampling.LineCounter() as counter:
         model(torch.rand(2, 20, 4))
         for cell in others:
             cell(torch.rand(4), torch.rand(4))

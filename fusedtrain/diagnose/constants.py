@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusedtrain.diagnose.instrument import Site, call_site
+from fusedtrain.diagnose.places import Site, call_site
 
 
 class Constants(TorchDispatchMode):

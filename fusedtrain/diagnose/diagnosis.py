@@ -12,6 +12,7 @@ from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import replicas
 from fusedtrain.diagnose.rules import RULES
 from fusedtrain.diagnose.rules.finding import LEAST, Finding
+from fusedtrain.diagnose.sampling import Sampler
 from fusedtrain.diagnose.statistics import Interval, Paired, bootstrap
 
 SHARED = 4
@@ -143,7 +144,7 @@ class Diagnosis:
         """Says that steps get slower and slower, if so, and nothing else: no two of them can be compared."""
         self.noise = Interval(0.0, 0.0, 0.0)
         facts = yield from measure.observe(driver, sizes, Arm(), self.wanted or 50, self.remedies)
-        with measure.Sampler(driver) as sampler:
+        with Sampler(driver) as sampler:
             yield Run(10)
         facts.lines, facts.graphs = agree(sampler.lines()), self.graphs
         found = next(rule.look for rule in RULES if rule.name == "growing_graph")(facts, driver)

@@ -14,7 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fusedtrain.diagnose.instrument import Site, graph_of, is_users
+from fusedtrain.diagnose.instrument import graph_of
+from fusedtrain.diagnose.places import Site, is_users
 from fusedtrain.train.memory import available, free_unheld, resident
 
 KINDS = (list, dict, set, deque, defaultdict, OrderedDict)

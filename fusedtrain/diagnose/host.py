@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedtrain.diagnose.instrument import Site, is_users, user_frame
+from fusedtrain.diagnose.places import Site, is_users, user_frame
 
 NUMBERS, COPIED, MOVED = "of Python numbers", "by copies", "on the CPU that a device needs"
 # What they make could be made on the device.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusedtrain.diagnose.instrument import Site
+from fusedtrain.diagnose.places import Site
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver
-from fusedtrain.diagnose.instrument import Site
 from fusedtrain.diagnose.measure import Facts
+from fusedtrain.diagnose.places import Site
 from fusedtrain.diagnose.remedies import Remedy
 
 LEAST = 0.03  # of the step: less is not worth naming
