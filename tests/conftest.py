@@ -84,8 +84,8 @@ def pytest_report_header():
 
 
 # Files by the time they take, where their numbers of tests do not tell.
-_SLOW = ("cuda_emu", "diagnose", "fuse", "tune", "cli", "distributed", "triton", "run", "isa", "resume", "benchmarks")
-_SLOW += ("examples", "guarded", "parity", "activation_checkpointing", "train")
+_SLOW = ("cuda_emu", "diagnose_whole", "diagnose", "fuse", "tune", "cli", "distributed", "triton", "run", "isa")
+_SLOW += ("resume", "benchmarks", "examples", "guarded", "parity", "activation_checkpointing", "train")
 _LAST = "test_nvcc.py"  # it waits for nvcc_behind
 
 
