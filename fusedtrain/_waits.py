@@ -30,6 +30,20 @@ class Waits:
         except (OSError, IndexError):
             return 0.0
 
+    def start(self) -> tuple[float, float]:
+        """Returns the clock and the counter of now, for :meth:`seconds`."""
+        return time.perf_counter(), self.read()
+
+    def seconds(self, start: tuple[float, float]) -> float:
+        """Returns the seconds since ``start`` without what the thread waited.
+
+        What counts as waiting lies within what the clock counts: else a wait between the two readings would be taken
+        off a time that it is not in.
+        """
+        begin, waited = start
+        waited = self.read() - waited
+        return time.perf_counter() - begin - waited
+
 
 class TeamWaits:
     """The counters of the thread that makes it and of those that torch's operations share their work with.

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fusedtrain
+from fusedtrain import _waits
 from fusedtrain._waits import TeamWaits, Waits
 from fusedtrain.diagnose import (
     batches,
@@ -634,6 +635,23 @@ def test_what_other_processes_take_is_left_out_where_no_thread_of_the_run_can_ta
     for step in steps:
         assert step.seconds == pytest.approx(0.01 * step.wall if threads == 1 else step.wall)
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
+
+
+def test_a_wait_between_the_last_two_readings_is_in_both_of_them(monkeypatch):
+    now = {"clock": 0.0, "waited": 0.0}
+    pauses = iter((0.0, 2.0))  # before the counter is read
+
+    def read(waits):
+        pause = next(pauses)
+        now.update(clock=now["clock"] + pause, waited=now["waited"] + pause)
+        return now["waited"]
+
+    monkeypatch.setattr(Waits, "read", read)
+    monkeypatch.setattr(_waits, "time", types.SimpleNamespace(perf_counter=lambda: now["clock"]))
+    waits = Waits()
+    start = waits.start()
+    now["clock"] += 0.5
+    assert waits.seconds(start) == 0.5
 
 
 def test_what_was_waited_over_many_steps_is_taken_off_the_long_ones():

@@ -360,12 +360,12 @@ def _timed(dataset, batch_size, collate_fn, init) -> _One | None:
     walls, cpus, counts, size, waits = [], [], [], 0, Waits()
     start = time.perf_counter()
     while time.perf_counter() - start < SECONDS or len(walls) < 3:
-        wall, cpu, waited = time.perf_counter(), time.process_time(), waits.read()
+        begin, cpu = waits.start(), time.process_time()
         item = next(samples, None)
         if item is None:
             break
         count, batch = item
-        walls.append(max(time.perf_counter() - wall - (waits.read() - waited), 1e-7))
+        walls.append(max(waits.seconds(begin), 1e-7))
         cpus.append(time.process_time() - cpu)
         counts.append(count)
         size = max(size, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor)) // count)

@@ -506,9 +506,9 @@ def fault_cost() -> float:
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
         tensor = torch.frombuffer(memory, dtype=torch.float32)
         for kind in times:
-            start, waited = time.perf_counter(), waits.read()
+            start = waits.start()
             tensor.fill_(1.0)
-            kind.append(time.perf_counter() - start - (waits.read() - waited))
+            kind.append(waits.seconds(start))
     fresh, again = map(min, times)
     return agree(max(0.0, fresh - again) / (size / mmap.PAGESIZE))
 
@@ -524,11 +524,11 @@ def call_cost() -> float:
     x = torch.ones(4, device="cuda" if torch.cuda.is_initialized() else "cpu", requires_grad=True)
 
     def work() -> float:
-        start, waited, y = time.perf_counter(), waits.read(), x
+        start, y = waits.start(), x
         for _ in range(64):
             y = y * x + x
         torch.autograd.grad(y.sum(), x)
-        return time.perf_counter() - start - (waits.read() - waited)
+        return waits.seconds(start)
 
     waits = Waits()
     seconds = min(work() for _ in range(10))
@@ -550,12 +550,12 @@ def fused_step(driver: Driver) -> float:
     for _ in range(5):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        start, waited = time.perf_counter(), waits.read()
+        start = waits.start()
         with torch.no_grad():
             step(optimizer)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        least = min(least, time.perf_counter() - start - (waits.read() - waited))
+        least = min(least, waits.seconds(start))
     return agree(least)
 
 
