@@ -244,7 +244,7 @@ def test_waiting_gets_more_workers_than_cores_and_computing_never(monkeypatch, c
     monkeypatch.setattr(workers, "MOST", 8 * workers.cores())
     waiting = workers.plan(Latent(1000), 8)
     assert waiting.num_workers >= 4 * workers.cores(), waiting
-    assert waiting.points[waiting.num_workers] > 4 / 0.02, waiting
+    assert waiting.points[waiting.num_workers] > 2 * min(workers.cores(), 2) / 0.02, waiting  # on one core, too
     computing = workers.plan(Busy(1000), 8)
     assert computing.num_workers <= workers.cores() and max(computing.points) <= workers.cores(), computing
     assert len(waiting.points) in (2, 3) and "% of it on a core" in waiting.reason
