@@ -210,6 +210,13 @@ class ByFormula(nn.Module):
         return x + self.conv(x)
 
 
+class Unskipped(ByFormula):
+    """The Sequential is fused by its class, too, which does not know its activations and its gate."""
+
+    def forward(self, x):
+        return self.conv(x)
+
+
 # class -> which modules are found in it, the fused calls of one forward: blocks, gates, normalisations with more than
 # themselves, and those of them with a residual
 BLOCKS = {
@@ -223,6 +230,7 @@ BLOCKS = {
     Tied: ([""], 1, 0, 1, 0),
     SumBehind: ([""], 0, 0, 1, 1),
     ByFormula: ([""], 1, 0, 2, 1),
+    Unskipped: ([""], 1, 0, 1, 0),
     functools.partial(ByFormula, act=HardSwishAtOnce): ([""], 1, 0, 2, 1),
     functools.partial(ByFormula, act=HardSwishOfAClamp): ([""], 1, 0, 2, 1),
     functools.partial(ByFormula, act=SwishInPlace): ([""], 1, 0, 2, 1),

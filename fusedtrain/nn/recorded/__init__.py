@@ -22,7 +22,8 @@ from torch.nn.utils import parametrize
 
 from fusedtrain.nn import _channel_gate as gates
 from fusedtrain.nn._activation import observed
-from fusedtrain.nn.depthwise_bn_act_se import BLOCKS, CONVOLUTIONS, NORMS, is_pair
+from fusedtrain.nn.depthwise_bn_act_se import BLOCKS, CONVOLUTIONS, NORMS, Conv2dNormActivation, Sequential, is_pair
+from fusedtrain.nn.depthwise_bn_act_se import find as find_parts
 from fusedtrain.nn.recorded._block import Recorded, restore, stock_class, take
 from fusedtrain.nn.recorded._origin import is_of_a_zoo, is_unknown
 from fusedtrain.nn.recorded._patterns import Pattern, count_pointwise
@@ -124,7 +125,7 @@ def find(model: nn.Module, kind: Kind, leave: Callable[[str], bool]) -> dict[str
             if is_unknown(module) and _holds_one(module, kind) and not leave(path):
                 found[path] = result
         elif result.saved > inner:
-            saved[module] = result.saved
+            saved[module] = inner + _saved_by_class(module, kind) if kind(module) in _SEQUENCES else result.saved
             if not leave(path):
                 _take_in(found, path, result, module, kind)
     return found
@@ -137,6 +138,18 @@ def _take_in(found: dict, path: str, recording: Recording, module: nn.Module, ki
         if is_inlined(inlined, kind) and not observed(inlined):
             found.pop(f"{path}.{inner}".strip("."), None)
     found[path] = recording
+
+
+_SEQUENCES = (Sequential, Conv2dNormActivation)
+
+
+def _saved_by_class(module: nn.Sequential, kind: Kind) -> int:
+    """How many calls fewer a fused sequence makes by itself, whose layers need be of classes that it knows."""
+    layers, saved = list(module), 0
+    while layers:
+        count = (find_parts(layers, kind) or [1])[-1]
+        saved, layers = saved + count - 1, layers[count:]
+    return saved
 
 
 def _may_hold_a_pattern(layers: list[nn.Module], kind: Kind) -> bool:
