@@ -1263,6 +1263,42 @@ class OfSequences(LinearGate):
         return x * self.fc(x.mean(1)).unsqueeze(1)
 
 
+class PooledBy(LinearGate):
+    def __init__(self, c, pool):
+        super().__init__(c)
+        self.pool = pool
+
+    def forward(self, x):
+        return x * self.fc(self.pool(x).flatten(1))[..., None, None]
+
+
+MEANS = {
+    "in turn": lambda x: x.mean(3).mean(2),
+    "the same dimension twice": lambda x: x.mean(-1, keepdim=True).squeeze(-1).mean(-1),
+    "of rows": lambda x: x.view(x.size(0), x.size(1), -1).mean(dim=2),
+    "by the shape": lambda x: F.avg_pool2d(x, x.shape[2:]),
+    "by sizes": lambda x: F.avg_pool2d(x, kernel_size=[x.size(2), x.size(3)]),
+}
+OTHER_MEANS = {
+    "of squares": lambda x: F.avg_pool2d(x, x.size(2)),
+    "of one size": lambda x: F.avg_pool2d(x, (4, 8)),
+    "of a corner": lambda x: F.avg_pool2d(x, 8, ceil_mode=True),
+    "in another dtype": lambda x: x.mean((2, 3), dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("means", MEANS.values(), ids=MEANS)
+def test_the_mean_in_a_gate_may_be_written_in_several_ways(means, calls):
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Conv2d(3, 16, 1), PooledBy(16, means))
+    fused = copy.deepcopy(stock)
+    assert by_hand(fusedtrain.fuse(fused)) == ["1"]
+    assert_model_as_good_as_torch(fused, stock, "gate", size=9)
+    calls.clear()
+    fused(harness.images((2, 3, 9, 7)))
+    assert calls == ["squeeze_excite"]
+
+
 class UsedTwice(ConvGate):
     def forward(self, x):
         hidden = self.reduce(x.mean((2, 3), keepdim=True))
@@ -1306,6 +1342,7 @@ class Scaled(ConvNormAct):
     [
         *(kind(16) for kind in (OtherOrder, OfTheLastChannelsFirst, OfTheFirstImage, Transposed)),
         *(kind(16) for kind in (RowsOnly, OfSequences, UsedTwice, OfAnother)),
+        *(PooledBy(16, means) for means in OTHER_MEANS.values()),
         *(kind(16, 16, 3) for kind in (BetweenIsUsed, IntoTheShortcut, WrittenBetween, Scaled)),
     ],
     ids=lambda block: type(block).__name__,

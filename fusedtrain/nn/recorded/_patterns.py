@@ -476,13 +476,13 @@ class Pattern:
         if any(not set(node.users) <= {*nodes, multiply} for node in ordered):
             return None
         work = [node for node in ordered if not self.only_shapes(node)]
-        if len(work) != 5 or not self._is_mean(work[0]):
+        if len(work) < 5 or not all(map(self._averages, work[:-4])):
             return None
-        _, fc1, act, fc2, gate = work
+        fc1, act, fc2, gate = work[-4:]
         layers = self.module(fc1), self.module(fc2)
         if None in layers or count_pointwise(layers, self.kind) < 2:
             return None
-        if self.activation(act) is None or self.activation(gate) is None or not self._keeps_order(ordered, x, work[1:]):
+        if None in (self.activation(act), self.activation(gate)) or not self._keeps_order(ordered, x, work[-4:]):
             return None
         return (fc1, act, fc2, gate), [*ordered, multiply]
 
@@ -492,18 +492,24 @@ class Pattern:
             return type(layer) in (nn.Flatten, nn.Identity, nn.Unflatten) and not observed(layer)
         return node.op in ("call_function", "call_method") and node.target in _SHAPES
 
-    def _is_mean(self, node: fx.Node) -> bool:
+    def _averages(self, node: fx.Node) -> bool:
+        """Whether ``node`` takes means, of whichever pixels."""
         if node.op == "call_module":
             return self.module(node) is not None and gates.is_mean(self.module(node))
-        if node.target is F.adaptive_avg_pool2d:
-            size = {**dict(zip(("input", "output_size"), node.args)), **node.kwargs}.get("output_size")
-            return size in (1, (1, 1), [1, 1])
-        if node.target not in (torch.mean, "mean"):
-            return False
-        options = {**dict(zip(("input", "dim", "keepdim"), node.args)), **node.kwargs}
-        dims = options.get("dim")
-        plain = isinstance(dims, (tuple, list)) and all(isinstance(d, int) for d in dims)
-        return plain and options.keys() <= {"input", "dim", "keepdim"} and {d % 4 for d in dims} == {2, 3}
+        plain = len(node.args) <= 3 and node.kwargs.keys() <= {"input", "dim", "keepdim", "kernel_size", "output_size"}
+        return plain and node.target in (F.adaptive_avg_pool2d, F.avg_pool2d, torch.mean, "mean")
+
+    def _takes_means(self, nodes: list[fx.Node], x: fx.Node, layer: fx.Node) -> bool:
+        """Whether ``nodes`` hand ``layer`` the means of ``x``: seen by what they make of images of two sizes, of
+        numbers whose means are exact."""
+        for size in ((4, 8), (8, 2)):
+            images = _numbers(2, self.module(layer).weight.shape[1], *size)
+            values = {x: images}
+            for node in nodes:
+                values[node] = self._result(node, values)
+            if not torch.equal(values[layer.args[0]].flatten(), images.mean((2, 3)).flatten()):
+                return False
+        return True
 
     def _keeps_order(self, nodes: list[fx.Node], x: fx.Node, layers: list[fx.Node]) -> bool:
         """Whether what lies between the ``layers`` of a gate hands them, and ``x``, the right numbers: seen by what it
@@ -511,29 +517,36 @@ class Pattern:
         channels = self.module(layers[0]).weight.shape[1]
         n = 3 if channels != 3 else 5
 
-        def numbers(*shape: int) -> Tensor:
-            return torch.arange(math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
-
-        values = {x: numbers(n, channels, 1, 1).expand(n, channels, 4, 8)}
+        values = {x: _numbers(n, channels, 1, 1).expand(n, channels, 4, 8)}
         try:
+            if not self._takes_means(nodes[: nodes.index(layers[0])], x, layers[0]):
+                return False
             for node in nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 if node in layers:
-                    if not torch.equal(args[0].flatten(), numbers(args[0].numel())):
+                    given = values[node.args[0]]
+                    if not torch.equal(given.flatten(), _numbers(given.numel())):
                         return False
                     fc = node.op == "call_module" and self.activation(node) is None
-                    values[node] = numbers(*_shape(self.module(node), args[0])) if fc else args[0]
-                elif node.op == "call_module":
-                    values[node] = self.module(node)(*args)
-                elif node.op == "call_method":
-                    values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+                    values[node] = _numbers(*_shape(self.module(node), given)) if fc else given
                 else:
-                    values[node] = node.target(*args, **kwargs)
+                    values[node] = self._result(node, values)
         except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that does not go with this one
             return False
         images, factor = values[x], values[nodes[-1]]
         fits = factor.shape in (images.shape, (n, channels, 1, 1))
         return fits and torch.equal(factor.expand_as(images), images)
+
+    def _result(self, node: fx.Node, values: dict[fx.Node, object]):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_module":
+            return self.module(node)(*args)
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
 
 
 def _arguments(node: fx.Node) -> dict:
