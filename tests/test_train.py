@@ -287,6 +287,16 @@ def test_data_that_end_before_the_run_does_are_refused(kind, epoch):
     assert len(run.history.epochs) == 1
 
 
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_a_batch_that_is_none_does_not_end_the_epoch(kind):
+    whole, holed = [(IMAGES, TARGETS)] * 3, [(IMAGES, TARGETS), None, (IMAGES, TARGETS)]
+    run = trainer(small_net())
+    with pytest.raises(InputError, match=f"^batch 2 of the {kind} data is None, .* pass max_skipped= to fusedtrain"):
+        run.fit(*[holed if kind == name else whole for name in ("training", "validation")])
+    with pytest.raises(InputError, match=r"^a training batch must be a pair of tensors .* got NoneType$"):
+        run.fit(holed[1:])
+
+
 @pytest.mark.parametrize(
     ("loss", "got"), [(nn.CrossEntropyLoss(reduction="none"), r"float32\[4\]"), (lambda *_: 1.0, "float")]
 )

@@ -1,6 +1,7 @@
 """What can be known to go wrong before the first step, and labels that only loading shows."""
 
 import inspect
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -60,9 +61,10 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
     """
     metrics, own, trains = {}, trainer.overridden[name], name == "training"
     set_epoch(batches, 0)
-    batch = next(iter(batches), None)
-    if batch is None:
+    first = list(itertools.islice(batches, 1))
+    if not first:
         raise InputError(f"the {name} data hold no batch")
+    batch = first.pop()
     if not own:
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         if not is_pair or not all(isinstance(t, Tensor) for t in batch):

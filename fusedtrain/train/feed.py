@@ -16,6 +16,8 @@ from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.rng import SeededDataset, cpu_state, rng_state, set_rng_state
 from fusedtrain.train.sampler import EpochSampler
 
+_END = object()  # of a pass
+
 
 class Feed:
     """Iterates over ``batches`` and knows where it stands.
@@ -243,10 +245,10 @@ class Feed:
         """
         if self._left == 0:
             return None
-        batch = next(self._iterator, None)
+        batch = next(self._iterator, _END)
         if self._left is not None:
             self._left -= 1
-        if batch is None:
+        if batch is _END:
             self.ended = True
             if self._left is None:
                 self._left = 0
@@ -254,6 +256,11 @@ class Feed:
             if self._batch is None:
                 raise InputError(f"rank {self.world.rank} has no {self.name} batch at all, but other ranks have")
             return self._batch, False
+        if batch is None:  # what a collate_fn may return that has left out all samples
+            raise InputError(
+                f"batch {self.used + ahead + 1} of the {self.name} data is None, which nothing can be made of; to leave"
+                " out samples that cannot be read, pass max_skipped= to fusedtrain.data.loader"
+            )
         self._batch = batch if self.world.size > 1 else None
         counts = self.world.size == 1 or self._sampler is None or self._sampler.counts(ahead)[self.world.rank] > 0
         return batch, counts
