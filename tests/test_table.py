@@ -164,6 +164,32 @@ def test_files_may_have_their_columns_in_any_order(tmp_path, options):
     assert x == y and sorted(x) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"x": [4.0]}, r"the column 'x' is int64 in .*a\.parquet, but double in .*b\.parquet$"),
+        ({"x": [4], "y": [4]}, r"b\.parquet has a column 'y', and .*a\.parquet has none: pass columns= that all have$"),
+        ({"z": [4]}, r"a\.parquet has a column 'x', and .*b\.parquet has none: pass columns= that all have$"),
+    ],
+)
+def test_files_whose_rows_make_no_batch_are_refused(tmp_path, columns, message):
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=message):
+        data.TableDataset(tmp_path)
+    pq.write_table(pa.table({name: [] for name in columns}), tmp_path / "b.parquet")  # pandas knows no types then
+    assert len(list(data.TableDataset(tmp_path))) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"batch_size": 2}], ids=str)
+def test_columns_of_nulls_alone_and_of_other_strings_go_with_the_rest(tmp_path, options):
+    for name, x in {"a": pa.nulls(3), "b": pa.array(["b"] * 3), "c": pa.array(["c"] * 3, pa.large_string())}.items():
+        pq.write_table(pa.table({"x": x, "y": [1, 2, 3]}), tmp_path / f"{name}.parquet")
+    found = [row["x"] for row in data.TableDataset(tmp_path, **options)]
+    found = [x for part in found for x in part] if "batch_size" in options else found
+    assert sorted(map(str, found)) == ["None"] * 3 + ["b"] * 3 + ["c"] * 3
+
+
 def test_blocks_that_are_shuffled_may_hold_more_than_offsets_of_32_bits_reach():
     rows = [{"n": i, "s": f"{i}", "b": b"%d" % i, "v": {"b": b"", "w": [f"{i}"] * i}} for i in range(5)]
     (block,) = table._shuffled(iter([pa.Table.from_pylist(rows[:3]), pa.Table.from_pylist(rows[3:])]), 9, (0,), 0, 0)

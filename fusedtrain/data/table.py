@@ -54,7 +54,8 @@ class TableDataset(IterableDataset):
         rank, world_size: which part of the rows this process gives; None asks torch.distributed, or takes all.
 
     Raises:
-        ValueError: no file matches, a column is missing, a file is broken (named), or a number is out of range.
+        ValueError: no file matches, a column is missing or has another type than in another file, a file is broken
+            (named), or a number is out of range.
         ModuleNotFoundError: pyarrow, or fsspec for a URL, is missing.
 
     Rows are shared out evenly: the order of an epoch is cut into ``world_size * workers`` stretches of equal length, up
@@ -95,6 +96,7 @@ class TableDataset(IterableDataset):
         self.staging = staging
         self._files: dict[str, _File] = {}
         self._opened_in = os.getpid()
+        self._types: dict = {}  # of the columns, with the file in which they were found
         self.groups = [(i, g, n) for i in range(len(self.paths)) for g, n in enumerate(self._inspect(i))]
         self.rows = sum(rows for _, _, rows in self.groups)
         self.epoch = self.position = 0
@@ -228,13 +230,31 @@ class TableDataset(IterableDataset):
         path = self.paths[index]
         try:
             file = self._open(path)
-            names = file.names()
-            missing = [column for column in self.columns or () if column not in names]
+            types = file.types()
+            missing = [column for column in self.columns or () if column not in types]
             if missing:
-                raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(names)}")
-            return file.group_rows()
+                raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(types)}")
+            rows = file.group_rows()
+            if sum(rows):  # who writes no rows need not know their types
+                self._check_types(path, {name: types[name] for name in self.columns or types})
+            return rows
         except (OSError, need("pyarrow", "data").ArrowException) as error:
             raise ValueError(f"{path} is not a readable Parquet or Arrow file: {error}") from error
+
+    def _check_types(self, path: str, types: dict) -> None:
+        """Refuses a file whose rows do not go into one batch with those of the files before. A column of nothing but
+        nulls goes with any type."""
+        known = self._types = self._types or {name: (kind, path) for name, kind in types.items()}
+        null = need("pyarrow", "data").null()
+        for name in {**known, **types}:
+            if name not in types or name not in known:
+                here, there = (path, next(iter(known.values()))[1]) if name in types else (known[name][1], path)
+                raise ValueError(f"{here} has a column {name!r}, and {there} has none: pass columns= that all have")
+            (kind, where), own = known[name], types[name]
+            if kind == null:
+                known[name] = own, path
+            elif own != null and _wide(own) != _wide(kind):
+                raise ValueError(f"the column {name!r} is {kind} in {where}, but {own} in {path}")
 
 
 class _Staged:
@@ -272,8 +292,10 @@ class _File:
             pa = need("pyarrow", "data")
             self.file = need("pyarrow.ipc", "data").open_file(pa.memory_map(source) if source is path else source)
 
-    def names(self) -> list[str]:
-        return (self.file.schema_arrow if self.is_parquet else self.file.schema).names
+    def types(self) -> dict:
+        """Returns the types of the columns by their names."""
+        schema = self.file.schema_arrow if self.is_parquet else self.file.schema
+        return dict(zip(schema.names, schema.types))
 
     def group_rows(self) -> list[int]:
         if self.is_parquet:
@@ -412,7 +434,7 @@ def _joined(parts: list):
         turned = part.column_names != names and sorted(part.column_names) == sorted(names)
         return part.select(names) if turned else part
 
-    return need("pyarrow", "data").concat_tables([in_order(part) for part in parts])
+    return need("pyarrow", "data").concat_tables([in_order(part) for part in parts], promote_options="permissive")
 
 
 def _wide(kind):
