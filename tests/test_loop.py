@@ -865,6 +865,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     assert "\n" not in str(error.value) and str(error.value).endswith(" ...") and len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+def test_parameters_in_another_order_go_on_with_their_own_states(tmp_path, kind):
+    def run(folder, epochs, order):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), *(nn.Linear(4, 4) for _ in range(3)))
+        groups = [{"params": [getattr(model[i], name) for i in order]} for name in ("weight", "bias")]
+        groups = groups if epochs else groups[::-1]
+        run = make(model, kind(groups, lr=0.01), epochs=epochs or 3, checkpoint=Checkpoint(tmp_path / folder))
+        return run.fit(data()).step_losses, weights(model)
+
+    expected, end = run("whole", 3, (1, 2, 3, 4))
+    run("cut", 2, (1, 2, 3, 4))
+    losses, other = run("cut", 3, (3, 1, 4, 2))  # as of a set, in another process
+    assert losses == expected and torch.equal(other, end)
+    message = r"is of another model or optimizer: 1\.weight is in another group of the optimizer now$"
+    with pytest.raises(InputError, match=message):
+        run("whole", 0, (1, 2, 3, 4))
+
+
 def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again():
     stop = Stop(4)
     run = make(net(), epochs=2, callbacks=[stop])

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import textwrap
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -283,7 +284,7 @@ class Saving:
             load_model_state(t, state["model"])
             given = _hyperparameters(t.optimizer)
             _let_join(t, state.get("groups"), state["optimizer"])
-            load_optimizer_state(t, state["optimizer"])
+            load_optimizer_state(t, state["optimizer"], state.get("groups"))
             if state["others"] is not None:
                 load_others(t, state["others"])
         except (RuntimeError, ValueError, KeyError) as error:
@@ -477,7 +478,10 @@ def optimizer_state(t) -> dict:
     }
 
 
-def load_optimizer_state(t, state: dict) -> None:
+def load_optimizer_state(t, state: dict, names: list[list[str | None]] | None = None) -> None:
+    """``names``: of the parameters in the groups of a state that has them by place."""
+    if names is not None:
+        state = _in_own_order(t, state, names)
     if _fsdp(t):
         groups = []
         for keys in _keys_of_groups(t):
@@ -487,6 +491,20 @@ def load_optimizer_state(t, state: dict) -> None:
             groups.append({**saved, "params": keys})
         state = {"state": state["state"], "param_groups": groups}
     t.optimizer.load_state_dict(state)
+
+
+def _in_own_order(t, state: dict, names: list[list[str | None]]) -> dict:
+    """``state`` with the parameters of each group in the order of this run's, which scripts may take from a set."""
+    own, flat = _names_of_groups(t), itertools.chain.from_iterable
+    if own == names or len(own) != len(names) or {*flat(own)} != {*flat(names)}:
+        return state
+    groups = []
+    for old, new, saved in zip(names, own, state["param_groups"]):
+        for name in (Counter(old) - Counter(new)) | (Counter(new) - Counter(old)):
+            raise ValueError(f"{name} is in another group of the optimizer now")
+        places = {name: [p for p, other in zip(saved["params"], old) if other == name] for name in old}
+        groups.append({**saved, "params": [places[name].pop(0) for name in new]})
+    return {**state, "param_groups": groups}
 
 
 def _keys_of_groups(t) -> list[list[str | int]]:
