@@ -1130,6 +1130,18 @@ def test_complex_parameters_train_and_what_is_not_finite_of_them_is_left_out(max
     assert run.skipped == 1 and weights(model).isfinite().all() and not torch.equal(weights(model), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_run_takes_another_default_dtype(dtype):
+    before, (inputs, targets) = torch.get_default_dtype(), samples(24)
+    torch.set_default_dtype(dtype)
+    try:
+        run = make(net())
+        run.fit(Batches(inputs.to(dtype), targets, 8, shuffle=False))
+    finally:
+        torch.set_default_dtype(before)
+    assert run.step_count == 3 and run.skipped == 0 and weights(run.model).dtype == dtype
+
+
 def test_metrics_are_as_exact_as_they_are_given():
     class Fixed(Trainer):
         def validation_step(self, batch):

@@ -29,8 +29,8 @@ class Update:
         self.late = self.fused and self.params[0].device.type != "cpu"
         self._alike = self._are_alike()
         self._clears = type(optimizer).zero_grad is Optimizer.zero_grad
-        self._found = torch.zeros((), device=self.params[0].device)
-        self._one = torch.ones((), device=self.params[0].device)
+        kind = {"dtype": torch.float32, "device": self.params[0].device}  # whatever the default dtype is
+        self._found, self._one = torch.zeros((), **kind), torch.ones((), **kind)
         self._sharded = None
         self._others: list[Tensor] = []
         self.norm: Tensor | None = None
