@@ -1368,6 +1368,7 @@ def test_a_run_compiles_one_graph_and_finds_it_when_it_begins_again(tmp_path):
         ({"max_grad_norm": -1.0}, "max_grad_norm must be positive, got -1.0"),
         ({"weights": "."}, "weights must name a file, . is a folder"),
         ({"best_weights": "/"}, "best_weights must name a file, / is a folder"),
+        ({"weights": 300 * "w"}, "weights must have a name of at most 220 bytes, got wwww"),
         ({"distributed": "fsdp"}, r"distributed must be Distributed\(...\), got 'fsdp'"),
         ({"logging": "logs"}, r"logging must be Logging\(...\), got 'logs'"),
         ({"seed": 2**64}, "seed must be a whole number between .*, got 18446744073709551616"),

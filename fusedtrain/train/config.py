@@ -123,9 +123,14 @@ class TrainConfig:
         require(not fsdp16, "strategy fsdp does not go with precision fp16; take bf16")
 
 
+_LONGEST = 220  # bytes of a name: file systems take 255, and until it is whole the file has a longer one
+
+
 def _check_file(name: str, path: Path) -> None:
     """Raises InputError where the end of the run could not write this file."""
     folder = path.parent
+    fits = len(os.fsencode(path.name)) <= _LONGEST
+    require(fits, f"{name} must have a name of at most {_LONGEST} bytes, got {path.name}")
     require(folder.is_dir(), f"the folder for the weights does not exist: {folder}")
     require(os.access(folder, os.W_OK), f"the folder for the weights cannot be written to: {folder}")
     require(not path.is_dir(), f"{name} must name a file, {path} is a folder")
