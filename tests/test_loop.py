@@ -43,6 +43,7 @@ from fusedtrain.train import (
 )
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.cudnn import SIZES
+from fusedtrain.train.groups import parameter_groups
 from fusedtrain.train.meter import Late
 from fusedtrain.train.preemption import Preempted
 from fusedtrain.train.profile import Spans
@@ -1993,6 +1994,15 @@ def test_the_rate_beside_a_loss_is_that_of_its_update(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [line["lr"] for line in lines if "lr" in line] == [0.5, 0.375, 0.25, 0.125]
     assert "lr 1.25e-01" in run.numbers.shown()
+
+
+def test_of_rates_by_layer_the_one_that_was_asked_for_is_logged(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(parameter_groups(model, lr=0.5, layer_decay=0.5))
+    schedule = Schedule("polynomial", warmup_epochs=0)
+    make(model, optimizer, schedule=schedule, logging=Logging(tmp_path, log_every=1)).fit(data(32))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["lr"] for line in lines if "lr" in line] == [0.5, 0.375, 0.25, 0.125]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -58,11 +58,15 @@ class Numbers:
         self.rate: Tensor | float = 0.0  # of the update under way, after which the schedule moves on
         self.start, self.running = 0.0, False
         self._late, self._new, self._weights = Late(), [], []
+        self._fastest = 0  # group of the optimizer
         self._scale: float | None = None
 
     def begin(self) -> None:
         """The training of an epoch begins, or goes on after so many seconds."""
         self.start, self.running = time.perf_counter() - self.seconds, True
+        groups = self.trainer.optimizer.param_groups
+        peaks = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self._fastest = peaks.index(max(peaks))
 
     def end(self) -> None:
         """The training of an epoch is over."""
@@ -75,8 +79,8 @@ class Numbers:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def note_rate(self) -> None:
-        """An update is to be made."""
-        rate = self.trainer.optimizer.param_groups[0]["lr"]
+        """An update is to be made; of groups with rates of their own, such as by layer, the highest is noted."""
+        rate = self.trainer.optimizer.param_groups[self._fastest]["lr"]
         self.rate = rate.clone() if isinstance(rate, Tensor) else rate
 
     def step(self, loss: Tensor | float, weight: float, applied: bool | Tensor) -> None:
