@@ -1986,6 +1986,50 @@ def test_parameters_of_a_loss_are_saved_too(tmp_path, at, strategy):
     assert run(tmp_path / "cut") == whole != 1.0
 
 
+class Centred(nn.Module):
+    """A loss that gathers the mean of the outputs, from the first batch on."""
+
+    def __init__(self, weight: float):
+        super().__init__()
+        self.register_buffer("centre", None)
+        self.register_buffer("weight", torch.full((4,), weight))
+
+    def forward(self, outputs, targets):
+        centre = 0.0 if self.centre is None else self.centre
+        if torch.is_grad_enabled():
+            self.centre = 0.9 * centre + outputs.detach().mean(0)
+        return self.weight[0] * nn.functional.cross_entropy(outputs - centre, targets, self.weight)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("options", [{}, {"distributed": Distributed("fsdp")}, {"nonfinite": "skip"}], ids=str)
+def test_what_a_loss_gathers_is_saved_too_and_its_options_are_not(tmp_path, at, options):
+    def run(folder, weight=0.5, **more):
+        model, loss = net(), Centred(weight)
+        config = TrainConfig(
+            epochs=3, device="cpu", accumulation=2, checkpoint=Checkpoint(tmp_path / folder), **options
+        )
+        Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), config, **more).fit(data(40))
+        return loss
+
+    whole = run("whole").centre
+    with pytest.raises(SystemExit):
+        run("cut", callbacks=[Stop(at)])
+    assert torch.equal(run("cut").centre, whole) and run("cut", weight=2.0).weight[0] == 2.0
+    with pytest.raises(InputError, match=r"is of another model or optimizer: the loss has no buffer centre$"):
+        make(net(), epochs=4, accumulation=2, checkpoint=Checkpoint(tmp_path / "cut"), **options).fit(data(40))
+
+
+def test_an_update_that_is_left_out_leaves_the_loss_as_it_was_too():
+    inputs, targets = samples(24)
+    inputs[8:16] = math.nan
+    model, loss = net(), Centred(0.5)
+    config = TrainConfig(epochs=1, device="cpu", nonfinite="skip")
+    run = Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), config)
+    run.fit(Batches(inputs, targets, 8, shuffle=False))
+    assert run.skipped == 1 and loss.centre.isfinite().all()
+
+
 def test_the_rate_beside_a_loss_is_that_of_its_update(tmp_path):
     model, schedule = net(), Schedule("polynomial", warmup_epochs=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

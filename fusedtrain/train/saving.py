@@ -84,6 +84,7 @@ class Saving:
     def __init__(self, trainer):
         self.trainer, self.config = trainer, trainer.config.checkpoint
         self.fsdp, self.store = trainer.world.config.strategy == "fsdp", None
+        self._loss_at_start = {name: buffer.clone() for name, buffer in _loss_buffers(trainer).items()}
         if self.config.directory is not None:
             require(
                 not hasattr(trainer.optimizer, "consolidate_state_dict"),
@@ -188,6 +189,7 @@ class Saving:
             "validation_rng": None if t.validation_feed is None else t.validation_feed.rng_state()["loader"],
             "loss": float(t.numbers.loss_sum),
             "weight": t.numbers.weight,
+            "loss_buffers": self._moved_loss_buffers(),
         }
         state = {
             "version": VERSION,
@@ -216,6 +218,11 @@ class Saving:
         }
         # Over the ranks go only the tensors that every run of this model has.
         return state | {name: as_text(state[name]) for name in TEXTS} if self.fsdp else state
+
+    def _moved_loss_buffers(self) -> dict:
+        """What a loss has gathered, such as a running centre; what stays, such as weights of classes, is an option."""
+        now, before = _loss_buffers(self.trainer), self._loss_at_start
+        return {name: b.cpu() for name, b in now.items() if name not in before or not _same(b, before[name])}
 
     def _averages(self) -> dict | None:
         """Of sharded runs those of the optimizer stand in its state alone, for that is not made of its own tensors."""
@@ -287,6 +294,8 @@ class Saving:
             load_optimizer_state(t, state["optimizer"], state.get("groups"))
             if state["others"] is not None:
                 load_others(t, state["others"])
+            ranks, rank = state["ranks"], t.world.rank
+            load_loss_buffers(t, ranks[min(rank, len(ranks) - 1)].get("loss_buffers", {}))
         except (RuntimeError, ValueError, KeyError) as error:
             reason = textwrap.shorten(" ".join(str(error).splitlines()[:2]), 300, placeholder=" ...")
             raise InputError(
@@ -328,7 +337,6 @@ class Saving:
         t.numbers.seconds = state["seconds"]
         t.history.epochs[:] = [Epoch(**epoch) for epoch in state["history"]["epochs"]]
         t.history.step_losses[:] = state["history"]["step_losses"].tolist()
-        ranks, rank = state["ranks"], t.world.rank
         if len(ranks) == t.world.size or t.device.type == "cpu":  # on the CPU every process has the sums of all
             own = ranks[min(rank, len(ranks) - 1)]
             t.numbers.loss_sum, t.numbers.weight = own["loss"], own["weight"]
@@ -433,6 +441,37 @@ def load_others(t, state: list) -> None:
     with torch.no_grad():
         for p, value in zip(t.others, state):
             p.copy_(value)
+
+
+def _loss_buffers(t) -> dict:
+    """The buffers of the loss that are not the model's."""
+    own = {id(module) for module in t.model.modules()}
+    modules = t.loss.named_modules() if isinstance(t.loss, torch.nn.Module) else ()
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+        if id(module) not in own
+    }
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return bool(((one == other) | (one != one) & (other != other)).all())  # NaN is the same as NaN
+
+
+def load_loss_buffers(t, state: dict) -> None:
+    known = dict(t.loss.named_modules()) if isinstance(t.loss, torch.nn.Module) else {}
+    for name, value in state.items():
+        path, _, leaf = name.rpartition(".")
+        if path not in known or leaf not in known[path]._buffers:
+            raise ValueError(f"the loss has no buffer {name}")
+        own = known[path]._buffers[leaf]
+        if own is not None and own.shape == value.shape:
+            own.copy_(value)
+        else:
+            known[path]._buffers[leaf] = value.to(t.device, copy=True)
 
 
 def _names_of_groups(t) -> list[list[str | None]]:

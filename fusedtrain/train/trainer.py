@@ -140,7 +140,8 @@ class Trainer:
         # is not finite has reached buffers.
         parted = self.world.size > 1 or config.distributed.strategy == "fsdp"
         self._undoes = (parted or may_skip) and config.accumulation.accumulate > 1
-        self._buffers = Buffers(self.model) if may_skip or self._undoes else None
+        both = nn.ModuleList(part for part in (self.model, loss) if isinstance(part, nn.Module))
+        self._buffers = Buffers(both) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
         self._benchmark = Benchmark()
