@@ -1212,8 +1212,14 @@ def test_an_error_of_a_run_is_not_hidden_by_what_fails_after_it():
     inputs, targets = samples(24)
     with pytest.raises(NonFiniteError), pytest.warns(UserWarning, match="the network is gone"):
         make(net(), loggers=[Logger()]).fit(Batches(inputs * math.nan, targets, 8, shuffle=False))
-    with pytest.raises(OSError, match="the network is gone"):
-        make(net(), loggers=[Logger()]).fit(data())
+    ends, callback = [], Callback()
+    callback.on_fit_end = lambda trainer, error: ends.append(error)
+    with (
+        pytest.raises(OSError, match="the network is gone") as gone,
+        pytest.warns(UserWarning, match="the network is gone"),
+    ):
+        make(net(), loggers=[Logger(), Logger()], callbacks=[callback]).fit(data())
+    assert ends == [gone.value]
 
 
 def test_a_trace_that_the_run_is_too_short_for_is_missed_aloud(tmp_path):

@@ -510,19 +510,23 @@ class Trainer:
 
     def _finish(self, error: BaseException | None) -> None:
         ends = [logger.close for logger in self.loggers] + ([] if self._tracer is None else [self._tracer.close])
+        failed = None
         for end in ends:
             try:
                 end()
             except Exception as failure:
                 if error is None:
-                    raise
-                warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)  # its own error tells more
+                    error = failed = failure
+                else:  # which tells more
+                    warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)
         self.feed.close()
         self._make_step = self.step  # a graph holds the memory of a whole step
         self.update.give_back()
         schedule.leave(self.optimizer)
         self.callbacks.call("on_fit_end", self, error)
         self.spans.enter(None)
+        if failed is not None:
+            raise failed
         if error is None:
             self.progress.line(f"{self.title}  {self.spans}")
 
