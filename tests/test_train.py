@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import mmap
 import os
 import re
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDat
 
 from fusedtrain import optim
 from fusedtrain._files import write_atomic
-from fusedtrain.data import loader
+from fusedtrain.data import DevicePrefetcher, loader
 from fusedtrain.train import (
     Batches,
     EpochSampler,
@@ -285,6 +286,36 @@ def test_data_that_end_before_the_run_does_are_refused(kind, epoch):
     with pytest.raises(InputError, match=f"^the {kind} data hold no batch{epoch}"):
         run.fit(*data)
     assert len(run.history.epochs) == 1
+
+
+class Frames(Dataset):
+    """Reads as many frames as its index says of a film that has three."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        film = iter(IMAGES[:3])
+        return [next(film) for _ in range(index % 4 + 1)][-1], TARGETS[0]
+
+
+class WithoutBroken(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["training", "validation"])
+@pytest.mark.parametrize("order", ["plain", "EpochSampler"])
+def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch(kind, order, workers):
+    whole, run = [(IMAGES, TARGETS)], trainer(small_net())
+    how = {"batch_size": 2} if order == "plain" else {"batch_sampler": EpochSampler(8, 2, shuffle=False)}
+    films = DataLoader(Frames(), num_workers=workers, **how)
+    message = rf"^the {kind} data ended 3 batches too early: a sample that raises StopIteration, .* ends the pass$"
+    with pytest.raises(InputError, match=message):
+        run.fit(*[DevicePrefetcher(films, "cpu") if kind == name else whole for name in ("training", "validation")])
+    pairs = TensorDataset(IMAGES, TARGETS)
+    run.fit(WithoutBroken(pairs, 2), DataLoader(pairs, 2))  # what a loader of one's own leaves out is left out
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
@@ -654,7 +685,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
 import os, signal, sys
 from pathlib import Path
 from fusedtrain._files import write_atomic
-from fusedtrain.data import loader
+from fusedtrain.data import DevicePrefetcher, loader
 
 def write(file):
     file.write(b"half")

@@ -6,9 +6,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from fusedtrain.data.epochs import set_epoch
+from fusedtrain.data.prefetch import DevicePrefetcher
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.distributed import World
 from fusedtrain.train.errors import InputError
@@ -229,9 +237,22 @@ class Feed:
         self._iterator = iter(self.batches)
         if stayed:  # workers that stay draw no seed, but new ones do, and those of a run that goes on are new
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        self._batch, self.iterating = None, True
+        self._batch, self.iterating, self._due = None, True, self._due_batches()
         if self._position is None and self.used:
             wait(self._skip)
+
+    def _due_batches(self) -> int:
+        """Returns how many batches a plain DataLoader has to give from here on; 0 where nobody knows for sure."""
+        loader = self.batches.batches if type(self.batches) is DevicePrefetcher else self.batches
+        plain = ((getattr(type(loader), name, None), getattr(DataLoader, name)) for name in ("__iter__", "__len__"))
+        if any(own is not torchs for own, torchs in plain) or isinstance(loader.dataset, IterableDataset):
+            return 0
+        order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if type(order) is EpochSampler:
+            return order.remaining()
+        order = order.sampler if type(order) is BatchSampler else order
+        exact = type(order) in (RandomSampler, SequentialSampler, DistributedSampler)
+        return len(loader) - self.used if exact else 0
 
     def _skip(self) -> None:
         for _ in range(self.used + self.ended):  # at its end a sampler that shuffles draws once more
@@ -248,7 +269,13 @@ class Feed:
         batch = next(self._iterator, _END)
         if self._left is not None:
             self._left -= 1
+        self._due -= 1
         if batch is _END:
+            if self._due >= 0:
+                raise InputError(
+                    f"the {self.name} data ended {self._due + 1} batches too early: a sample that raises StopIteration,"
+                    " as next() does at the end of what it reads, ends the pass"
+                )
             self.ended = True
             if self._left is None:
                 self._left = 0
