@@ -100,8 +100,9 @@ def test_a_rank_whose_batch_counts_for_nothing_takes_part(two):
     outputs = ranks.net()(every[0])
     loss = nn.functional.cross_entropy(outputs, every[1]).item()
     for found in two["unlabelled"]:
-        check_steps(found["1"]["steps"], known, "unlabelled")
-        check_steps(found["2"]["steps"], [every], "unlabelled, accumulated")
+        for name in ("of torch", "masked"):
+            check_steps(found[f"1 {name}"]["steps"], known, "unlabelled")
+            check_steps(found[f"2 {name}"]["steps"], [every], "unlabelled, accumulated")
         for result in found.values():
             assert result["train_loss"] == pytest.approx(loss) and result["metrics"]["loss"] == pytest.approx(loss)
             assert result["metrics"]["accuracy"] == (outputs.argmax(1) == every[1]).sum().item() / 12

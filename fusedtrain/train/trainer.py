@@ -144,7 +144,7 @@ class Trainer:
         self._buffers = Buffers(both) if may_skip or self._undoes else None
         if config.cuda_graphs:
             graphs.check(self)
-        self._benchmark = Benchmark()
+        self._benchmark, self._void = Benchmark(), False  # the second: the batch counts for nothing
         self._stop, self.spans = Stops(self.world), Spans(self.device)
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
         self.numbers = Numbers(self, self.late)
@@ -198,7 +198,12 @@ class Trainer:
         except (ValueError, RuntimeError) as error:
             check.refuse_single(self, error)
             raise
-        return full(outputs)
+        outputs = full(outputs)
+        if self._void:  # 0/0 of a mean over nothing has gradients that are NaN, also times 0
+            for t in tree_leaves(outputs):
+                if isinstance(t, Tensor) and t.grad_fn is not None:  # no parameter, on which the hook would stay
+                    t.register_hook(torch.zeros_like)
+        return outputs
 
     def loss_of(self, outputs, targets) -> Tensor:
         """Returns ``self.loss`` of a batch.
@@ -232,12 +237,14 @@ class Trainer:
             enter("copy")
             batch = self.to_device(batch)
             weight = self._weigh(batch, counts)
+            self._void = not weight and self.world.size > 1
             enter("forward")
             with self.world.sync(self._wrapped, last):
                 loss = self.training_step(batch)
                 enter("backward")
-                if weight or self.world.size > 1:  # a mean over nothing may be NaN; the others wait for the gradients
+                if weight or self._void:  # the others wait for the gradients
                     self._scaled(loss, weight).backward()
+            self._void = False
             self._note(batch, loss, weight)
             enter("data")
         enter("optimizer")
