@@ -403,7 +403,7 @@ def batch_norm_act(
     Cost: in training forward reads x twice (once with ``moments``) and writes y, backward reads x and dy twice and
         writes dx; the activation is computed again. Stock BatchNorm and activation take 5 and 8 such passes.
     Numerics: sums of squares are taken about the mean, in float32 chunks added up in float64; one rounding at the end;
-    deterministic, and independent of threads where a kernel of this package runs.
+        deterministic, and independent of threads where a kernel of this package runs.
     Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``
     """
     _common.check_images("batch_norm_act", x)
