@@ -335,8 +335,8 @@ void depthwise_direct_finish(const DepthwiseConv2dBackward& a, int64_t begin, in
 template <Isa I>
 void depthwise_copied_forward(const DepthwiseConv2d& a, const void* taps, void* scratch, DepthwisePart part);
 template <Isa I>
-void depthwise_copied_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch,
-                                   DepthwisePart part, void* partial, bool begins);
+void depthwise_copied_backward(const DepthwiseConv2dBackward& a, const void* taps, void* scratch, DepthwisePart part,
+                               void* partial, bool begins);
 
 // The same for contiguous images, each block a plane.
 template <Isa I>

@@ -48,9 +48,8 @@ class _PointwiseNorm(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, z, *norm = ctx.saved_tensors
-        x, z = (
-            t.contiguous(memory_format=torch.channels_last) for t in (x, z)
-        )  # which hooks may have stored otherwise
+        # Hooks may have stored them in another format.
+        x, z = (t.contiguous(memory_format=torch.channels_last) for t in (x, z))
         need_dx, need_dw, need_dgamma, need_dbeta = ctx.needs_input_grad[:4]
         inputs = (_common.dense_like(dy, z), z, *norm)
         sums = dbeta, dgamma = None, None
