@@ -165,8 +165,9 @@ void unit_sums(const DepthwiseSizes& s, Block<const T> x, Block<const T> dy, boo
           read_row<V>(part, row + i, left, left + cols, gradient + i * cols * V::kLanes);
         }
         Lane* out = sums + j * (k + 1) * V::kLanes;
-        // float64 is there for accuracy: it closes its sums row by row.
-        const int64_t at_once = std::is_same_v<Lane, double> ? 1 : now;
+        // float64 is there for accuracy: it closes its sums row by row. Without fused multiplications sums are short.
+        const int64_t most = std::is_same_v<Lane, double> ? 1 : kVecBytes == 16 ? 512 / cols : now;
+        const int64_t at_once = std::clamp<int64_t>(most, 1, now);
         for (int64_t i = 0; with_dw && i < now; i += at_once) {
           dot<V>({.x = ring.rows() + i * s.sh,
                   .sh = s.sh,
@@ -175,12 +176,12 @@ void unit_sums(const DepthwiseSizes& s, Block<const T> x, Block<const T> dy, boo
                   .sw = s.sw,
                   .dil_w = s.dil_w,
                   .dy = gradient + i * cols * V::kLanes,
-                  .rows = at_once,
+                  .rows = std::min(at_once, now - i),
                   .cols = cols,
                   .count = cols,
                   .sums = out,
                   .sums_row = s.kw * V::kLanes},
-                 {s.h, s.sh, s.dil_h, s.top}, {row + i, row + i + at_once}, {s.w, s.sw, s.dil_w, s.left},
+                 {s.h, s.sh, s.dil_h, s.top}, {row + i, row + std::min(i + at_once, now)}, {s.w, s.sw, s.dil_w, s.left},
                  {left, left + cols}, s.kh, s.kw);
         }
         for (int64_t i = 0; i < now; ++i) add_row<V>(gradient + i * cols * V::kLanes, cols, out + k * V::kLanes);
