@@ -134,7 +134,7 @@ def test_a_large_mean_hides_no_variance(device, kernels, layout, dtype):
 @dense_layouts
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("k", [3, 5, 7])
-@pytest.mark.parametrize("channels", [8, 37, 130, 264])  # groups and chunks of channels, whole and overlapping
+@pytest.mark.parametrize("channels", [8, 37, 130, 264, 1024])  # groups and chunks, whole and overlapping; copies
 def test_statistics_of_the_convolution_are_as_good_as_torch(device, kernels, layout, stride, k, channels):
     few = 37 if layout == "channels_last" else 8  # groups of channels are the one kernel's, planes the other's
     skip_unless_runs(kernels, device, interpreted=(channels, stride, k) == (few, 1, 3))
