@@ -85,7 +85,7 @@ def test_a_reader_that_has_left_is_no_traceback(unbuffered):
     env = harness.environment(PYTHONUNBUFFERED=unbuffered)
     with os.fdopen(writer, "wb") as pipe:
         words = [sys.executable, "-m", "fusedtrain", "info"]
-        done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, env=env, text=True, check=False)
+        done = subprocess.run(words, cwd=os.sep, stdout=pipe, stderr=subprocess.PIPE, env=env, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
 
 
