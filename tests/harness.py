@@ -233,11 +233,20 @@ def assert_format(ours: Tensor, stock: Tensor, like: Tensor, what: str) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(function: Callable, inputs: dict, *, frozen: Collection[str] = (), dy=None, dy_dtype=None) -> dict:
+def evaluate(
+    function: Callable,
+    inputs: dict,
+    *,
+    frozen: Collection[str] = (),
+    asked: Collection[str] = (),
+    dy=None,
+    dy_dtype=None,
+) -> dict:
     """Runs ``function(*inputs.values())`` and its backward pass.
 
     Args:
         inputs: name -> Tensor, None or other value; every floating-point tensor not in ``frozen`` gets a gradient.
+        asked: those whose gradients the backward pass is asked for; by default all of them.
         dy: the incoming gradient; by default normal numbers rounded to ``dy_dtype`` (that of the output by default).
 
     Returns:
@@ -254,6 +263,7 @@ def evaluate(function: Callable, inputs: dict, *, frozen: Collection[str] = (), 
     results = {name: t.detach() for name, t in outputs.items()}
     roots = [t for t in outputs.values() if t.requires_grad]
     wanted = {name: t for name, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+    wanted = {name: wanted[name] for name in asked or wanted}
     if roots and wanted:
         if dy is None:
             dys = [_incoming(t, i, dy_dtype or t.dtype) for i, t in enumerate(roots)]

@@ -122,6 +122,8 @@ def assert_frozen_inputs_change_nothing(function: Callable, inputs: dict) -> Non
             result = harness.evaluate(function, inputs, frozen=frozen)
             assert result.keys() == full.keys() - {f"d{other}" for other in frozen}
             assert_equal(result, {key: full[key] for key in result}, f"{frozen} frozen")
+        result = harness.evaluate(function, inputs, asked=[name])
+        assert_equal(result, {"y": full["y"], f"d{name}": full[f"d{name}"]}, f"asked for d{name} alone")
     result = harness.evaluate(function, inputs, frozen=differentiable)
     assert_equal(result, {"y": full["y"]}, "all frozen")
     for context in (torch.no_grad, torch.inference_mode):

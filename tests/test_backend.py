@@ -310,3 +310,40 @@ def test_automatic_choice_takes_the_first_that_can_or_stock_where_that_is_faster
     assert backend.select("op", impls, X).forward == "triton"
     with pytest.raises(RuntimeError, match=r"no backend can run op:\n(.|\n)*cpu +no compiler"):
         backend.select("op", table(cuda=("no GPU", None), cpu=("no compiler", None)), X)
+
+
+class _Asked(torch.autograd.Function):
+    """The product of ``x`` and ``weight``, which notes what its backward is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, option, weight, bias, notes):
+        ctx.save_for_backward(x, weight)
+        ctx.notes = notes
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        ctx.notes.append(_common.needed(ctx))
+        return dy * weight, None, dy * x, None, None
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_ops_know_which_gradients_are_asked_for(leaf):
+    """As torch's own do: a gradient of the images alone, as for adversarial examples, costs no gradient of weights."""
+    notes = []
+    x, weight = (torch.ones(3, requires_grad=True) for _ in range(2))
+    given = (x, weight) if leaf else (x * 2, weight * 2)
+    y = _Asked.apply(given[0], 1, given[1], None, notes).sum()
+    keep = {"retain_graph": True}
+    y.backward(**keep)
+    torch.autograd.grad(y, (x, weight), **keep)
+    for of in (x, given[0]):
+        torch.autograd.grad(y, of, **keep)
+    torch.autograd.grad(y, weight, **keep)
+    y.backward(inputs=[x], **keep)
+    y.backward(inputs=[weight])
+    images, weights, both = (
+        (needs[0], False, needs[1], False, False) for needs in ((True, False), (False, True), (True, True))
+    )
+    assert notes == [both, both, images, images, weights, images, weights]

@@ -153,8 +153,8 @@ def test_large_images_are_summed_as_well(device, kernels, layout):
     properties.assert_large_images_are_summed_as_well(*calls, make, kernels, device, layout)
 
 
-# An image of 16 MiB of whole vectors is written past the caches, four vectors of SiLU in turn, and some are left over; or
-# rows go alone, which share sets of the first cache.
+# An image of 16 MiB of whole vectors is written past the caches, four vectors of SiLU in turn, and some are left over;
+# or rows go alone, which share sets of the first cache.
 @pytest.mark.parametrize(
     ("layout", "image"),
     [("channels_last", (80, 325, 163)), ("channels_last", (512, 91, 91)), ("contiguous", (80, 324, 166))],

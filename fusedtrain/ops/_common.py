@@ -212,6 +212,23 @@ def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     return dw.as_strided(w.shape, w.stride()) if same else dw  # else w has its dimensions in another order
 
 
+def needed(ctx) -> tuple[bool, ...]:
+    """``ctx.needs_input_grad`` without what this pass does not use: ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` name the gradients that are wanted, of which torch tells its own operators alone."""
+    needs = ctx.needs_input_grad
+    if sum(needs) < 2 or torch.compiler.is_compiling():
+        return needs
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of those that require a gradient, in order
+    return tuple(need and _is_used(next(nodes)) for need in needs)
+
+
+def _is_used(node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad is asked for; outside of a backward pass
+        return True
+
+
 def wanted(gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
     """Those of ``gradients`` that are needed, and None in the place of the others."""
     return [gradient if need else None for gradient, need in zip(gradients, needed)]

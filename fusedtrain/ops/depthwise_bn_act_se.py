@@ -198,7 +198,8 @@ def _in_one_call(ctx, x: Tensor) -> bool:
 
 def _all_gradients(ctx, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small) -> tuple:
     """What ``backward`` returns for the tensors that the op takes, in one call."""
-    need_conv, needed = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+    needs = _common.needed(ctx)
+    need_conv, needed = needs[:3], needs[3:9]
     inputs = (_common.dense_like(dy, z), x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2)
     tail = (*ctx.geometry, *ctx.codes, *need_conv, w1 is not None and any(needed[2:]))
     *grads, dgamma, dbeta, dw1, db1, dw2, db2 = ctx.impl.train_backward(*inputs, *(small or _NO_GATE[:3]), *tail)
@@ -247,7 +248,8 @@ class _DepthwiseBnActSe(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *saved = ctx.saved_tensors
-        need_conv, need_others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:9]
+        needs = _common.needed(ctx)
+        need_conv, need_others = needs[:3], needs[3:9]
         if any(need_conv) and _in_one_call(ctx, x):
             return *_all_gradients(ctx, dy, x, weight, *saved), *(None,) * 4
         inputs, others = _reduced(ctx, dy, saved, any(need_conv), need_others)
@@ -273,7 +275,8 @@ class _DepthwiseBnAct(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
-        need_conv, (need_dgamma, need_dbeta), act = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5], ctx.codes[0]
+        needs = _common.needed(ctx)
+        need_conv, (need_dgamma, need_dbeta), act = needs[:3], needs[3:5], ctx.codes[0]
         if any(need_conv) and _in_one_call(ctx, x):
             return *_all_gradients(ctx, dy, x, weight, *norm, None, None), *(None,) * 4
         inputs = (_common.dense_like(dy, norm[0]), *norm)
@@ -321,7 +324,7 @@ class _Projection(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
-        y, needed = ctx.again(*kept), ctx.needs_input_grad[:3]
+        y, needed = ctx.again(*kept), _common.needed(ctx)[:3]
         grads = projection_gradients(dout, y, weight, [1, 1], ctx.plan, needed)
         return *_of_the_weights(ctx, grads, needed), None, None, *(None,) * len(kept)
 
