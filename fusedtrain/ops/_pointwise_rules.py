@@ -75,8 +75,10 @@ _ANY_FEW_FLOAT32: _Parts = {"forward": (_LIBRARY,), "dx": (_LIBRARY,), "dw": (_K
 
 # AMD's, any number of images. dy of one channel is in both layouts: its kernel is that of contiguous images.
 _ALL: _Parts = dict.fromkeys(PARTS, (_KERNEL,))
+# Gradients of 32 channels, two panels of two vectors of 8, for sums of few: MobileNetV2's and EfficientNet's first.
+_NOT_TWO_PANELS = (("kernel", lambda s: s.c != 32 or s.d >= 32),)
 _AMD: dict[tuple[str, torch.dtype, str], _Parts] = {
-    ("amd avx2", float32, "channels_last"): _ALL,  # 2026-11-23
+    ("amd avx2", float32, "channels_last"): _ALL | dict.fromkeys(("dx", "dw"), _NOT_TWO_PANELS),  # 2026-11-23 and 30
     ("amd avx2", float32, "contiguous"): _ALL,  # 2026-11-27
     ("zen 4", float32, "channels_last"): _ALL,  # 2026-11-23
     ("zen 4", float32, "contiguous"): {  # 2026-11-24 and 29
