@@ -41,9 +41,9 @@ def _fake_backward(dy, x, weight, stride, padding, dilation, need_dx, need_dw, n
 
 
 class _Where(NamedTuple):
-    """Where stock PyTorch is the faster one: rows of y below so many columns; in rows of at least so many, x up to so
-    many MiB, from so many channels on, and with channels that fill no whole vectors, x up to so many MiB, and fewer
-    than so many channels."""
+    """Where stock PyTorch is the faster one: rows of y below so many columns, or from so many on; in rows of at least
+    so many, x up to so many MiB, from so many channels on, and with channels that fill no whole vectors, x up to so
+    many MiB, and fewer than so many channels."""
 
     columns: int = 0
     mib: float = 0
@@ -51,11 +51,14 @@ class _Where(NamedTuple):
     ragged_channels: int = 0
     least: int = 0
     many_channels: int = 0
+    wide: int = 0
 
     def reason(self, x: Tensor, stride: int) -> str | None:
         columns, ragged = -(-x.shape[3] // stride), x.shape[1] * x.element_size() % _VECTOR_BYTES > 0
         if _common.is_less(columns, self.columns):
             return f"rows of y below {self.columns} columns"
+        if self.wide and not _common.is_less(columns, self.wide):
+            return f"rows of y from {self.wide} columns on"
         if self.least and _common.is_less(columns, self.least):
             return None
         if self._holds(x, self.mib):
@@ -108,7 +111,7 @@ _STOCK_FASTER = {
 # (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, ragged channels)
 # and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25), and on Intel's that take
 # whole pixels (benchmarks/results/intel-r-xeon-r-processor-2-50ghz-family-6-avx512; with AMX: benchmarks/LOG.md,
-# 2026-11-29). Without instructions for bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a
+# 2026-11-29); with AVX2 on Zen 3 (2026-11-30). Without instructions for bfloat16 oneDNN takes several times as long over it, without AVX-512 up to a
 # hundred times.
 _STOCK_FASTER_ON = {
     4: {
@@ -151,15 +154,16 @@ _STOCK_FASTER_ON = {
     },
     ("intel", "amx_bf16"): {
         "forward": {
-            ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER, 7: _ALWAYS._replace(least=56)},
-            ("channels_last", torch.float32, 2): {3: _ALWAYS._replace(least=56), 5: _ALWAYS._replace(least=32)},
+            ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER, 7: _Where(wide=56)},
+            ("channels_last", torch.float32, 2): {3: _Where(wide=56), 5: _Where(wide=32)},
             ("channels_last", torch.bfloat16, 1): {3: _Where(mib=25), 5: _Where(mib=10), 7: _NEVER},
             ("channels_last", torch.bfloat16, 2): {3: _NEVER, 5: _NEVER},
         },
     },
     "avx2": {
         "forward": {
-            ("channels_last", torch.float32, 2): {3: _NEVER, 5: _NEVER},
+            ("channels_last", torch.float32, 1): {3: _NEVER, 5: _NEVER},
+            ("channels_last", torch.float32, 2): {3: _Where(mib=9.5, wide=56), 5: _NEVER},
             **{(layout, torch.bfloat16, stride): {} for layout in ("contiguous", "channels_last") for stride in (1, 2)},
         },
         "backward": {(layout, torch.bfloat16, 1): {} for layout in ("contiguous", "channels_last")},
