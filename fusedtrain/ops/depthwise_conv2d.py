@@ -111,8 +111,8 @@ _STOCK_FASTER = {
 # (benchmarks/results/amd-epyc-family-25-avx512; bfloat16 at stride 1: benchmarks/LOG.md, 2026-11-26, ragged channels)
 # and on Zen 5 since it loads both vectors of a group at once (benchmarks/LOG.md, 2026-11-25), and on Intel's that take
 # whole pixels (benchmarks/results/intel-r-xeon-r-processor-2-50ghz-family-6-avx512; with AMX: benchmarks/LOG.md,
-# 2026-11-29); with AVX2 on Zen 3 (2026-11-30). Without instructions for bfloat16 oneDNN takes several times as long over
-# it, without AVX-512 up to a hundred times.
+# 2026-11-29); with AVX2 on Zen 3 (2026-11-30). Without instructions for bfloat16 oneDNN takes several times as long
+# over it, without AVX-512 up to a hundred times.
 _STOCK_FASTER_ON = {
     4: {
         "forward": {
