@@ -2,7 +2,7 @@
 // copies of a few channels in cache, [pixel][channel].
 // A band of rows of a group of contiguous planes is transposed; what the kernels write there is transposed back.
 // Vectors then lie along channels, and planes may be of any width. Of channels_last images whose pixels collide in the
-// first cache a run of each pixel is copied, where vectors are no whole lines: up to three times as fast
+// first cache a run of each pixel is copied, where vectors are no whole lines: up to twice as fast
 // (benchmarks/LOG.md, 2026-11-30).
 #include "cpu/depthwise_direct.h"
 
