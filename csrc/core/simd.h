@@ -125,14 +125,30 @@ template <int... kFrom, class R>
 
 using Half = RawVec<uint16_t, kVecBytes / 2>;
 
-inline Vec<float> widen(Half bits, BFloat16) {
-  using Wide = RawVec<uint32_t>;
-#if defined(__AVX512F__)  // g++ 12 would widen the halves one by one
-  const Wide wide = reinterpret_cast<Wide>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
+// 16 bits to 32 and, of words below 65536, back. Left to g++ 12, each takes up to four instructions.
+using Wide = RawVec<uint32_t>;
+#if defined(__AVX512F__)
+inline Wide words_of(Half bits) {
+  return reinterpret_cast<Wide>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
+}
+inline Half halves_of(Wide words) {
+  return reinterpret_cast<Half>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+}
+#elif defined(__AVX2__)
+inline Wide words_of(Half bits) {
+  return reinterpret_cast<Wide>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(bits)));
+}
+inline Half halves_of(Wide words) {
+  const __m256i w = reinterpret_cast<__m256i>(words);
+  return reinterpret_cast<Half>(_mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
 #else
-  const Wide wide = __builtin_convertvector(bits, Wide);
+inline Wide words_of(Half bits) { return __builtin_convertvector(bits, Wide); }
+inline Half halves_of(Wide words) { return __builtin_convertvector(words, Half); }
 #endif
-  return Vec<float>(reinterpret_cast<RawVec<float>>(wide << 16));
+
+inline Vec<float> widen(Half bits, BFloat16) {
+  return Vec<float>(reinterpret_cast<RawVec<float>>(words_of(bits) << 16));
 }
 
 inline Half narrow(Vec<float> x, BFloat16) {
@@ -146,11 +162,10 @@ inline Half narrow(Vec<float> x, BFloat16) {
     return bits;
   }
 #endif
-  using Wide = RawVec<uint32_t>;
   const Wide u = reinterpret_cast<Wide>(x.v);
   const Wide rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   const auto is_nan = x.v != x.v;
-  return __builtin_convertvector(is_nan ? Wide{} + 0x7fc0 : rounded, Half);
+  return halves_of(is_nan ? Wide{} + 0x7fc0 : rounded);
 }
 
 #if defined(__AVX512F__)
@@ -166,8 +181,7 @@ inline Half narrow(Vec<float> x, Float16) {
 #else
 // Half precision without instructions for it: the exponent is moved by a multiplication, which also scales subnormals.
 inline Vec<float> widen(Half bits, Float16) {
-  using Wide = RawVec<uint32_t>;
-  const Wide u = __builtin_convertvector(bits, Wide);
+  const Wide u = words_of(bits);
   const Wide magnitude = (u & 0x7fff) << 13;
   const RawVec<float> value = reinterpret_cast<RawVec<float>>(magnitude) * 0x1p112f;
   const Wide special = reinterpret_cast<Wide>((u & 0x7c00) == 0x7c00);

@@ -64,7 +64,6 @@ struct Group<BFloat16> {
  private:
   static __m512i narrowed(const V* x) { return _mm512_packus_epi32(rounded(x[0]), rounded(x[1])); }
   static __m512i rounded(V x) {
-    using Wide = RawVec<uint32_t>;
     const Wide u = reinterpret_cast<Wide>(x.v);
     return reinterpret_cast<__m512i>(x.v != x.v ? Wide{} + 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }

@@ -60,11 +60,7 @@ void store_bits(T* p, Half bits, FirstLanes lanes) {
 // Stores the upper halves of words.
 template <class Lanes>
 void store_upper(BFloat16* p, Words words, Lanes lanes) {
-#if defined(__AVX512F__)
-  store_bits(p, reinterpret_cast<Half>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words >> 16))), lanes);
-#else
-  store_bits(p, __builtin_convertvector(words >> 16, Half), lanes);
-#endif
+  store_bits(p, halves_of(words >> 16), lanes);
 }
 
 // Stores x; returns what stands there then.
