@@ -324,7 +324,7 @@ class _Asked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        ctx.notes.append(_common.needed(ctx))
+        ctx.notes.append((_common.needed(ctx, 0, 2), _common.needed(ctx, 0)))
         return dy * weight, None, dy * x, None, None
 
 
@@ -344,6 +344,7 @@ def test_ops_know_which_gradients_are_asked_for(leaf):
     y.backward(inputs=[x], **keep)
     y.backward(inputs=[weight])
     images, weights, both = (
-        (needs[0], False, needs[1], False, False) for needs in ((True, False), (False, True), (True, True))
+        ((of_x, False, of_weight, False, False), (of_x, False, True, False, False))  # the second asks of x alone
+        for of_x, of_weight in ((True, False), (False, True), (True, True))
     )
     assert notes == [both, both, images, images, weights, images, weights]

@@ -212,14 +212,19 @@ def strided_like(dw: Tensor, w: Tensor) -> Tensor:
     return dw.as_strided(w.shape, w.stride()) if same else dw  # else w has its dimensions in another order
 
 
-def needed(ctx) -> tuple[bool, ...]:
+def needed(ctx, *costly: int) -> tuple[bool, ...]:
     """``ctx.needs_input_grad`` without what this pass does not use: ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` name the gradients that are wanted, of which torch tells its own operators alone."""
+    ``backward(inputs=...)`` name the gradients that are wanted, of which torch tells its own operators alone.
+
+    ``costly``: which gradients take passes of their own. No other is asked for: the answer is an exception, of 20 us,
+    where ``torch.autograd.grad`` wants a leaf.
+    """
     needs = ctx.needs_input_grad
     if sum(needs) < 2 or torch.compiler.is_compiling():
         return needs
-    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of those that require a gradient, in order
-    return tuple(need and _is_used(next(nodes)) for need in needs)
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # of those that require a gradient, in order
+    unused = [i for i in costly if needs[i] and not _is_used(nodes[sum(needs[:i])])]
+    return tuple(need and i not in unused for i, need in enumerate(needs)) if unused else needs
 
 
 def _is_used(node) -> bool:

@@ -236,7 +236,7 @@ class _BatchNormAct(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
-        need_dx, need_dw, need_db, need_dr = _common.needed(ctx)[:4]
+        need_dx, need_dw, need_db, need_dr = _common.needed(ctx, 0, 3)[:4]
         dy = _common.dense_like(dy, x)
         inputs, (act, residual_after) = (dy, x, mean, rstd, weight, bias, residual), ctx.codes
         passes_dy = residual_after or act == 0

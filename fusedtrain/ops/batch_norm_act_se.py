@@ -38,7 +38,7 @@ class _BatchNormActSe(torch.autograd.Function):
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dy):
-        need_dz, *need_others, need_dresidual = _common.needed(ctx)[:8]
+        need_dz, *need_others, need_dresidual = _common.needed(ctx, 0)[:8]
         y, *saved = ctx.saved_tensors
         dy = _common.dense_like(dy, saved[0])
         dresidual = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)

@@ -68,7 +68,7 @@ class _ChannelPoolAttention(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dpooled):
         x, weight, attention = ctx.saved_tensors
-        need_dx, need_dw, need_db = _common.needed(ctx)
+        need_dx, need_dw, need_db = _common.needed(ctx, 0, 1)
         pixels, channels, contiguous = _pixels(x), weight.view(1, -1).expand_as(dpooled), x.is_contiguous()
         dattention = (_sum_rows if contiguous else _sum_columns)(pixels, dpooled)
         dlogits = torch._softmax_backward_data(dattention, attention, -1, attention.dtype)

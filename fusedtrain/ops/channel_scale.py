@@ -65,7 +65,7 @@ class _ChannelScale(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, gate = ctx.saved_tensors
-        need_dx, need_dgate = _common.needed(ctx)[:2]
+        need_dx, need_dgate = _common.needed(ctx, 0, 1)[:2]
         dx, dgate = ctx.impl.backward(_common.dense_like(dy, x), x, gate, ctx.in_act, need_dx, need_dgate)
         return dx if need_dx else None, dgate.to(gate.dtype) if need_dgate else None, None, None
 

@@ -196,9 +196,8 @@ def _in_one_call(ctx, x: Tensor) -> bool:
     return own and ctx.impl.train_backward is not None and _common.untraced(x)
 
 
-def _all_gradients(ctx, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small) -> tuple:
+def _all_gradients(ctx, needs, dy, x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2, *small) -> tuple:
     """What ``backward`` returns for the tensors that the op takes, in one call."""
-    needs = _common.needed(ctx)
     need_conv, needed = needs[:3], needs[3:9]
     inputs = (_common.dense_like(dy, z), x, weight, z, mean, rstd, norm_weight, norm_bias, w1, w2)
     tail = (*ctx.geometry, *ctx.codes, *need_conv, w1 is not None and any(needed[2:]))
@@ -248,10 +247,10 @@ class _DepthwiseBnActSe(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *saved = ctx.saved_tensors
-        needs = _common.needed(ctx)
+        needs = _common.needed(ctx, 0, 1)
         need_conv, need_others = needs[:3], needs[3:9]
         if any(need_conv) and _in_one_call(ctx, x):
-            return *_all_gradients(ctx, dy, x, weight, *saved), *(None,) * 4
+            return *_all_gradients(ctx, needs, dy, x, weight, *saved), *(None,) * 4
         inputs, others = _reduced(ctx, dy, saved, any(need_conv), need_others)
         grads = (None, None, None)
         if any(need_conv):
@@ -275,10 +274,10 @@ class _DepthwiseBnAct(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
-        needs = _common.needed(ctx)
+        needs = _common.needed(ctx, 0, 1)
         need_conv, (need_dgamma, need_dbeta), act = needs[:3], needs[3:5], ctx.codes[0]
         if any(need_conv) and _in_one_call(ctx, x):
-            return *_all_gradients(ctx, dy, x, weight, *norm, None, None), *(None,) * 4
+            return *_all_gradients(ctx, needs, dy, x, weight, *norm, None, None), *(None,) * 4
         inputs = (_common.dense_like(dy, norm[0]), *norm)
         sums, grads = (None, None), (None, None, None)
         if ctx.count is not None or need_dgamma or need_dbeta:
@@ -324,7 +323,7 @@ class _Projection(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dout):
         weight, *kept = ctx.saved_tensors
-        y, needed = ctx.again(*kept), _common.needed(ctx)[:3]
+        y, needed = ctx.again(*kept), _common.needed(ctx, 0, 1)[:3]
         grads = projection_gradients(dout, y, weight, [1, 1], ctx.plan, needed)
         return *_of_the_weights(ctx, grads, needed), None, None, *(None,) * len(kept)
 

@@ -291,7 +291,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        need = _common.needed(ctx)[:3]
+        need = _common.needed(ctx, 0, 1, 2)[:3]
         grads = ctx.backward_op(_common.dense_like(dy, x), x, weight, *ctx.geometry, *need)
         return *_common.wanted(grads, need), None, None, None
 

@@ -60,7 +60,7 @@ class _GlobalResponseNorm(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, norm = ctx.saved_tensors
-        need_dx, need_dweight, need_dbias = _common.needed(ctx)[:3]
+        need_dx, need_dweight, need_dbias = _common.needed(ctx, 0)[:3]
         dx, dweight, dbias = _BACKWARD(_common.dense_like(dy, x), x, weight, norm, ctx.eps, ctx.in_act, need_dx)
         grads = dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype)
         return *_common.wanted(grads, (need_dx, need_dweight, need_dbias)), None, None

@@ -243,7 +243,7 @@ class _GroupedConv2d(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = _common.dense_like(dy, x)
-        return *_backward(dy, x, weight, *ctx.options, need=_common.needed(ctx)[:3]), *(None,) * 5
+        return *_backward(dy, x, weight, *ctx.options, need=_common.needed(ctx, 0, 1, 2)[:3]), *(None,) * 5
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:

@@ -170,7 +170,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @_common.once_differentiable
     def backward(ctx, dy):
-        return _backward(dy, *ctx.saved_tensors, _common.needed(ctx))
+        return _backward(dy, *ctx.saved_tensors, _common.needed(ctx, 0, 1, 2))
 
 
 def _check_x(x: Tensor) -> None:

@@ -231,7 +231,7 @@ class _PointwiseConv2d(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy, *_):
         x, weight = ctx.saved_tensors
-        grads = _backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.plan, _common.needed(ctx)[:3])
+        grads = _backward(_common.dense_like(dy, x), x, weight, ctx.stride, ctx.plan, _common.needed(ctx, 0, 1, 2)[:3])
         return *grads, None, None
 
 

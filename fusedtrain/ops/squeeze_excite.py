@@ -69,7 +69,7 @@ class _SqueezeExcite(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, w1, w2, *saved = ctx.saved_tensors
-        need_dx, *need = _common.needed(ctx)[:5]
+        need_dx, *need = _common.needed(ctx, 0)[:5]
         dy = _common.dense_like(dy, x)
         dx, dw1, db1, dw2, db2 = ctx.impl.backward(dy, x, w1, w2, *saved, *ctx.codes, need_dx, any(need))
         dw = (_common.strided_like(dw1, w1), db1, _common.strided_like(dw2, w2), db2)
