@@ -488,6 +488,19 @@ def test_residuals_that_stock_adds_in_place_go_to_stock(monkeypatch, vendor, cho
     assert backend.select("batch_norm_act", IMPLS, x, False, False) is IMPLS["cpu"]
 
 
+@pytest.mark.parametrize(("isa", "chosen"), [("avx2", "reference"), ("avx512", "cpu")])
+def test_plain_norms_in_16_bits_need_avx512(monkeypatch, isa, chosen):
+    if IMPLS["cpu"].why_not(X) is not None:
+        pytest.skip(IMPLS["cpu"].why_not(X))
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    x = torch.randn(16, 112, 14, 14, dtype=torch.bfloat16, requires_grad=True)
+    running = {"running_mean": None, "running_var": None, "training": True}
+    for more, runs in (({}, chosen), ({"act": "relu"}, "cpu"), ({"residual": x}, "cpu")):
+        own = batch_norm_act(x, **running, **more).grad_fn.name() == "_BatchNormActBackward"
+        assert own == (runs == "cpu")
+        assert backend.explain("batch_norm_act", x, **running, **more).startswith(f"batch_norm_act: {runs} runs")
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 LAYERS = {

@@ -166,6 +166,7 @@ def _below(elements: int, where: str = "") -> tuple[int, str]:
 # float32 in channels_last: by whether a residual is added before the activation, which stock does in place, and so does
 # the reference; on Intel's CPUs that gains on small images alone (2026-11-28).
 _SMALL = _below(100_000)
+_SMALL_PLAIN = _below(400_000, "16 bits by AVX2 without activation or residual, ")  # 2026-11-30
 _SMALL_ROWS = {
     "none before": _below(200_000, "float32 in channels_last, "),
     "before": _below(3_000_000, "float32 in channels_last with a residual before the activation, "),
@@ -173,13 +174,17 @@ _SMALL_ROWS = {
 }
 
 
-def _slower(x: Tensor, synchronised: bool = False, residual_before: bool = False, *_) -> str | None:
+def _slower(
+    x: Tensor, synchronised: bool = False, residual_before: bool = False, plain: bool = False, *_
+) -> str | None:
     if synchronised is True:  # stock has no statistics over processes on a CPU
         return None
-    least, reason = _SMALL
+    halves = x.element_size() < 4
+    by_avx2 = halves and plain is True and _extension.BUILD_INFO.get("isa_active") == "avx2"
+    least, reason = _SMALL_PLAIN if by_avx2 else _SMALL
     if _common.is_less(x.numel(), least):
         return reason
-    if x.element_size() < 4 or not _common.is_channels_last(x):
+    if halves or not _common.is_channels_last(x):
         return None
     where = "before" if residual_before is True else "none before"
     if where == "before" and _extension.BUILD_INFO.get("cpu_vendor") == "intel":
@@ -198,8 +203,9 @@ def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     return _BatchNormImpl(forward, backward, why_not, slower, *others, *whole)
 
 
-def _asked(x, training, residual_after, process_group, residual=None, **_) -> tuple:
-    return x, training and process_group is not None, residual is not None and not residual_after
+def _asked(x, training, residual_after, process_group, act, residual=None, **_) -> tuple:
+    synchronised, before = training and process_group is not None, residual is not None and not residual_after
+    return x, synchronised, before, residual is None and act == "identity"
 
 
 IMPLS = register(
@@ -415,7 +421,8 @@ def batch_norm_act(
         _check_moments(x, moments, training)
     code = _codes.code("act", act, _codes.ACTIVATIONS)
     group = process_group if training else None
-    impl = select("batch_norm_act", IMPLS, x, group is not None, residual is not None and not residual_after)
+    before, plain = residual is not None and not residual_after, residual is None and code == 0
+    impl = select("batch_norm_act", IMPLS, x, group is not None, before, plain)
     counter = num_batches_tracked if training else None
     if group is None and (impl.backward is None or x.numel() == 0):
         if counter is not None:  # _count_up, without a call
