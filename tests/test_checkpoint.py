@@ -190,6 +190,13 @@ def test_the_newest_stay(tmp_path, keep, asynchronous):
     assert_same(store.load()[0], state(50))
 
 
+def test_a_whole_number_that_is_a_float_is_how_many_stay(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2.0)
+    for step in range(3):
+        store.save(step, state(step))
+    assert store.steps() == [1, 2]
+
+
 def test_loading_walks_back_to_the_newest_that_is_whole_and_says_why(tmp_path):
     store = CheckpointStore(tmp_path, keep=None)
     paths = [store.save(step, state(step)) for step in range(5)]

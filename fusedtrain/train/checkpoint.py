@@ -61,7 +61,8 @@ class CheckpointStore:
     ):
         if keep is not None and (keep < 1 or keep % 1):
             raise ValueError(f"keep must be a whole number of at least 1 or None, got {keep}")
-        self.directory, self.keep, self.asynchronous = Path(directory), keep, asynchronous
+        self.directory, self.asynchronous = Path(directory), asynchronous
+        self.keep = keep and int(keep)
         self.may_be_nonfinite = frozenset(may_be_nonfinite)
         self._executor: ThreadPoolExecutor | None = None
         self._writing: Future | None = None
