@@ -7,6 +7,8 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX") or "c++"
@@ -48,3 +50,17 @@ def compile_object(target: Path, *arguments) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return target
+
+
+def sanitizer_runtime(cxx: str = CXX) -> str:
+    """LD_PRELOAD of a process that loads what ``cxx`` has compiled with the address sanitizer; skips where it has none.
+
+    The sanitizer looks for C++'s exceptions when it starts, and Python comes without them: libstdc++ goes with it.
+    """
+    paths = []
+    for name in ("libasan.so", "libstdc++.so"):
+        found = subprocess.run([cxx, f"-print-file-name={name}"], capture_output=True, text=True).stdout
+        paths.append(found.strip())
+        if not os.path.isabs(paths[-1]):
+            pytest.skip(f"{cxx} has no {name}")
+    return " ".join(paths)

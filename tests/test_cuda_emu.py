@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import cases
+import compiler
 import emulator
 import harness
 import properties
@@ -436,17 +437,9 @@ def test_kernels_under_sanitizers():
 
 
 def sanitizer_environment() -> dict[str, str]:
-    libraries = []
-    for name in ("libasan.so", "libstdc++.so"):  # without the second the first cannot pass C++'s exceptions on
-        found = subprocess.run(
-            [emulator.CXX, f"-print-file-name={name}"], capture_output=True, text=True
-        ).stdout.strip()
-        if not os.path.isabs(found):
-            pytest.skip(f"{emulator.CXX} has no {name}")
-        libraries.append(found)
     return harness.environment(
         FUSEDTRAIN_TEST_SANITIZED="1",
-        LD_PRELOAD=" ".join(libraries),
+        LD_PRELOAD=compiler.sanitizer_runtime(emulator.CXX),
         ASAN_OPTIONS="detect_leaks=0:fast_unwind_on_fatal=1",
         OMP_NUM_THREADS="1",
     )

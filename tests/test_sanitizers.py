@@ -39,12 +39,7 @@ TESTS = (
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
     """The environment of a process in which the package, built with sanitizers, is found and their runtime loaded."""
-    runtimes = []  # the second: the first one finds its exceptions when it is loaded, Python has none
-    for name in ("libasan.so", "libstdc++.so"):
-        found = subprocess.run([compiler.CXX, f"-print-file-name={name}"], capture_output=True, text=True).stdout
-        runtimes.append(found.strip())
-        if not os.path.isabs(runtimes[-1]):
-            pytest.skip(f"{compiler.CXX} has no {name}")
+    runtime = compiler.sanitizer_runtime()
     folder = tmp_path_factory.mktemp("sanitized")
     shutil.copytree(compiler.ROOT, folder / "source", ignore=LEFT_OUT)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps"]
@@ -53,7 +48,7 @@ def sanitized(tmp_path_factory):
     env = harness.environment(CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined", FUSEDTRAIN_CUDA="0")
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {"PYTHONPATH": str(folder / "site"), "LD_PRELOAD": " ".join(runtimes), "OMP_NUM_THREADS": "2"}
+    return {"PYTHONPATH": str(folder / "site"), "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.skipif(not SLOW, reason="slow; FUSEDTRAIN_SLOW_TESTS=1 runs it")
