@@ -214,7 +214,7 @@ def test_a_pass_continues_in_the_middle_of_an_epoch(num_workers):
         again = make()
         again.load_state_dict(ahead.state_dict())
         assert [batch.tolist() for batch in again] == expected[stop:]
-    with pytest.raises(TypeError, match=r"pass batch_sampler=fusedtrain\.train\.sampler\.EpochSampler"):
+    with pytest.raises(TypeError, match=r"pass batch_sampler=fusedtrain\.train\.EpochSampler"):
         data.loader(Squares(), 4, num_workers=0).state_dict()
 
 

@@ -71,7 +71,7 @@ class Loader(DataLoader):
         """Returns the position in the epoch: of the batch sampler, or of a :class:`TableDataset`.
 
         Raises:
-            TypeError: neither keeps one; a ``fusedtrain.train.sampler.EpochSampler`` as ``batch_sampler`` does.
+            TypeError: neither keeps one; a :class:`fusedtrain.train.EpochSampler` as ``batch_sampler`` does.
         """
         return self._need_position().state_dict(**self._workers_of_order())
 
@@ -86,7 +86,7 @@ class Loader(DataLoader):
         owner = self._position_owner()
         if owner is None:
             raise TypeError(
-                "to continue in the middle of an epoch, pass batch_sampler=fusedtrain.train.sampler.EpochSampler(...)"
+                "to continue in the middle of an epoch, pass batch_sampler=fusedtrain.train.EpochSampler(...)"
             )
         return owner
 
