@@ -1,7 +1,7 @@
 """The table that ``fusedtrain tune backend`` writes: which backend was measured to be fastest for which arguments.
 
-It lies in the cache folder (FUSEDTRAIN_CACHE, or ~/.cache/fusedtrain) as ``backends.json`` and is read when fusedtrain
-is imported. It counts for the automatic choice alone, for the device, torch and fusedtrain that it was measured with,
+It lies in the cache folder (:func:`fusedtrain._files.cache_path`) as ``backends.json`` and is read when fusedtrain is
+imported. It counts for the automatic choice alone, for the device, torch and fusedtrain that it was measured with,
 and not inside torch.compile, whose shapes may be symbols. Delete the file, or set FUSEDTRAIN_TUNED=0, to be without it.
 """
 

@@ -53,8 +53,8 @@ class SampleCache(Dataset):
         key: names the source and everything that was done to it; None derives it from ``dataset.fingerprint()`` or the
             size and time of change of all files in ``dataset.samples`` with the numbers and texts that the dataset
             holds, and from its ``transform``, ``loader`` and ``__getitem__``: their code or their repr.
-        folder: where the file is kept; None takes ``samples/`` in the cache folder (FUSEDTRAIN_CACHE, or
-            ~/.cache/fusedtrain).
+        folder: where the file is kept; None takes ``samples/`` in the cache folder (FUSEDTRAIN_CACHE, or fusedtrain/
+            in XDG_CACHE_HOME or ~/.cache).
         max_bytes: of the file; samples that do not fit come from ``dataset`` every time.
 
     Raises:

@@ -37,7 +37,7 @@ class Staging:
 
     Args:
         folder: on a fast local disk, the same for all processes of the node; None takes ``staging/`` in the cache
-            folder (FUSEDTRAIN_CACHE, or ~/.cache/fusedtrain).
+            folder (FUSEDTRAIN_CACHE, or fusedtrain/ in XDG_CACHE_HOME or ~/.cache).
         max_bytes: of all copies together, at least as much as all that is read at the same time, by any process; the
             ones not used for longest go first, ones in use are waited for.
         ahead: copies that :meth:`stage` makes before they are asked for.

@@ -108,8 +108,8 @@ def plan(
         collate_fn, context, worker_init_fn: as the DataLoader will have them.
         persistent: whether the workers stay from pass to pass; otherwise each pass pays for their start.
         remember: take what was found earlier for the same key, by a call that was killed as far as it came; False
-            measures anew. The result is kept either way, in the cache folder (FUSEDTRAIN_CACHE, or
-            ~/.cache/fusedtrain) under ``loader/``.
+            measures anew. The result is kept either way, in the cache folder (FUSEDTRAIN_CACHE, or fusedtrain/ in
+            XDG_CACHE_HOME or ~/.cache) under ``loader/``.
         progress: is called with a line per measurement.
 
     The key is: host name, cores, torch version, start method, batch size, collate function, whether workers stay, and
