@@ -12,6 +12,7 @@ def digits(split: str = "train", size: int = 32) -> TensorDataset:
 
     Raises:
         ValueError: another split.
+        ModuleNotFoundError: scikit-learn or NumPy is missing.
 
     See :func:`fusedtrain.train.load_digits` for the source; the images are normalised.
     """

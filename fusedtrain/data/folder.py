@@ -30,7 +30,7 @@ class ImageFolder(Dataset):
         extensions: of the files to take, in lower case, one or many; others are ignored.
 
     Raises:
-        ValueError: there are no class folders, or a class has no image.
+        ValueError: ``root`` is no folder or has no class folders, a class has no image, or ``size`` is below 1.
         ModuleNotFoundError: Pillow is missing.
 
     A file that cannot be decoded raises when its sample is asked for; :func:`fusedtrain.data.loader` adds its name.

@@ -26,7 +26,7 @@ class DevicePrefetcher:
         dtype: of normalised images: torch.float32, bfloat16 or float16.
 
     Raises:
-        ValueError: ``normalize`` or ``dtype`` make no sense, or the images have another number of channels.
+        ValueError: ``device``, ``normalize`` or ``dtype`` make no sense, or the images have another number of channels.
 
     Numerics: normalised in float32 as ``x * (1 / (255 std)) - mean / std``, rounded once more to ``dtype``.
     """

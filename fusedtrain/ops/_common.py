@@ -317,7 +317,7 @@ def to_channels_last(t: Tensor) -> Tensor:
 
 def owned(y: Tensor) -> Tensor:
     """Returns ``y`` as what an autograd Function may return: nobody can write to a view that it makes, such as the
-    permuted tensor that a channels_last one is in the bindings, or what Torch makes of a result for a subclass."""
+    permuted tensor that a channels_last one is in the bindings, or what torch makes of a result for a subclass."""
     if torch.compiler.is_compiling() or not y._is_view():
         return y
     kind = type(y)

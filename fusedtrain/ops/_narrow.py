@@ -1,7 +1,6 @@
 """How numbers computed in float32 are stored in fewer bits: csrc/core/narrow.h in plain PyTorch, bit for bit.
 
-Of NaN the bits may differ. Numbers over tensors, and on a GPU tensors over numbers, are rounded
-twice; here tensors are divided by tensors.
+Of NaN the bits may differ. Tensors are divided by tensors: with a number on one side, torch rounds twice.
 """
 
 import torch

@@ -55,8 +55,8 @@ def gather(
     """The table of those of ``params`` that have a gradient, their states by the rule's names.
 
     ``step`` is the name of the state that counts updates, or one count for all; ``narrow`` takes states of other dtypes
-    than their parameter's; ``exact`` is the name of what
-    :func:`optimizer_step_` calls so, in the dtype of the parameters with ``kahan``.
+    than their parameter's; ``exact`` is the name of what :func:`optimizer_step_` calls so, in the dtype of the
+    parameters with ``kahan``.
 
     None where neither the CPU nor the CUDA kernels run or a tensor is not what they take: a state is missing, a
     gradient has other strides than its parameter, a tensor has gaps, is a subclass or on another device. The lists then

@@ -87,7 +87,7 @@ def channel_scale(x: Tensor, gate: Tensor, *, in_act: str = "identity") -> Tenso
     Raises:
         ValueError: ``x`` is not 4-dimensional, ``gate`` is not ``[N, C]``, or a name is unknown.
         TypeError: a dtype is not supported.
-        RuntimeError: a forced backend cannot run on ``x``.
+        RuntimeError: a forced backend cannot run on ``x``, or the two are on different devices.
 
     Cost: reads x once, writes y once; backward reads x and dy once and writes dx once, for both gradients.
     Numerics: the gate's gradient is summed in float32 (float64 for float64) in a fixed order: deterministic,

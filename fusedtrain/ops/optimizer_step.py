@@ -404,7 +404,7 @@ def optimizer_step_(
         ema_decay: the weight of the old average.
         zero_grads: leaves zeros in ``grads``.
         norm: :func:`grad_norm` of the gradients as they are; without it nothing is clipped.
-        max_norm: the largest norm after unscaling.
+        max_norm: the largest norm after unscaling; "lamb" clips without the :math:`10^{-6}`, as timm does.
         skip_nonfinite: a ``norm`` that is not finite acts as ``found_inf``.
         grad_scale: the factor :math:`s` on the loss, a float32 number.
         found_inf: a float32 number; other than 0, nothing happens but the zeroing of the gradients.

@@ -20,6 +20,8 @@ def param_groups_weight_decay(
         Groups for an optimizer: first the parameters without decay (of at most one dimension, as norms and biases are,
         or named "bias", or listed), then the others; a group of none is left out. In the order of timm's function of
         this name, so that state dicts go both ways.
+
+    Source: ``timm.optim.param_groups_weight_decay``
     """
     groups = {True: [], False: []}
     for name, p in model.named_parameters():

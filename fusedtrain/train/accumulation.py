@@ -21,6 +21,9 @@ class Accumulation:
 
     Args:
         accumulate: micro-batches per update and process; the last group of an epoch may be shorter.
+
+    Raises:
+        InputError: ``accumulate`` is no whole number of at least 1.
     """
 
     accumulate: int = 1

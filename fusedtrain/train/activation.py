@@ -29,6 +29,9 @@ class ActivationCheckpointing:
         activation_budget_gib: GiB that activations may take, for batches like the first: blocks are measured with
             two and four of its samples, and those that cost the least time for what they save are chosen until it fits.
             0: no budget.
+
+    Raises:
+        InputError: the budget is below 0 or infinite, or both arguments are given.
     """
 
     checkpoint_modules: tuple[str, ...] = ()

@@ -24,6 +24,9 @@ class Batches:
 
     Yields:
         Pairs ``(images [B, C, H, W], targets [B])``.
+
+    Raises:
+        ValueError: images and targets are not equally many, or a number is out of range.
     """
 
     def __init__(
@@ -77,6 +80,9 @@ def load_digits(size: int = 32) -> Digits:
 
     Args:
         size: the 8x8 images are enlarged to this, bilinearly.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn or NumPy is missing.
 
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, https://doi.org/10.24432/C50P49; the part
     that scikit-learn ships.

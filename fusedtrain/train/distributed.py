@@ -39,6 +39,9 @@ class Distributed:
         sync_batchnorm: BatchNorms take their statistics over the batches of all processes, also over what one without
             samples of its own in the last step of an epoch takes along, which counts nowhere else.
         timeout: seconds after which a process that waits for another one fails instead of waiting on.
+
+    Raises:
+        InputError: a value is out of range, or an option of ddp stands beside the strategy fsdp.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"

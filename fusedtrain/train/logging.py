@@ -24,6 +24,9 @@ class Logging:
         log_usage: log what the run uses, too: GPU, CPU, memory, page faults, disks and network; and per stage of the
             step, since the line before, its seconds, CPU, page faults, disk blocks and what it added to the peak of
             memory. About 2 us per stage and a millisecond per line.
+
+    Raises:
+        InputError: a logger is unknown or named twice, ``log_every`` is below 1, or a package is missing.
     """
 
     log_dir: Path | None = None

@@ -56,6 +56,12 @@ class SmallNet(nn.Module):
         num_classes: number of outputs.
         channels: channels of the images.
         layers: "fused" swaps the layers by :func:`fusedtrain.fuse`, "stock" does not.
+
+    Returns:
+        From images ``[N, channels, H, W]`` logits ``[N, num_classes]``.
+
+    Raises:
+        ValueError: ``layers`` is neither.
     """
 
     BLOCKS = ((24, 3, 1), (32, 3, 2), (32, 5, 1), (48, 5, 2), (48, 3, 1))  # output channels, kernel, stride

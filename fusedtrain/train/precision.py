@@ -31,6 +31,9 @@ class Precision:
             products without.
         init_scale: first loss scale of fp16; it halves at every overflow.
         growth_interval: steps without overflow after which the loss scale of fp16 doubles.
+
+    Raises:
+        InputError: a value is out of range.
     """
 
     precision: Name = "fp32"

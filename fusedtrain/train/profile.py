@@ -21,6 +21,9 @@ class Profile:
         profile_dir: receives trace.json (chrome://tracing, Perfetto) and table.txt; None traces nothing.
         profile_wait: steps before the trace, which are slower than later ones.
         profile_steps: steps in the trace.
+
+    Raises:
+        InputError: a number is no whole one, or too small.
     """
 
     profile_dir: Path | None = None

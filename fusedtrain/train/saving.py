@@ -38,6 +38,9 @@ class Checkpoint:
         keep: how many stay.
         asynchronous: a thread writes while training goes on.
         resume: continue from the newest checkpoint in ``directory``, where there is one.
+
+    Raises:
+        InputError: a number is no whole one of at least 1.
     """
 
     directory: Path | None = None

@@ -35,6 +35,9 @@ class Schedule:
         min_factor: cosine, polynomial and plateau fall to this part of the peak.
         patience: epochs, see ``schedule``.
 
+    Raises:
+        InputError: a value is out of range, or multistep has no ``milestones``.
+
     Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983; Goyal et al., https://arxiv.org/abs/1706.02677;
     Smith and Topin, https://arxiv.org/abs/1708.07120
     """

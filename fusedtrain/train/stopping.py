@@ -17,6 +17,9 @@ class EarlyStopping:
             its name, max for one with "acc", and asks for any other.
         stop_patience: epochs without a better value after which the run ends; None never does.
         min_delta: by how much a value must be better to count.
+
+    Raises:
+        InputError: a value is out of range; in ``fit``, when ``mode`` is auto and the metric's name does not tell.
     """
 
     monitor: str = "loss"

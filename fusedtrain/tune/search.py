@@ -52,6 +52,9 @@ class Space:
         direction: "minimize" or "maximize".
         trials: how many in all, pruned and failed ones included; a grid has no more than its points.
         sampler, pruner: name, or ``{name: ..., option: ...}`` with options of Optuna's class.
+
+    Raises:
+        TuneError: a value is not one of these.
     """
 
     params: dict
