@@ -211,6 +211,12 @@ def test_fp16_skips_steps_that_overflow_and_schedule_and_averages_follow_the_app
         harness.assert_as_good_as_torch(weights(model), expected, exact, "averages")
 
 
+def test_the_scale_of_the_loss_grows_after_an_interval_that_is_a_float():
+    run = make(net(), precision=Precision("fp16", init_scale=4.0, growth_interval=1e0), epochs=1)
+    run.fit(data())
+    assert run.scaler.get_scale() == 4.0 * 2**run.step_count
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -1398,6 +1404,7 @@ def test_options_that_cannot_be_are_refused(options, message):
         (Checkpoint, "keep", 2.5),
         (Checkpoint, "every_steps", 1.5),
         (Logging, "log_every", 2.5),
+        (Precision, "growth_interval", 1.5),
         (Profile, "profile_wait", 0.5),
         (Profile, "profile_steps", 1.5),
     ],

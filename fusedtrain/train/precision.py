@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedtrain.ops._common import cpu_multiplies
-from fusedtrain.train.errors import require
+from fusedtrain.train.errors import require, require_count
 
 Name = Literal["fp32", "bf16", "fp16", "fp64"]
 PRECISIONS = get_args(Name)
@@ -46,7 +46,7 @@ class Precision:
         require(self.precision in PRECISIONS, f"precision must be one of {names}, got {self.precision!r}")
         finite = 0 < self.init_scale < float("inf")
         require(finite, f"init_scale must be positive and finite, got {self.init_scale}")
-        require(self.growth_interval > 0, f"growth_interval must be at least 1, got {self.growth_interval}")
+        require_count("growth_interval", self.growth_interval)
 
     def set_tf32(self, device: torch.device) -> None:
         """Lets fp32 products use TF32 or not, for the whole process, where that is said."""
@@ -79,7 +79,8 @@ class Precision:
         """Returns the scaler of the loss for fp16, else None."""
         if self.precision != "fp16":
             return None
-        scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+        interval = int(self.growth_interval)  # torch takes no 2e3
+        scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=interval)
         scaler.scale(torch.zeros((), device=device))  # makes its tensors, which a resumed group needs before a loss
         return scaler
 
