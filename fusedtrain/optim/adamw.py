@@ -29,7 +29,7 @@ class Adam(FusedStep, torch.optim.Adam):
         max_grad_norm: the largest L2 norm of all gradients together, as in :func:`torch.nn.utils.clip_grad_norm_`; None
             computes no norm, inf only that. The gradients themselves stay as they are.
         nonfinite: what a norm that is not finite does: "propagate" into the parameters, as in torch, "skip" the step
-            without waiting for the device, or "error".
+            without waiting for the device, or "error"; the last two need ``max_grad_norm``.
         ema_decay: keeps running averages :math:`e \leftarrow e + (1 - d)(p - e)` in float32, see :meth:`ema_state_dict`
             and :meth:`swap_ema`; they begin as the parameters before the first step.
         zero_grads: leaves zeros in the gradients, so that no ``zero_grad(set_to_none=False)`` is needed. As behind
@@ -40,14 +40,15 @@ class Adam(FusedStep, torch.optim.Adam):
             last place are lost, "stochastic", where they are kept in the mean at no cost of memory, or "kahan", where
             what was lost is added at the next step, a state of the parameter's size.
         master_weights: of such parameters a float32 copy is trained, the state "master", and rounded into the parameter
-            in the same pass; states are float32 then. A parameter that is changed from outside replaces its master.
-        seed: of the random bits for states in less than float32, which are rounded stochastically where one of the four
-            is set, and for ``rounding``; ``group["rounding_seed"]`` counts on with every step, where it is not
-            ``capturable``, and is saved.
+            in the same pass; states are float32 then. A parameter that is changed from outside replaces its master. For
+            ``rounding`` "nearest" alone.
+        seed: of the random bits for ``rounding``, and for states in less than float32, which are rounded stochastically
+            where ``state_dtype`` or ``rounding`` is set; ``group["rounding_seed"]`` counts on with every step, where it
+            is not ``capturable``, and is saved.
 
     Raises:
-        ValueError: an argument is out of range, or one from ``max_grad_norm`` to ``seed`` stands in a group, or a
-            parameter stands twice in one.
+        ValueError: an argument is out of range or does not go with another, or one from ``max_grad_norm`` to ``seed``
+            stands in a group, or a parameter stands twice in one.
         NotImplementedError: ``differentiable`` is set.
         ValueError, AssertionError: ``capturable`` does not go with an option, or with the device of the parameters.
         TypeError: at the first step, if a parameter is float64 and ``state_dtype`` is set.

@@ -15,6 +15,8 @@ class Adan(FusedStep):
         p \leftarrow \frac{1}{1 + \eta \lambda} \Big(p - \eta
         \frac{m / (1 - \beta_1^t) + \beta_2 d / (1 - \beta_2^t)}{\sqrt{v / (1 - \beta_3^t)} + \epsilon}\Big)
 
+    where the first :math:`\delta` is 0.
+
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16, float16 or float64, any strides.
         lr: learning rate :math:`\eta`, a number or a tensor.

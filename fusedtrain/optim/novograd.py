@@ -12,6 +12,8 @@ class NovoGrad(FusedStep):
         v \leftarrow \beta_2 v + (1 - \beta_2) \lVert g \rVert^2, \quad
         m \leftarrow \beta_1 m + \frac{g}{\sqrt{v} + \epsilon} + \lambda p, \quad p \leftarrow p - \eta m
 
+    where the first :math:`v`, a float32 number, is :math:`\lVert g \rVert^2`.
+
     Args:
         params: parameters, named parameters or groups of them; float32, bfloat16, float16 or float64, any strides.
         lr: learning rate :math:`\eta`, a number or a tensor.
