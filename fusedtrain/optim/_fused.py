@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
-from fusedtrain.ops import _codes, _common, _narrow, _tables, grad_norm, optimizer_step_
+from fusedtrain.ops import _codes, _common, _narrow, _tables, optimizer_step_
 from fusedtrain.ops.optimizer_step import RULES, SUMMED, SUMS, is_signed
+from fusedtrain.optim._sharded import add_up, is_sharded, local, reshard, spread, total_norm
 
 NONFINITE = ("propagate", "skip", "error")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
@@ -277,8 +278,8 @@ class FusedStep(torch.optim.Optimizer):
         name, kinds, params = type(self).__name__, set(), list(chain.from_iterable(lists))
         for p in params:
             g = p.grad
-            if _is_sharded(p) and (not _is_sharded(g) or g.device_mesh != p.device_mesh):
-                mesh = g.device_mesh if _is_sharded(g) else "no mesh"
+            if is_sharded(p) and (not is_sharded(g) or g.device_mesh != p.device_mesh):
+                mesh = g.device_mesh if is_sharded(g) else "no mesh"
                 raise NotImplementedError(f"{name}: a gradient on {mesh} belongs to a DTensor on {p.device_mesh}")
             kinds.add((p.dtype, g.dtype, g.layout, p.device, g.device))
         for dtype, grad_dtype, layout, _, _ in kinds:
@@ -333,7 +334,7 @@ class FusedStep(torch.optim.Optimizer):
         copies = _Copies()
         grads = [[copies.grad(p) for p in params] for _, _, params in groups]
         params = chain.from_iterable(params for _, _, params in groups)
-        shared = self._shared(grads[0][0].device, lambda: _total_norm(params, list(chain.from_iterable(grads))))
+        shared = self._shared(grads[0][0].device, lambda: total_norm(params, list(chain.from_iterable(grads))))
         stored = {index: self._stored(index) for index, _, _ in groups}
         begun = [
             (p, name)
@@ -345,12 +346,12 @@ class FusedStep(torch.optim.Optimizer):
         for (index, group, params), own in zip(groups, grads):
             options = self._update(group) | stored[index]
             lists = self._states(params, options["rule"], group)
-            lists = {name: [_local(t) for t in tensors] for name, tensors in lists.items()}
+            lists = {name: [local(t) for t in tensors] for name, tensors in lists.items()}
             whole, params = params, [copies.param(p) for p in params]
-            if options["rule"] in SUMMED and any(map(_is_sharded, whole)):
+            if options["rule"] in SUMMED and any(map(is_sharded, whole)):
                 shared["sums"] = params[0].new_zeros((len(params), SUMS), dtype=torch.float64)
                 optimizer_step_(params, own, **lists, **options, **shared, sums_only=True)
-                _add_up(whole, shared["sums"])
+                add_up(whole, shared["sums"])
             optimizer_step_(params, own, **lists, **options, **shared)
             shared.pop("sums", None)
         copies.write_back(self._options["zero_grads"])
@@ -380,9 +381,9 @@ class FusedStep(torch.optim.Optimizer):
         for p in params:
             state = self.state.get(p, {})
             if "ema" in state:
-                average, exact = _local(state["ema"]), _local(p)
+                average, exact = local(state["ema"]), local(p)
                 if self._exact == "master" and "master" in state:  # as the op does: p may have been set since
-                    master = _local(state["master"])
+                    master = local(state["master"])
                     exact = torch.where(master.to(p.dtype) == exact, master, exact)
                 moved = average.lerp(exact.to(average.dtype), weight)
                 average.copy_(moved if taken is None else torch.where(taken, moved, average))
@@ -408,7 +409,7 @@ class FusedStep(torch.optim.Optimizer):
                 value = state.get(name)
                 if value is None:
                     self._set_state(p, name, torch.full_like(p, self._initial.get(name, 0.0), requires_grad=False))
-                elif _local(value).stride() != strides or _is_of_other_width(value, p, self._narrow):
+                elif local(value).stride() != strides or _is_of_other_width(value, p, self._narrow):
                     self._set_state(p, name, _plain(state, name))
                 column.append(state[name])
             for name, column in zip(info.states, scales):
@@ -432,9 +433,9 @@ class FusedStep(torch.optim.Optimizer):
             dtype = torch.float32 if p.numel() < MIN_CODED else torch.uint8
         if dtype == torch.uint8:
             codes = state[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
-            own = _local(codes)
+            own = local(codes)
             scale = state[f"{name}_scale"] = own.new_empty(_narrow.blocks(own.numel()), dtype=torch.float32)
-            _narrow.encode_(own, scale, _local(value), is_signed(name))
+            _narrow.encode_(own, scale, local(value), is_signed(name))
         else:
             state[name] = _like(p, value, dtype)
 
@@ -472,7 +473,7 @@ class FusedStep(torch.optim.Optimizer):
             ValueError: parameters are DTensors, and no model is given.
         """
         averages = self._averages()
-        sharded = any(map(_is_sharded, averages))
+        sharded = any(map(is_sharded, averages))
         if sharded and model is None:
             raise ValueError("swap_ema: parameters are DTensors, so give their model: swap_ema(model)")
         own = {p: p.detach().clone() for p in averages}
@@ -608,7 +609,7 @@ def _kept(state: dict, name: str, p: Tensor) -> Tensor:
 
 def _strides(p: Tensor) -> tuple[int, ...]:
     """The strides that the op takes for ``p`` and what belongs to it: its own, or without the gaps."""
-    p = _local(p)
+    p = local(p)
     return p.stride() if _common.is_dense(p) else torch.empty_like(p).stride()
 
 
@@ -622,8 +623,8 @@ def _plain(state: dict, name: str) -> Tensor:
     scale = state.get(f"{name}_scale")
     if scale is None:
         return state[name]
-    value = _narrow.decode(_local(state[name]), scale, is_signed(name))
-    return _spread(value, state[name]) if _is_sharded(state[name]) else value
+    value = _narrow.decode(local(state[name]), scale, is_signed(name))
+    return spread(value, state[name]) if is_sharded(state[name]) else value
 
 
 def _is_of_other_width(state: Tensor, p: Tensor, narrow: bool) -> bool:
@@ -634,7 +635,7 @@ def _is_of_other_width(state: Tensor, p: Tensor, narrow: bool) -> bool:
 def _beside(state: dict, p: Tensor, strides: tuple[int, ...], name: str, dtype: torch.dtype) -> Tensor:
     """What is kept beside the states, made or brought into the memory format, and dtype, that ``p`` asks for."""
     value = state.get(name)
-    if value is None or _local(value).stride() != strides or value.dtype != dtype:
+    if value is None or local(value).stride() != strides or value.dtype != dtype:
         begin = torch.zeros_like(p) if name == "compensation" else p
         value = state[name] = _like(p, begin if value is None else value, dtype)
     return value
@@ -649,72 +650,9 @@ def _set(values: dict[Tensor, Tensor], model: torch.nn.Module | None) -> None:
         reshard(model)
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Lets FSDP2 go of the whole weights that a forward without a backward has left gathered: the next one would take
-    them, whatever has become of their parts."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _is_left_out(found_inf: Tensor | None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_) -> bool:
     """Whether a step has changed nothing; waits for the device."""
     return (found_inf is not None and bool(found_inf)) or (skip_nonfinite and not bool(norm.isfinite()))
-
-
-def _is_sharded(t: Tensor) -> bool:
-    return hasattr(t, "device_mesh")
-
-
-def _spread_over(p: Tensor) -> tuple | None:
-    return (p.device_mesh, p.placements) if _is_sharded(p) else None
-
-
-def _local(t: Tensor) -> Tensor:
-    """What this rank has of a DTensor; other tensors themselves."""
-    return t.to_local() if _is_sharded(t) else t
-
-
-def _spread(own: Tensor, like: Tensor) -> Tensor:
-    """The DTensor like ``like`` of which this rank has ``own``."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _total_norm(params: Iterable[Tensor], grads: list[Tensor]) -> Tensor:
-    """The norm of all gradients, of which ``grads`` are this rank's parts; what is replicated counts once."""
-    spread: dict = {}
-    for p, g in zip(params, grads):
-        spread.setdefault(_spread_over(p), []).append(g)
-    if spread.keys() == {None}:
-        return grad_norm(grads)
-    squares = [_over_ranks(grad_norm(own).square(), where) for where, own in spread.items()]
-    return torch.stack(squares).sum().sqrt()
-
-
-def _over_ranks(sums: Tensor, where: tuple | None) -> Tensor:
-    """Adds up what the ranks have, of parameters on a mesh with placements; None: each has the same."""
-    if where is None:
-        return sums
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, placements = where
-    partial = [Replicate() if place.is_replicate() else Partial() for place in placements]
-    return DTensor.from_local(sums, mesh, partial, run_check=False).full_tensor()
-
-
-def _add_up(params: list[Tensor], sums: Tensor) -> None:
-    """Replaces the sums over this rank's parts, a row for each parameter, by those over all parts."""
-    rows: dict = {}
-    for row, where in enumerate(map(_spread_over, params)):
-        rows.setdefault(where, []).append(row)
-    for where, own in rows.items():
-        sums[own] = _over_ranks(sums[own], where)
 
 
 class _Copies:
@@ -725,17 +663,17 @@ class _Copies:
         self._grads: list[Tensor] = []
 
     def grad(self, p: Tensor) -> Tensor:
-        g = own = _local(p.grad)
-        if _is_sharded(p) and p.grad.placements != p.placements:  # of parallel tensors they may be yet to be added up
+        g = own = local(p.grad)
+        if is_sharded(p) and p.grad.placements != p.placements:  # of parallel tensors they may be yet to be added up
             g = p.grad.redistribute(placements=p.placements).to_local()
-        p = _local(p)
+        p = local(p)
         if g is own and g.stride() == _strides(p) and not g.is_neg():
             return g
         self._grads.append(own)
         return _like(p, g)
 
     def param(self, p: Tensor) -> Tensor:
-        p = _local(p)
+        p = local(p)
         if _common.is_dense(p):
             return p
         self._params.append((p, _like(p, p)))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedtrain.nn import BatchNorm2d, SyncBatchNormAct
-from fusedtrain.optim._fused import reshard
+from fusedtrain.optim._sharded import reshard
 from fusedtrain.train.errors import InputError, require
 
 STRATEGIES = ("ddp", "fsdp")
