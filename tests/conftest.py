@@ -172,7 +172,10 @@ def nothing_remembered():
 
 @pytest.fixture
 def backend(request, device):
-    """Forces one backend for the length of a test and returns its name."""
+    """Forces one backend for the length of a test and returns its name; only those that differ where the file of the
+    test says ``STOCK_ON_GPUS``."""
+    if getattr(request.module, "STOCK_ON_GPUS", False) and request.param not in ("cpu", "reference"):
+        pytest.skip("on GPUs every backend is stock PyTorch")
     reason = harness.why_not(request.param, device)
     if reason is not None:
         if request.param == "cpu" and os.environ.get("FUSEDTRAIN_REQUIRE_EXT") == "1":

@@ -16,6 +16,8 @@ from fusedtrain.nn import GlobalResponseNorm, GlobalResponseNormMlp
 from fusedtrain.ops import _codes, global_response_norm
 from fusedtrain.ops.global_response_norm import IMPLS, reference
 
+STOCK_ON_GPUS = True  # see conftest.py
+
 EPS = 1e-6
 CASES = cases.pairwise(
     shape=list(cases.SHAPES),
@@ -25,20 +27,6 @@ CASES = cases.pairwise(
     vectors=["as x", torch.float32],
 )
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
-
-
-@pytest.fixture
-def backend(backend):
-    if backend not in ("cpu", "reference"):
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return backend
-
-
-@pytest.fixture
-def kernels(kernels):
-    if kernels != "cpu":
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return kernels
 
 
 def make(device, shape=(2, 13, 7, 9), layout="contiguous", dtype=torch.float32, vectors="as x", seed=0) -> dict:

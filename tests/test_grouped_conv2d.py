@@ -21,6 +21,8 @@ from fusedtrain.ops import depthwise_conv2d, grouped_conv2d
 from fusedtrain.ops._windows import output_size
 from fusedtrain.ops.grouped_conv2d import IMPLS, reference
 
+STOCK_ON_GPUS = True  # see conftest.py
+
 MODULE = sys.modules["fusedtrain.ops.grouped_conv2d"]
 # groups, channels of a group of x and of y, and why
 GROUPS = {
@@ -64,13 +66,6 @@ CASES = cases.pairwise(
 CASES += [dict(CASES[0], size="nothing", geometry="4x4_s2", layout="contiguous")]
 SIZES |= {"nothing": (0, 0, 6)}
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
-
-
-@pytest.fixture
-def backend(backend):
-    if backend not in ("cpu", "reference"):
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return backend
 
 
 def make(

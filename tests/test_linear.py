@@ -17,15 +17,10 @@ from fusedtrain import backend as backends
 from fusedtrain.ops import _common, linear
 from fusedtrain.ops.linear import IMPLS, reference
 
+STOCK_ON_GPUS = True  # see conftest.py
+
 MODULE = sys.modules["fusedtrain.ops.linear"]
 SHAPES = [(7, 13), (1, 1), (33, 17), (2, 5, 7, 24), (3, 64, 96), (40, 200), (5, 700)]
-
-
-@pytest.fixture
-def backend(backend):
-    if backend not in ("cpu", "reference"):
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return backend
 
 
 def make(device="cpu", shape=(2, 9, 13), dtype=torch.float32, out=20, bias=True, seed=0) -> dict:

@@ -19,6 +19,8 @@ from fusedtrain.nn.recorded import Recorded
 from fusedtrain.ops import _codes, mlp
 from fusedtrain.ops.mlp import IMPLS, reference
 
+STOCK_ON_GPUS = True  # see conftest.py
+
 ACT, ACT_BACKWARD = torch.ops.fusedtrain.mlp_act.default, torch.ops.fusedtrain.mlp_act_backward_.default
 SCALE, SCALE_BACKWARD = torch.ops.fusedtrain.mlp_scale.default, torch.ops.fusedtrain.mlp_scale_backward.default
 SMOOTH = ["identity", "silu", "gelu"]  # of others the kinks show how products are rounded
@@ -26,20 +28,6 @@ ENDS = ["nothing", "residual", "scale", "scale and residual", "scale in float32"
 ROWS = [(2, 9, 13), (1, 1), (300, 64), (3, 4, 5, 24), (17,), (0, 13), (2, 0, 13)]
 SIZES = [(20, 11), (33, 64)]  # K, D
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
-
-
-@pytest.fixture
-def backend(backend):
-    if backend not in ("cpu", "reference"):
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return backend
-
-
-@pytest.fixture
-def kernels(kernels):
-    if kernels != "cpu":
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return kernels
 
 
 def make(device="cpu", x=None, dtype=torch.float32, k=20, d=11, biases=True, end="scale and residual", seed=0) -> dict:

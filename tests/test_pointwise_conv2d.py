@@ -22,6 +22,8 @@ from fusedtrain.nn import PointwiseConv2d
 from fusedtrain.ops import _common, pointwise_conv2d
 from fusedtrain.ops.pointwise_conv2d import IMPLS, reference
 
+STOCK_ON_GPUS = True  # see conftest.py
+
 MODULE, RULES = (sys.modules[f"fusedtrain.ops.{name}"] for name in ("pointwise_conv2d", "_pointwise_rules"))
 SHAPES = {name: shape for name, shape in cases.SHAPES.items() if name not in ("no_pixels", "no_channels")}
 SHAPES |= {"many_pixels": (3, 24, 61, 67)}  # more than one block of pixels
@@ -36,13 +38,6 @@ CASES = cases.pairwise(
 # Torch in float64 is the truth: over thousands of pixels its sums are as far off as ours.
 CASES = [case for case in CASES if (case["shape"], case["dtype"]) != ("many_pixels", torch.float64)]
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
-
-
-@pytest.fixture
-def backend(backend):
-    if backend not in ("cpu", "reference"):
-        pytest.skip("on GPUs every backend is stock PyTorch")
-    return backend
 
 
 def make(device, shape=(2, 13, 7, 9), layout="channels_last", dtype=torch.float32, out=20, bias=True, seed=0) -> dict:
