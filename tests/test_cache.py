@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from fusedtrain import _files, data
 from fusedtrain.data import cache as cache_file
 from fusedtrain.data import staging
-from fusedtrain.train.rng import seed_all
+from fusedtrain.train.rng import EpochIndex, seed_all
 
 
 @pytest.fixture(autouse=True)
@@ -776,3 +776,16 @@ def test_names_of_files_are_bytes(tmp_path):
     except OSError:
         pytest.skip("this file system takes UTF-8 alone")
     assert data.SampleCache(data.ImageFolder(tmp_path / "images"))[0][1] == 0
+
+
+class Numbered(Decoded):
+    def __getitem__(self, index):
+        return torch.zeros(2), index
+
+
+def test_a_sample_may_hold_its_index_whoever_asks_for_it(folder):
+    cache = data.SampleCache(Numbered(folder / "log"))
+    for _ in range(2):
+        for asked in (EpochIndex(1, 5), np.int64(2), torch.tensor(3)):
+            assert_same(cache[asked], (torch.zeros(2), int(asked)))
+    assert cache.state()["kept"] == 3

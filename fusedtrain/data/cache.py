@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import mmap
+import operator
 import os
 import pickle
 import struct
@@ -102,6 +103,7 @@ class SampleCache(Dataset):
         return self.length
 
     def __getitem__(self, index: int):
+        index = operator.index(index)  # not an EpochIndex: a sample may hold it
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} is out of range for {self.length} samples")
