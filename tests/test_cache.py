@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import time
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -789,3 +790,18 @@ def test_a_sample_may_hold_its_index_whoever_asks_for_it(folder):
         for asked in (EpochIndex(1, 5), np.int64(2), torch.tensor(3)):
             assert_same(cache[asked], (torch.zeros(2), int(asked)))
     assert cache.state()["kept"] == 3
+
+
+def test_bytes_that_were_read_do_not_stay_in_memory(folder):
+    class Encoded(Decoded):
+        def __getitem__(self, index):
+            return bytes([index]) * 2**20
+
+    cache = data.SampleCache(Encoded(folder / "log", length=9))
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            assert [cache[index][0] for index in range(9)] == list(range(9))
+        assert tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()

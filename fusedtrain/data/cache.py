@@ -39,6 +39,7 @@ SIZE = struct.Struct("<I")  # of the description at the head of a record
 ALIGNMENT = 64  # of tensors in the file
 TRIED = 8  # samples, to see whether they vary
 DRAWS = 32  # of them in all where one draws random numbers
+SHORT = 1024  # bytes of a description that many samples may share; a longer one holds texts or bytes of one
 
 
 class SampleCache(Dataset):
@@ -312,7 +313,8 @@ def _structure(description: bytes):
 def _decode(source, offset: int):
     (size,) = SIZE.unpack_from(source, offset)
     at = offset + SIZE.size
-    return _Tensors(source, offset, SIZE.size + size).build(_structure(bytes(source[at : at + size])))
+    structure = _structure if size <= SHORT else _structure.__wrapped__
+    return _Tensors(source, offset, SIZE.size + size).build(structure(bytes(source[at : at + size])))
 
 
 class _Tensors:
