@@ -415,6 +415,29 @@ def test_a_copy_that_was_changed_or_is_old_is_fetched_anew(folder, remote):
         assert path.read_bytes() == b"newer"
 
 
+class Told(LocalFileSystem):
+    """A remote that tells of a change of a file by one thing alone."""
+
+    protocol = "told"
+    by = "ETag"
+
+    def info(self, path, **options):
+        found = super().info(path, **options)
+        return {name: found[name] for name in ("name", "size", "type")} | {Told.by: str(found["mtime"])}
+
+
+@pytest.mark.parametrize("by", ["ETag", "Last-Modified", "blob_id"])  # of HTTP, and of Hugging Face
+def test_a_change_is_seen_by_whatever_the_remote_tells(folder, monkeypatch, by):
+    fsspec.register_implementation("told", Told, clobber=True)
+    monkeypatch.setattr(Told, "by", by)
+    source, url = folder / "a.bin", f"told://{folder}/a.bin"
+    for time_of_change in (1, 1000):
+        source.write_bytes(bytes([time_of_change % 256]) * 100)
+        os.utime(source, (time_of_change, time_of_change))
+        with data.Staging(folder / "s").hold(url) as path:
+            assert path.read_bytes() == source.read_bytes()
+
+
 def test_what_is_wrong_with_a_shard_is_said_with_its_url(folder, remote):
     right = hashlib.sha256(bytes(1000)).hexdigest()
     with data.Staging(folder / "s", checksums={remote[0]: right}).hold(remote[0]) as path:

@@ -319,5 +319,6 @@ def _sha256(path: Path) -> str:
 
 def _version(info: dict) -> str:
     """Returns what changes when a remote file does, as far as its file system tells."""
-    names = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "created")
+    times = ("mtime", "LastModified", "Last-Modified", "last_modified", "created")
+    names = ("ETag", "etag", "md5", "blob_id", *times)
     return next((str(info[name]) for name in names if info.get(name)), "")
