@@ -353,7 +353,7 @@ def test_what_cannot_be_cached_is_refused(folder):
 
     with pytest.raises(ValueError, match="sample 0 differs from call to call: cache what does not vary and pass"):
         data.SampleCache(Random(folder / "log"))
-    with pytest.raises(ValueError, match=r"TensorDataset has neither fingerprint\(\) nor samples: pass key="):
+    with pytest.raises(ValueError, match=r"TensorDataset has neither fingerprint\(\) nor samples \(file, target\)"):
         data.SampleCache(torch.utils.data.TensorDataset(torch.zeros(3)))
     with pytest.raises(TypeError, match=r"a cached sample may hold tensors, .* got object"):
         data.SampleCache([object()], key="objects")
@@ -828,3 +828,25 @@ def test_bytes_that_were_read_do_not_stay_in_memory(folder):
         assert tracemalloc.get_traced_memory()[0] < 2**20
     finally:
         tracemalloc.stop()
+
+
+class Listed(Dataset):
+    """A user's own, with a list of samples in a form of its own."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("samples", [["ab", "cd"], [{"image": "a", "label": 0}], [("a", 0, 1)], [(0, 1)], [("a", 0)]])
+def test_samples_that_tell_no_files_ask_for_a_key(folder, samples):
+    with pytest.raises(
+        ValueError, match=r"(Listed has neither .* nor samples \(file,|samples of Listed: .*'a'; pass key=)"
+    ):
+        data.SampleCache(Listed(samples))
+    assert data.SampleCache(Listed(samples), key="listed")[0] == 0

@@ -355,12 +355,18 @@ class _Tensors:
 def _identity_of(dataset) -> dict:
     """Returns what tells the source and the transform of a dataset from others."""
     held = {}
+    samples = getattr(dataset, "samples", None)
     if hasattr(dataset, "fingerprint"):
         source = dataset.fingerprint()
-    elif isinstance(getattr(dataset, "samples", None), list) and dataset.samples:
+    elif isinstance(samples, list) and samples and all(map(_names_file, samples)):
         digest = hashlib.sha256()
-        for path, target in dataset.samples:
-            status = os.stat(path)
+        for path, target in samples:
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise ValueError(
+                    f"samples of {type(dataset).__name__}: {error}; pass key= to name the content"
+                ) from None
             line = f"{path}\0{target}\0{status.st_size}\0{status.st_mtime_ns}\n"
             digest.update(line.encode(errors="surrogateescape"))  # names of files are bytes
         source = digest.hexdigest()
@@ -368,7 +374,8 @@ def _identity_of(dataset) -> dict:
         held = {name: repr(value) for name, value in vars(dataset).items() if isinstance(value, plain)}
     else:
         raise ValueError(
-            f"{type(dataset).__name__} has neither fingerprint() nor samples: pass key= to name its content"
+            f"{type(dataset).__name__} has neither fingerprint() nor samples (file, target): pass key= to name its"
+            " content"
         )
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     pillow = getattr(sys.modules.get("PIL"), "__version__", None)  # another version may decode differently
@@ -377,6 +384,11 @@ def _identity_of(dataset) -> dict:
     with contextlib.suppress(ValueError, RecursionError):  # what else a class reads need not have a name
         parts["code"] = _identity(type(dataset).__getitem__)
     return {"kind": kind, "source": source, "pillow": pillow, "held": held, **parts}
+
+
+def _names_file(sample) -> bool:
+    """Whether a sample is (file, target), as of torchvision's folders; a list of a user's own may hold anything."""
+    return isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], (str, os.PathLike))
 
 
 def _identity(value, within: tuple = ()) -> str:
