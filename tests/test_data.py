@@ -391,6 +391,19 @@ def test_a_prefetcher_that_cannot_work_is_refused(options, message):
         list(data.DevicePrefetcher([torch.zeros(1, 3, 2, 2, dtype=torch.uint8)], "cpu", **options))
 
 
+@pytest.mark.parametrize("images", [torch.rand(2, 3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.uint8)])
+def test_images_that_are_not_normalised_are_refused(images, device):
+    """Such as those of ToTensor: a network would learn from other numbers than its evaluation gives it."""
+    known = ((0.5,) * 3, (0.5,) * 3)
+    with pytest.raises(
+        ValueError, match=r"normalize takes images \[N, C, H, W\] of uint8, and a batch has none: .*\d, 4, 4\]"
+    ):
+        list(data.DevicePrefetcher([{"x": images, "y": (torch.zeros(2), "name")}], device, normalize=known))
+    assert torch.equal(next(iter(data.DevicePrefetcher([images], device))).cpu(), images)
+    beside = [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), images]
+    assert next(iter(data.DevicePrefetcher([beside], device, normalize=known)))[0].dtype == torch.float32
+
+
 # --- image folders ----------------------------------------------------------------------------------------------------
 
 

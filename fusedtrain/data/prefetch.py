@@ -21,12 +21,13 @@ class DevicePrefetcher:
             for a GPU, since copies from pageable memory hold up the CPU.
         device: "cuda", "cuda:1" or "cpu".
         channels_last: give tensors ``[N, C, H, W]`` channels_last memory, the faster one for convolutions.
-        normalize: (mean, std), one number per channel, for images in 0 to 1; uint8 images ``[N, C, H, W]`` become
-            ``(x / 255 - mean) / std``. None leaves them uint8.
+        normalize: (mean, std), one number per channel, of images in 0 to 1; uint8 images ``[N, C, H, W]`` become
+            ``(x / 255 - mean) / std``, and each batch must have some. None leaves them uint8.
         dtype: of normalised images: torch.float32, bfloat16 or float16.
 
     Raises:
-        ValueError: ``device``, ``normalize`` or ``dtype`` make no sense, or the images have another number of channels.
+        ValueError: ``device``, ``normalize`` or ``dtype`` make no sense, or the images have another number of channels
+            or are not uint8.
 
     Numerics: normalised in float32 as ``x * (1 / (255 std)) - mean / std``, rounded once more to ``dtype``.
     """
@@ -123,6 +124,8 @@ class DevicePrefetcher:
         return None
 
     def _convert(self, batch):
+        if self._scale is not None:
+            _check_images(batch)
         return _map(self._tensor, batch)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
@@ -141,6 +144,15 @@ class DevicePrefetcher:
 def _side_stream(device: torch.device):
     """One for all passes: memory that was freed on a stream is for that stream alone."""
     return torch.cuda.Stream(device)
+
+
+def _check_images(batch) -> None:
+    """Refuses a batch without images to normalise: a network would learn from others than it is meant to."""
+    tensors: list[Tensor] = []
+    _map(tensors.append, batch)
+    if not any(tensor.dim() == 4 and tensor.dtype == torch.uint8 for tensor in tensors):
+        found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors) or "no tensors"
+        raise ValueError(f"normalize takes images [N, C, H, W] of uint8, and a batch has none: it holds {found}")
 
 
 def _map(function, batch):
