@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import functools
 import io
 import json
@@ -605,6 +606,16 @@ def test_without_a_place_to_remember_it_in_a_plan_is_made_all_the_same(monkeypat
     monkeypatch.setattr(workers, "SECONDS", 0.1)
     with pytest.warns(UserWarning, match="what is measured is not remembered: .*Not a directory"):
         assert data.loader(Squares(), 4).plan.points
+
+
+def test_a_disk_that_is_full_keeps_no_loader_from_being_made(monkeypatch):
+    """Its folder and its lock could still be made: they hold no bytes."""
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(workers._files, "write_json", mock.Mock(side_effect=full))
+    with pytest.warns(UserWarning, match="what is measured is not remembered: .*No space left on device") as warned:
+        assert data.loader(Squares(), 4).plan.points
+    assert len(warned) == 1
 
 
 def test_a_killed_call_that_was_to_measure_again_leaves_nothing_older(monkeypatch):

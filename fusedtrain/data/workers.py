@@ -126,7 +126,7 @@ def plan(
             path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
             stack.enter_context(_files.locked(path.with_suffix(".lock")))
         except OSError as error:
-            warnings.warn(f"what is measured is not remembered: {error}; FUSEDTRAIN_CACHE names a folder", stacklevel=2)
+            _warn_of(error)
             path = None
         if path and not remember:
             path.unlink(missing_ok=True)
@@ -142,6 +142,10 @@ def plan(
                 measured.keep()
     found = known["plan"]
     return Plan(**found | {name: {int(w): value for w, value in found[name].items()} for name in ("points", "starts")})
+
+
+def _warn_of(error: OSError) -> None:
+    warnings.warn(f"what is measured is not remembered: {error}; FUSEDTRAIN_CACHE names a folder", stacklevel=3)
 
 
 @contextlib.contextmanager
@@ -165,8 +169,13 @@ class _Measured:
     progress: Callable[[str], None]
 
     def keep(self) -> None:
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             _files.write_json(self.path, self.known)
+        except OSError as error:  # such as a full disk
+            _warn_of(error)
+            self.path = None
 
     def one(self, measure: Callable[[], _One | None]) -> _One | None:
         if self.known["one"] is None:
