@@ -190,6 +190,35 @@ def test_columns_of_nulls_alone_and_of_other_strings_go_with_the_rest(tmp_path, 
     assert sorted(map(str, found)) == ["None"] * 3 + ["b"] * 3 + ["c"] * 3
 
 
+@pytest.mark.skipif(not hasattr(pa, "string_view"), reason="pyarrow < 16 knows no views")
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True}, {"batch_size": 2}, {"batch_size": 2, "shuffle": True}], ids=str
+)
+def test_views_and_dictionaries_are_what_they_stand_for(tmp_path, options, suffix):
+    """Polars writes strings as views, pandas categories as dictionaries, whose indices are as wide as they are many."""
+    names, other = (pa.array([f"{letter}{i}" for i in range(3)]) for letter in "ab")
+    kinds = pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int16(), pa.string())
+    for i, kind in enumerate(kinds):
+        number = pa.array([i, i, i])
+        columns = {"x": (other if i == 3 else names).cast(kind), "b": names.cast(pa.binary()), "n": number}
+        if i % 2:
+            columns["b"], columns["n"] = columns["b"].cast(pa.binary_view()), number.dictionary_encode()
+        whole = pa.table(columns)
+        if suffix == "parquet":
+            pq.write_table(whole, tmp_path / f"{i}.parquet")
+            continue
+        with pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as sink, pa.ipc.new_file(sink, whole.schema) as writer:
+            writer.write_table(whole)
+    found = list(data.TableDataset(tmp_path, **options))
+    assert all(isinstance(row["n"], torch.Tensor) for row in found)
+    if "batch_size" in options:
+        found = [dict(zip(batch, row)) for batch in found for row in zip(*batch.values())]
+    assert sorted(row["x"] for row in found) == sorted(3 * names.to_pylist() + other.to_pylist())
+    assert sorted(row["b"] for row in found) == sorted(4 * names.cast(pa.binary()).to_pylist())
+    assert sorted(int(row["n"]) for row in found) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
 def test_blocks_that_are_shuffled_may_hold_more_than_offsets_of_32_bits_reach():
     rows = [{"n": i, "s": f"{i}", "b": b"%d" % i, "v": {"b": b"", "w": [f"{i}"] * i}} for i in range(5)]
     (block,) = table._shuffled(iter([pa.Table.from_pylist(rows[:3]), pa.Table.from_pylist(rows[3:])]), 9, (0,), 0, 0)

@@ -407,8 +407,7 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
     pa = need("pyarrow", "data")
 
     def mixed(parts: list):
-        table = _joined(parts)
-        table = table.cast(pa.schema([field.with_type(_wide(field.type)) for field in table.schema]))
+        table = _widened(_joined(parts))
         order = torch.randperm(len(table), generator=_generator(*key, block), device="cpu")
         return table.take(pa.array(order[passed:].numpy()))
 
@@ -427,20 +426,33 @@ def _shuffled(tables: Iterator, size: int, key: tuple[int, ...], block: int, pas
 
 
 def _joined(parts: list):
-    """Returns tables as one; files may have their columns in any order."""
+    """Returns tables as one; files may have their columns in any order, and in types that hold the same."""
     names = parts[0].column_names
 
     def in_order(part):
         turned = part.column_names != names and sorted(part.column_names) == sorted(names)
         return part.select(names) if turned else part
 
-    return need("pyarrow", "data").concat_tables([in_order(part) for part in parts], promote_options="permissive")
+    parts = [in_order(part) for part in parts]
+    if any(part.schema.types != parts[0].schema.types for part in parts):
+        parts = [_widened(part) for part in parts]
+    return need("pyarrow", "data").concat_tables(parts, promote_options="permissive")
+
+
+def _widened(table):
+    pa = need("pyarrow", "data")
+    return table.cast(pa.schema([field.with_type(_wide(field.type)) for field in table.schema]))
 
 
 def _wide(kind):
-    """A type with offsets of 64 bits: arrays of the others hold at most 2 GiB, a block of encoded images holds more."""
+    """A type with offsets of 64 bits: arrays of the others hold at most 2 GiB, a block of encoded images holds more.
+    Views and dictionaries, which pyarrow does not take rows of or not join, become what they stand for."""
     pa = need("pyarrow", "data")
     types = pa.types
+    if types.is_dictionary(kind):
+        return _wide(kind.value_type)
+    if str(kind) in ("string_view", "binary_view"):  # pyarrow < 16 has no function that tells
+        return pa.large_string() if str(kind) == "string_view" else pa.large_binary()
     if types.is_binary(kind):
         return pa.large_binary()
     if types.is_string(kind):
@@ -485,6 +497,8 @@ def _values(column) -> Tensor | list:
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # pyarrow < 18 returns one for several chunks, or none
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     kind = array.type
     if array.null_count:
         return array.to_pylist()
