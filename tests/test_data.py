@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, Subset
 
 from fusedtrain import data
 from fusedtrain.data import faults, prefetch, workers
+from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 
 
@@ -52,6 +53,11 @@ class Squares(Dataset):
 
     def sample_name(self, index):
         return f"square-{index}.png"
+
+
+class AtOnce(Squares):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
 
 @pytest.fixture
@@ -111,6 +117,13 @@ def test_a_worker_that_is_killed_and_one_that_hangs_tell_their_sample():
         list(data.loader(Squares(kill=6), 4, num_workers=2))
     with pytest.raises(data.WorkerError, match=r"killed by SIGKILL: worker 0 was at sample 6 \(square-6.png\)"):
         list(data.loader(Subset(Subset(Squares(kill=6), range(5, 9)), range(4)), 4, num_workers=1))
+    seeded = data.loader(SeededDataset(Squares(bad=[2], kill=9)), 4, num_workers=1, max_skipped=1)
+    with pytest.raises(data.WorkerError, match=r"killed by SIGKILL: worker 0 was at sample 9 \(square-9.png\)"):
+        list(seeded)
+    with pytest.raises(data.WorkerError, match=r"killed by SIGKILL: worker 0 was at sample 6 \(square-6.png\)"):
+        list(data.loader(Squares(kill=6), 4, num_workers=1, sampler=torch.arange(20).numpy()))
+    with pytest.raises(data.WorkerError, match=r"killed by SIGKILL; the system"):  # not sample 3, which was before
+        list(data.loader(AtOnce(bad=[2], kill=9), 4, num_workers=1, max_skipped=1))
     with pytest.raises(
         data.WorkerError, match=r"no batch came within timeout=2 s: worker 0 was at sample 2 \(square-2.png\)"
     ):
@@ -585,8 +598,6 @@ def test_workers_open_what_their_dataset_needs(num_workers, monkeypatch):
 
 
 def test_a_plan_is_that_of_what_a_dataset_stands_on(tmp_path, images):
-    from fusedtrain.train import SeededDataset
-
     def key(dataset):
         return workers.describe(dataset, 4, None, None)
 

@@ -1,6 +1,7 @@
 """Samples that cannot be read and workers that die: errors that name the sample, or samples left out and counted."""
 
 import multiprocessing
+import operator
 import re
 import signal
 import traceback
@@ -96,9 +97,10 @@ class Guarded(Dataset):
         return iter(self._dataset)  # else without end: an index beyond it gives a Failure too
 
     def __getitem__(self, index):
-        if isinstance(index, int):
-            info = get_worker_info()
-            self._at[(info.id if info else 0) % len(self._at)] = index  # a loader may run in the worker of another
+        try:
+            self._note(operator.index(index))
+        except TypeError:  # a key, or the indices of a batch
+            self._note(-1)
         try:
             return self._dataset[index]
         except Exception as error:
@@ -109,9 +111,14 @@ class Guarded(Dataset):
                 name = f"sample {index}"
             return Failure(name, reason, traceback.format_exc())
 
+    def _note(self, at: int) -> None:
+        info = get_worker_info()
+        self._at[(info.id if info else 0) % len(self._at)] = at  # a loader may run in the worker of another
+
     def __getitems__(self, indices: list) -> list:
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is not None and not _goes_one_by_one(self._dataset):
+            self._note(-1)
             try:
                 return fetch(indices)
             except Exception:  # which one it was, the samples tell one by one
@@ -125,10 +132,12 @@ class Guarded(Dataset):
 
 
 def _goes_one_by_one(dataset) -> bool:
-    """Whether a dataset, though a Subset, which takes indices at once, has them read one by one in the end."""
+    """Whether a dataset, though a Subset or SeededDataset, which take indices at once, has them read one by one in the
+    end."""
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
-    return not hasattr(dataset, "__getitems__")
+    alone = getattr(dataset, "one_by_one_in_workers", False) and get_worker_info() is not None
+    return alone or not hasattr(dataset, "__getitems__")
 
 
 class Collate:
