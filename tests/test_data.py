@@ -312,8 +312,21 @@ def test_batches_in_flight_fit_into_memory(monkeypatch):
     monkeypatch.setattr(workers, "_free_memory", lambda: 4 * 100)
     assert workers._fit_memory(8, 2, 6)[:2] == (8, 2)
     assert workers._fit_memory(8, 2, 12)[:2] == (8, 1)
+    assert workers._fit_memory(1, 2, 101)[:2] == (0, 1)
     count, prefetch, note = workers._fit_memory(8, 4, 40)
     assert (count, prefetch) == (2, 1) and "8 workers with 4 batches each would not fit" in note
+
+
+@pytest.mark.parametrize(("room", "counts"), [(3, [0, 1]), (1, [0])])
+def test_workers_whose_batches_find_no_room_are_not_even_tried(monkeypatch, room, counts):
+    """Such as that of a container, whose /dev/shm has 64 MB: measuring ended in an error."""
+    samples = [torch.zeros(1000)] * 200
+    monkeypatch.setattr(workers, "SECONDS", 0.1)
+    monkeypatch.setattr(workers, "_candidates", lambda *model: [0, 2, 4])
+    monkeypatch.setattr(workers, "_free_memory", lambda: 4 * room * 4 * samples[0].nbytes)
+    found = workers.plan(samples, 4)
+    assert list(found.points) == counts and found.num_workers in counts
+    assert "would not fit into 0 MiB of free memory" in found.reason
 
 
 def test_a_dataset_that_cannot_be_read_at_all_says_so():

@@ -241,13 +241,17 @@ def _measure(
         return Plan(0, None, "the dataset is empty", cores=cores())
     passes = PASSES if persistent else 1
     chunk = batch_size and max(1, min(batch_size, int(CHUNK_SECONDS / one.wall)))
-    candidates = _candidates(one, cores(), samples * passes)
+    wanted = _candidates(one, cores(), samples * passes)
+    most = _room() // max(1, one.sample_bytes * (chunk or 1) * 2)  # of workers, which make two batches ahead
+    candidates = sorted({min(w, most) for w in wanted})
     points, starts = {}, {}
     for w in candidates:
         points[w], starts[w] = measured.point(w, lambda w=w: _rate(dataset, chunk, collate_fn, context, w, one, init))
     chosen = _choose(points, starts, samples * passes)
     prefetch = 4 if one.uneven > 2 else 2
     workers, prefetch, note = _fit_memory(chosen, prefetch, one.sample_bytes * (batch_size or 1))
+    if candidates[-1] < wanted[-1] and not note:
+        note = f"; {wanted[-1]} workers would not fit into {_room() / 2**20:.0f} MiB of free memory"
     share = min(1.0, one.cpu / one.wall)
     reason = (
         f"one worker takes {1e3 * one.wall:.3g} ms per sample, {share:.0%} of it on a core; samples per second: "
@@ -295,13 +299,9 @@ def _choose(points: dict[int, float], starts: dict[int, float], samples: float) 
 
 
 def _fit_memory(workers: int, prefetch: int, batch_bytes: int) -> tuple[int, int, str]:
-    """Fewer batches ahead, then fewer workers, until those in flight fit into a quarter of the free memory."""
-    limit = _free_memory() // 4
-    if os.path.isdir("/dev/shm"):  # where torch passes batches between processes
-        shm = os.statvfs("/dev/shm")
-        limit = min(limit, shm.f_bavail * shm.f_frsize // 2)
-    wanted = (workers, prefetch)
-    while workers * prefetch * batch_bytes > limit and (prefetch > 1 or workers > 1):
+    """Fewer batches ahead, then fewer workers or none, until those in flight find room."""
+    limit, wanted = _room(), (workers, prefetch)
+    while workers * prefetch * batch_bytes > limit:
         prefetch, workers = (prefetch - 1, workers) if prefetch > 1 else (prefetch, workers - 1)
     if (workers, prefetch) == wanted:
         return workers, prefetch, ""
@@ -309,6 +309,15 @@ def _fit_memory(workers: int, prefetch: int, batch_bytes: int) -> tuple[int, int
         f"; {wanted[0]} workers with {wanted[1]} batches each would not fit into {limit / 2**20:.0f} MiB of free memory"
     )
     return workers, prefetch, note
+
+
+def _room() -> int:
+    """Returns the bytes that batches in flight may take: a quarter of the free memory."""
+    room = _free_memory() // 4
+    if os.path.isdir("/dev/shm"):  # where torch passes batches between processes
+        shm = os.statvfs("/dev/shm")
+        room = min(room, shm.f_bavail * shm.f_frsize // 2) if shm.f_blocks else room  # none: without a bound
+    return room
 
 
 def _free_memory() -> int:
