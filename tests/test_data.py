@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from unittest import mock
 
 import harness
@@ -58,6 +59,22 @@ class Squares(Dataset):
 class AtOnce(Squares):
     def __getitems__(self, indices):
         return [self[index] for index in indices]
+
+
+@dataclass
+class Rows:
+    """A batch that is no list."""
+
+    x: torch.Tensor
+
+
+class Whole(Squares):
+    def __getitems__(self, indices):
+        return Rows(torch.tensor(indices))
+
+
+def rows(batch):
+    return batch.x
 
 
 @pytest.fixture
@@ -165,6 +182,12 @@ def test_it_is_a_data_loader_of_the_dataset():
     assert torch.cat(list(batches)).tolist() == [i * i for i in range(10)]
     single = data.loader(dataset, None, num_workers=0)
     assert [int(x) for x in single] == [i * i for i in range(10)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_may_give_whole_batches_of_any_kind(num_workers):
+    batches = data.loader(Whole(8), 4, num_workers=num_workers, collate_fn=rows)
+    assert torch.cat(list(batches)).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,11 @@ class Collate:
     def __call__(self, samples):
         if not self.batched:
             return Checked(None, [samples]) if isinstance(samples, Failure) else Checked(self.collate_fn(samples))
+        if not isinstance(samples, list):  # a batch that the dataset has made at once
+            return Checked(self.collate_fn(samples))
         failures = [sample for sample in samples if isinstance(sample, Failure)]
         good = [sample for sample in samples if not isinstance(sample, Failure)] if failures else samples
-        return Checked(self.collate_fn(good) if len(good) else None, failures)
+        return Checked(self.collate_fn(good) if good else None, failures)
 
 
 _HINTS = {
