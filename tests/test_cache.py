@@ -685,6 +685,10 @@ def test_a_write_that_failed_halfway_is_not_in_the_copy(folder, monkeypatch):
     try:
         with data.Staging(folder / "s").hold(f"file://{folder}/a.bin") as path:
             assert path.read_bytes() == content
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        monkeypatch.setattr(staging.time, "sleep", lambda seconds: None)
+        with pytest.raises(OSError, match=rf"{folder}/t/\w+\.part"):  # which disk it is that has no room
+            list(data.Staging(folder / "t").stage([f"file://{folder}/a.bin"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

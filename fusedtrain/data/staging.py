@@ -296,8 +296,11 @@ def _copy(filesystem, path: str, shard: _Shard, size: int, stop: threading.Event
 
 def _write(file, chunk: bytes) -> None:
     left = memoryview(chunk)
-    while left:  # a disk that runs full takes a part, then raises
-        left = left[file.write(left) :]
+    try:
+        while left:  # a disk that runs full takes a part, then raises
+            left = left[file.write(left) :]
+    except OSError as error:  # which does not say of which file
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
 
 
 def _seek(source, at: int) -> bool:
