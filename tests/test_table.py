@@ -243,6 +243,37 @@ def test_nulls_come_as_none(tmp_path):
     assert [row["a"] for row in data.TableDataset(tmp_path / "n.parquet")] == [1, None, 3]
 
 
+@pytest.mark.parametrize("batch_rows", [2, 100])
+def test_a_null_in_a_row_changes_no_other(tmp_path, batch_rows):
+    """A transform that fills nulls would else give batches of tensors and numbers, or of another dtype."""
+    columns = {
+        "a": pa.array([1.5, 2.5, None, 3.5], pa.float32()),
+        "list": pa.array([[1, 2], None, [3, None], [4]], pa.list_(pa.int16())),
+        "pair": pa.array([None, [1, 2], [3, None], [4, 5]], pa.list_(pa.int16(), 2)),
+        "text": ["a", None, "c", "d"],
+        "kind": pa.array([7, None, 8, 7], pa.int8()).dictionary_encode(),
+        "none": pa.nulls(4),
+        "no numbers": pa.nulls(4, pa.int8()),
+    }
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, pa.table(columns).schema) as writer:
+        writer.write_table(pa.table(columns))
+    rows = list(data.TableDataset(tmp_path, batch_rows=batch_rows))
+    found = {name: [row[name] for row in rows] for name in columns}
+    expected = {name: pa.table(columns)[name].to_pylist() for name in columns}
+    plain = {name: [x.tolist() if isinstance(x, torch.Tensor) else x for x in found[name]] for name in columns}
+    assert plain == expected
+    tensors = {name: [getattr(x, "dtype", None) for x in found[name]] for name in columns}
+    assert tensors == {
+        "a": [torch.float32, torch.float32, None, torch.float32],
+        "list": [torch.int16, None, None, torch.int16],
+        "pair": [None, torch.int16, None, torch.int16],
+        "text": [None] * 4,
+        "kind": [torch.int8, None, torch.int8, torch.int8],
+        "none": [None] * 4,
+        "no numbers": [None] * 4,
+    }
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     folder = write(tmp_path / "t", [30])
     path = folder / "00.parquet"

@@ -34,7 +34,7 @@ class TableDataset(IterableDataset):
     """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files as samples.
 
     Each row is a dict ``{column: value}``: numbers and booleans as 0-dimensional tensors, lists of them as tensors
-    ``[K]``, all else, and what is read together with a null, as Python values (str, bytes, datetime, None).
+    ``[K]``, all else, and lists with a null in them, as Python values (str, bytes, datetime, None).
 
     Args:
         paths: files, folders, patterns (``"data/*.parquet"``) or fsspec URLs (``"s3://bucket/*.parquet"``), one or
@@ -42,8 +42,8 @@ class TableDataset(IterableDataset):
         columns: which to read, one or many, and no others from the disk; None reads all.
         batch_rows: rows that are read and decoded at a time.
         batch_size: None gives rows. A number gives dicts of whole batches, of numbers as tensors ``[B]``,
-            lists of a fixed size as ``[B, K]`` and all else as Python lists, without a Python object per row; use
-            ``loader(dataset, batch_size=None)`` then.
+            lists of a fixed size as ``[B, K]`` and all else, columns with a null too, as Python lists, without a Python
+            object per row; use ``loader(dataset, batch_size=None)`` then.
         shuffle: every epoch has an order of its own: the row groups are permuted, and their rows within stretches of
             ``shuffle_rows``.
         shuffle_rows: rows held in memory by each worker to shuffle them.
@@ -467,7 +467,7 @@ def _wide(kind):
 def _rows(tables) -> Iterator[dict]:
     for table in tables:
         names = table.column_names
-        yield from (dict(zip(names, row)) for row in zip(*(_values(table.column(name)) for name in names)))
+        yield from (dict(zip(names, row)) for row in zip(*(_each(table.column(name)) for name in names)))
 
 
 def _batches(tables, size: int) -> Iterator[dict]:
@@ -491,6 +491,21 @@ def _batch(table) -> dict:
     return {name: _values(table.column(name)) for name in table.column_names}
 
 
+def _each(column) -> Tensor | list:
+    """Returns the values of a column for its rows, each as if it stood alone: a null in one changes no other."""
+    kind, types = column.type, need("pyarrow", "data").types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not _is_number(kind) and not _lists_numbers(kind):
+        return _values(column)
+    if column.null_count:
+        known = iter(_each(column.drop_null()))
+        return [next(known) if valid else None for valid in column.is_valid().to_pylist()]
+    values = _values(column)
+    if isinstance(values, Tensor) or all(isinstance(value, Tensor) for value in values):
+        return values
+    return [_values(column.slice(at, 1))[0] for at in range(len(column))]
+
+
 def _values(column) -> Tensor | list:
     """Returns a column as a tensor ``[rows]`` or ``[rows, K]``, or as a list of tensors or Python values."""
     pa = need("pyarrow", "data")
@@ -504,8 +519,7 @@ def _values(column) -> Tensor | list:
         return array.to_pylist()
     if _is_number(kind):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
-    nested = pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not nested or not _is_number(kind.value_type) or array.flatten().null_count:
+    if not _lists_numbers(kind) or array.flatten().null_count:
         return array.to_pylist()
     flat = torch.from_numpy(array.flatten().to_numpy(zero_copy_only=False).copy())
     if pa.types.is_fixed_size_list(kind):
@@ -516,3 +530,9 @@ def _values(column) -> Tensor | list:
 def _is_number(kind) -> bool:
     types = need("pyarrow", "data").types
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+
+def _lists_numbers(kind) -> bool:
+    types = need("pyarrow", "data").types
+    nested = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
+    return nested and _is_number(kind.value_type)
