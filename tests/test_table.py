@@ -219,6 +219,21 @@ def test_views_and_dictionaries_are_what_they_stand_for(tmp_path, options, suffi
     assert sorted(int(row["n"]) for row in found) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_shuffled_matrices_stay_with_their_rows(tmp_path, suffix):
+    """pyarrow takes other rows than it is asked for of a part of lists of a fixed size within such lists."""
+    kind = pa.list_(pa.list_(pa.float32(), 2), 2)
+    whole = pa.table({"id": range(24), "m": pa.array([[[i, 1], [2, -i]] for i in range(24)], kind)})
+    if suffix == "parquet":
+        pq.write_table(whole, tmp_path / "a.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, whole.schema) as writer:
+            writer.write_table(whole)
+    rows = list(data.TableDataset(tmp_path, shuffle=True, shuffle_rows=6, batch_rows=24))
+    assert sorted(int(row["id"]) for row in rows) == list(range(24))
+    assert all(row["m"] == [[row["id"], 1], [2, -row["id"]]] for row in rows)
+
+
 def test_blocks_that_are_shuffled_may_hold_more_than_offsets_of_32_bits_reach():
     rows = [{"n": i, "s": f"{i}", "b": b"%d" % i, "v": {"b": b"", "w": [f"{i}"] * i}} for i in range(5)]
     (block,) = table._shuffled(iter([pa.Table.from_pylist(rows[:3]), pa.Table.from_pylist(rows[3:])]), 9, (0,), 0, 0)
