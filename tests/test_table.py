@@ -204,6 +204,7 @@ def test_views_and_dictionaries_are_what_they_stand_for(tmp_path, options, suffi
         columns = {"x": (other if i == 3 else names).cast(kind), "b": names.cast(pa.binary()), "n": number}
         if i % 2:
             columns["b"], columns["n"] = columns["b"].cast(pa.binary_view()), number.dictionary_encode()
+        columns["l"] = pa.array([["c"]] * 3, pa.large_list(pa.string_view()) if i % 2 else pa.list_(pa.string()))
         whole = pa.table(columns)
         if suffix == "parquet":
             pq.write_table(whole, tmp_path / f"{i}.parquet")
@@ -217,6 +218,7 @@ def test_views_and_dictionaries_are_what_they_stand_for(tmp_path, options, suffi
     assert sorted(row["x"] for row in found) == sorted(3 * names.to_pylist() + other.to_pylist())
     assert sorted(row["b"] for row in found) == sorted(4 * names.cast(pa.binary()).to_pylist())
     assert sorted(int(row["n"]) for row in found) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [row["l"] for row in found] == [["c"]] * 12
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -458,7 +458,8 @@ def _wide(kind):
     if types.is_string(kind):
         return pa.large_string()
     # Of a slice of lists of a fixed size within such lists, pyarrow takes other rows than it is asked for.
-    if types.is_list(kind) or (types.is_fixed_size_list(kind) and not _is_number(kind.value_type)):
+    fixed = types.is_fixed_size_list(kind) and not _is_number(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or fixed:
         return pa.large_list(kind.value_field.with_type(_wide(kind.value_type)))
     if types.is_struct(kind):
         return pa.struct([field.with_type(_wide(field.type)) for field in kind])
