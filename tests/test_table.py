@@ -221,6 +221,24 @@ def test_views_and_dictionaries_are_what_they_stand_for(tmp_path, options, suffi
     assert [row["l"] for row in found] == [["c"]] * 12
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"batch_size": 4}], ids=str)
+def test_files_may_differ_in_what_may_be_null(tmp_path, options):
+    """As those of Spark and of pandas do."""
+    for name in ("a", "b"):
+        number = pa.field("item", pa.float32(), nullable=name == "a")
+        columns = {
+            "list": pa.array([[1, 2]] * 3, pa.list_(number)),
+            "pair": pa.array([[3, 4]] * 3, pa.list_(number, 2)),
+            "struct": pa.array([{"item": 5}] * 3, pa.struct([number])),
+        }
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    found = list(data.TableDataset(tmp_path, **options))
+    if "batch_size" in options:
+        found = [dict(zip(batch, row)) for batch in found for row in zip(*batch.values())]
+    assert [(row["list"].tolist(), row["pair"].tolist()) for row in found] == [([1, 2], [3, 4])] * 6
+    assert [row["struct"] for row in found] == [{"item": 5}] * 6
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_shuffled_matrices_stay_with_their_rows(tmp_path, suffix):
     """pyarrow takes other rows than it is asked for of a part of lists of a fixed size within such lists."""

@@ -446,7 +446,8 @@ def _widened(table):
 
 def _wide(kind):
     """A type with offsets of 64 bits: arrays of the others hold at most 2 GiB, a block of encoded images holds more.
-    Views and dictionaries, which pyarrow does not take rows of or not join, become what they stand for."""
+    Views and dictionaries, which pyarrow does not take rows of or not join, become what they stand for, and whatever
+    holds others may hold nulls."""
     pa = need("pyarrow", "data")
     types = pa.types
     if types.is_dictionary(kind):
@@ -457,12 +458,13 @@ def _wide(kind):
         return pa.large_binary()
     if types.is_string(kind):
         return pa.large_string()
+    if types.is_fixed_size_list(kind) and _is_number(kind.value_type):
+        return pa.list_(kind.value_type, kind.list_size)
     # Of a slice of lists of a fixed size within such lists, pyarrow takes other rows than it is asked for.
-    fixed = types.is_fixed_size_list(kind) and not _is_number(kind.value_type)
-    if types.is_list(kind) or types.is_large_list(kind) or fixed:
-        return pa.large_list(kind.value_field.with_type(_wide(kind.value_type)))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.large_list(_wide(kind.value_type))
     if types.is_struct(kind):
-        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
+        return pa.struct([pa.field(field.name, _wide(field.type)) for field in kind])
     return kind
 
 
