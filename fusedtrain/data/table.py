@@ -446,12 +446,11 @@ def _widened(table):
 
 def _wide(kind):
     """A type with offsets of 64 bits: arrays of the others hold at most 2 GiB, a block of encoded images holds more.
-    Views and dictionaries, which pyarrow does not take rows of or not join, become what they stand for, and whatever
-    holds others may hold nulls."""
+    Views, which pyarrow takes no rows of, become what they stand for, and whatever holds others may hold nulls."""
     pa = need("pyarrow", "data")
     types = pa.types
     if types.is_dictionary(kind):
-        return _wide(kind.value_type)
+        return pa.dictionary(pa.int64(), _wide(kind.value_type))
     if str(kind) in ("string_view", "binary_view"):  # pyarrow < 16 has no function that tells
         return pa.large_string() if str(kind) == "string_view" else pa.large_binary()
     if types.is_binary(kind):
@@ -516,7 +515,7 @@ def _values(column) -> Tensor | list:
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # pyarrow < 18 returns one for several chunks, or none
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
-    if pa.types.is_dictionary(array.type):
+    if pa.types.is_dictionary(array.type) and _is_number(array.type.value_type):
         array = array.dictionary_decode()
     kind = array.type
     if array.null_count:
