@@ -162,6 +162,23 @@ def test_a_worker_that_stayed_and_died_between_two_passes_tells_so():
     assert len(list(batches)) == 2  # with a new one
 
 
+def test_a_pass_after_an_interrupted_one_has_new_workers():
+    """Ctrl-C in a terminal ends the workers, too."""
+    batches = data.loader(Squares(8), 4, num_workers=2, persistent_workers=True)
+    assert len(list(batches)) == 2
+    stayed = batches._iterator._workers
+    for worker in stayed:
+        os.kill(worker.pid, signal.SIGINT)
+        worker.join(20)
+    assert [worker.exitcode for worker in stayed] == [0, 0]
+    assert [len(batch) for batch in batches] == [4, 4] and batches._iterator._workers[0] is not stayed[0]
+    stayed = batches._iterator._workers
+    interrupted = mock.patch.object(type(batches._iterator), "_next_data", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):  # amid a batch, while they still live
+        list(batches)
+    assert not any(worker.is_alive() for worker in stayed) and len(list(batches)) == 2
+
+
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named():
     process = torch.multiprocessing.get_context("fork").Process(target=os._exit, args=(9,))
     process.start()

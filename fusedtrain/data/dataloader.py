@@ -46,6 +46,8 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator:
         if hasattr(self.dataset, "begin_pass"):
             self.dataset.begin_pass(self.batch_size, self.drop_last)
+        if any(worker.exitcode == 0 for worker in getattr(self._iterator, "_workers", [])):
+            self._end(self._iterator)  # Ctrl-C in a terminal or in Jupyter has ended workers that stayed
         try:
             batches = super().__iter__()  # workers start now, not at the first batch
         except (RuntimeError, OSError, EOFError) as error:  # one that stayed has died since the last pass
@@ -102,6 +104,9 @@ class Loader(DataLoader):
                 batch = next(batches)
             except StopIteration:
                 return
+            except KeyboardInterrupt:
+                self._end(batches)
+                raise
             except (RuntimeError, OSError, EOFError) as error:
                 self._raise(error, batches)
             try:
