@@ -1239,8 +1239,16 @@ def test_lines_off_a_terminal_tell_how_long_it_will_take(capsys):
     assert capsys.readouterr().out == "run  step 3/8  loss 1  0:02:30 left\n"
 
 
-def test_progress_needs_no_standard_output(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
+class Tee:
+    """What scripts put in the place of the standard output to keep a copy."""
+
+    def __init__(self):
+        self.write, self.flush = [].append, int
+
+
+@pytest.mark.parametrize("output", [None, Tee()])
+def test_progress_needs_no_standard_output(monkeypatch, output):
+    monkeypatch.setattr(sys, "stdout", output)
     with Progress("run", epochs=1, steps=1) as progress:
         progress.step_done(time.perf_counter(), str)
         progress.line("done")

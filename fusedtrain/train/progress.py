@@ -25,7 +25,8 @@ class Progress:
         self._next = self._start + LINE_SECONDS
 
     def __enter__(self):
-        terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the process was started without one
+        # None: the process was started without one; what scripts put in its place to keep a copy may lack the method.
+        terminal = getattr(sys.stdout, "isatty", bool)()
         if self.shown and terminal and importlib.util.find_spec("rich"):
             from rich import progress
 
