@@ -901,6 +901,20 @@ def test_a_run_that_was_stopped_can_be_evaluated_and_fitted_again():
     assert len(run.fit(data()).epochs) == 2
 
 
+def test_ctrl_c_at_a_prompt_saves_and_leaves_the_prompt(tmp_path, monkeypatch):
+    class Stop(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step_count == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    options = {"epochs": 2, "checkpoint": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        make(net(), callbacks=[Stop()], **options).fit(data())
+    whole, run = make(net(), epochs=2), make(net(), **options)
+    assert run.fit(data()).step_losses == whole.fit(data()).step_losses
+
+
 def test_a_second_fit_trains_though_the_first_has_stopped_early():
     class Worse(Trainer):
         def evaluate(self, batches):

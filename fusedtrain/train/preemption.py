@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -129,9 +130,11 @@ class Stops(StopSignals):
         super().__init__()
         self.world = world
 
-    def __exit__(self, *exception) -> None:
-        super().__exit__(*exception)
+    def __exit__(self, kind, error, traceback) -> None:
+        super().__exit__(kind, error, traceback)
         self.requested = None  # an evaluation after the run is not stopped by it
+        if isinstance(error, Preempted) and error.signal == signal.SIGINT and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt from error  # a SystemExit would end the prompt, and the model with it
 
     def wait(self, fetch: Callable, *arguments):
         """Returns ``fetch(*arguments)``, which a signal interrupts; raises :class:`Preempted`, in all processes, where

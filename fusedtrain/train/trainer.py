@@ -321,7 +321,7 @@ class Trainer:
             NonFiniteError: the loss or a gradient was not finite; the weights are those before the update. On a GPU,
                 with an optimizer of ``fusedtrain.optim``, the update is left out at once, but the error comes some
                 steps later, when the loss is read.
-            Preempted: a signal came; the state was saved.
+            Preempted: a signal came; the state was saved. Ctrl-C at a prompt, in a notebook too, is KeyboardInterrupt.
         """
         with self._stop, contextlib.ExitStack() as self.held:
             self.held.callback(self.spans.enter, None)
