@@ -2112,6 +2112,14 @@ def test_what_was_logged_is_never_half_rewritten(tmp_path, monkeypatch):
     assert log(4) == [1, 2, 3, 4, 5]
 
 
+def test_a_run_that_begins_keeps_what_others_have_logged_there(tmp_path):
+    logs = Logging(tmp_path, log_every=1)
+    for count in (8, 16, 24):
+        make(net(), logging=logs).fit(data(count))
+    names = ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")
+    assert [[json.loads(line)["step"] for line in (tmp_path / name).open()][-1] for name in names] == [1, 2, 3]
+
+
 def test_what_layers_save_beside_tensors_is_in_the_weights(tmp_path):
     class Extra(nn.Linear):
         def get_extra_state(self):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import time
 from dataclasses import dataclass
@@ -64,12 +65,17 @@ class Logging:
 
 class JSONLines:
     """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
-    not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines."""
+    not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines; one
+    that begins keeps those of another as metrics-1.jsonl."""
 
     def __init__(self, directory: Path, config: dict, step: int, epochs: float = 0):
         path = directory / "metrics.jsonl"
         old = path.read_bytes() if path.exists() else None
-        lines = [line for line in (old or b"").splitlines() if step and _is_earlier(line, step, epochs)]
+        if old and not step:  # another run's: all that may be left of it
+            own = (path.with_stem(f"metrics-{number}") for number in itertools.count(1))
+            path.rename(next(name for name in own if not name.exists()))
+            old = None
+        lines = [line for line in (old or b"").splitlines() if _is_earlier(line, step, epochs)]
         kept = b"".join(line + b"\n" for line in lines)
         if kept != old:  # never half: a run that is killed here must not lose what it has logged
             write_atomic(path, lambda file: file.write(kept))
