@@ -480,6 +480,14 @@ def case_tied(folder: Path) -> dict:
     return found
 
 
+class Direct(Trainer):
+    """Calls the model past what averages the gradients."""
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        return self.loss_of(self.model(inputs), targets)
+
+
 def case_refused(folder: Path) -> dict:
     """Parameters whose gradients nobody would average: of a loss that learns, and those that begin to learn later; and
     those for whose gradients all would wait, as they learn no longer."""
@@ -511,6 +519,11 @@ def case_refused(folder: Path) -> dict:
         Trainer(model, nn.CrossEntropyLoss(), optimizer, config(checkpoint=folder / "zero")).fit(data(16, 4))
     except InputError as error:
         found["zero"] = str(error)
+    model = net()
+    try:
+        Direct(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), config()).fit(data(16, 4))
+    except InputError as error:
+        found["direct"] = str(error)
     for unused in (False, True):
         model = net()
         options = config(epochs=2, distributed=Distributed(find_unused_parameters=unused))

@@ -255,6 +255,7 @@ def test_blocks_that_share_weights_with_others_are_sharded_with_them(two):
 def test_parameters_that_several_processes_would_not_average_are_refused(two):
     for found in two["refused"]:
         assert "the optimizer holds parameters that are not the model's" in found["loss"]
+        assert "training_step must call the model by self.forward(...)" in found["direct"]
         assert "1.weight began to learn after the Trainer was made" in found["later"]
         assert "1.bias learns no longer, but several processes wait for its gradient" in found["no longer, False"]
         assert found["no longer, True"] == 4

@@ -23,7 +23,7 @@ from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.cudnn import Benchmark
 from fusedtrain.train.distributed import World, refuse_wrapped, sync_batchnorm
 from fusedtrain.train.ema import averages
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.evaluation import evaluate
 from fusedtrain.train.feed import Feed
 from fusedtrain.train.meter import Numbers
@@ -156,7 +156,8 @@ class Trainer:
     # --- what a subclass may change -----------------------------------------------------------------------------------
 
     def training_step(self, batch) -> Tensor:
-        """Returns the mean loss of a batch, with its graph; the loop does the rest."""
+        """Returns the mean loss of a batch, with its graph; the loop does the rest. Call the model by :meth:`forward`:
+        its precision is that of the run, and several processes average their gradients."""
         inputs, targets = batch
         return self.loss_of(self.forward(inputs), targets)
 
@@ -190,6 +191,7 @@ class Trainer:
         Raises:
             InputError: the batch is a single sample, over which a BatchNorm in training has nothing to normalise.
         """
+        self._called = True
         try:
             with self._autocast:
                 # A model that is held in evaluation, for its norms to stay, trains too.
@@ -240,7 +242,13 @@ class Trainer:
             self._void = not weight and self.world.size > 1
             enter("forward")
             with self.world.sync(self._wrapped, last):
+                self._called = False
                 loss = self.training_step(batch)
+                require(
+                    self._called or self._wrapped is self.model,
+                    "training_step must call the model by self.forward(...): of another call, such as self.model(...),"
+                    " several processes do not average the gradients",
+                )
                 enter("backward")
                 if weight or self._void:  # the others wait for the gradients
                     self._scaled(loss, weight).backward()
