@@ -419,6 +419,35 @@ def test_a_model_that_asserts_the_size_of_its_images_refuses_others_in_one_line(
         trainer(OfOneSize()).fit([(IMAGES, TARGETS)])
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_views_that_channels_last_memory_does_not_give_are_told(where, own):
+    flat = lambda x: x.view(len(x), -1)  # noqa: E731
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 6, 3), nn.Linear(6 * 36, 10)
+
+        def forward(self, x):
+            return self.fc(flat(self.conv(x))) if where == "model" else self.conv(x)
+
+    class Own(Trainer):
+        def training_step(self, batch):
+            return super().training_step(batch)
+
+    def run(**options):
+        model = Net()
+        loss = nn.CrossEntropyLoss() if where == "model" else lambda outputs, targets: flat(outputs).square().mean()
+        config = TrainConfig(epochs=1, device="cpu", **options)
+        (Own if own else Trainer)(model, loss, torch.optim.SGD(model.parameters()), config).fit([batch])
+
+    batch = torch.randn(4, 3, 8, 8), TARGETS if where == "model" else torch.randn(4, 2)
+    with pytest.raises(InputError, match=r"channels_last memory, .* or TrainConfig\(channels_last=False\)"):
+        run()
+    run(channels_last=False)
+
+
 def of_nine(kind: str, size: int, **options):
     """Nine images in batches of four; a network of three strides sees 1x1 maps of those of 8x8."""
     images, targets = torch.randn(9, 1, size, size, generator=torch.Generator().manual_seed(0)), torch.arange(9)

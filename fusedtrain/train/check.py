@@ -149,6 +149,15 @@ def refuse_single(trainer, error: Exception) -> None:
         raise _refusal(trainer.feed and trainer.feed.sizes(), error, _place(trainer)) from error
 
 
+def refuse_view(trainer, error: Exception) -> None:
+    """Raises InputError where a view failed with ``error`` that images in contiguous memory may have."""
+    if trainer.memory_format is torch.channels_last and "view size is not compatible" in str(error):
+        raise InputError(
+            f"{_place(trainer)}images and maps are in channels_last memory, of which .view() gives fewer shapes:"
+            " take .flatten(1) or .reshape() instead, or TrainConfig(channels_last=False)"
+        ) from error
+
+
 def _refusal(sizes: tuple[int, int, int] | None, error: Exception, place: str = "") -> InputError:
     where = "" if sizes is None else f" (the data are {sizes[0]} samples in batches of {sizes[1]})"
     return InputError(

@@ -189,7 +189,8 @@ class Trainer:
         """Runs the model, under autocast where that is wanted; results are float32 at least.
 
         Raises:
-            InputError: the batch is a single sample, over which a BatchNorm in training has nothing to normalise.
+            InputError: the batch is a single sample, over which a BatchNorm in training has nothing to normalise, or a
+                view is taken that channels_last memory does not give.
         """
         self._called = True
         try:
@@ -199,6 +200,7 @@ class Trainer:
                 outputs = (self._wrapped if trains else self.model)(*inputs, **named)
         except (ValueError, RuntimeError) as error:
             check.refuse_single(self, error)
+            check.refuse_view(self, error)
             raise
         outputs = full(outputs)
         if self._void:  # 0/0 of a mean over nothing has gradients that are NaN, also times 0
@@ -218,6 +220,7 @@ class Trainer:
             return self.loss(outputs, targets)
         except (IndexError, RuntimeError, ValueError) as error:
             check.refuse_label(self, outputs, targets, error)
+            check.refuse_view(self, error)
             raise
 
     # --- the step -----------------------------------------------------------------------------------------------------
