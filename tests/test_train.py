@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import io
 import itertools
 import mmap
 import os
@@ -230,6 +231,7 @@ def test_what_is_no_optimizer_is_named(given):
         ("loss", "cross_entropy", "a function or a module, such as"),
         ("config", {"epochs": 2}, r"a TrainConfig\(...\)"),
         ("callbacks", [FrozenNorms], "objects, made by calling"),
+        ("loggers", [io.StringIO()], r"objects with log\(\), flush\(\) and close\(\)"),
     ],
 )
 def test_what_stands_in_the_place_of_another_is_named(name, given, wanted):

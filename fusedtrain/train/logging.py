@@ -63,6 +63,12 @@ class Logging:
         return [kinds[name](Path(self.log_dir), config, step) for name in self.loggers]
 
 
+def is_logger(given) -> bool:
+    """Whether a run can use what was given as a logger."""
+    methods = (getattr(given, name, None) for name in ("log", "flush", "close"))
+    return not isinstance(given, type) and all(map(callable, methods))
+
+
 class JSONLines:
     """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
     not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines; one

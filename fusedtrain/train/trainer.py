@@ -26,6 +26,7 @@ from fusedtrain.train.ema import averages
 from fusedtrain.train.errors import InputError, require
 from fusedtrain.train.evaluation import evaluate
 from fusedtrain.train.feed import Feed
+from fusedtrain.train.logging import is_logger
 from fusedtrain.train.meter import Numbers
 from fusedtrain.train.nonfinite import left_out
 from fusedtrain.train.precision import full
@@ -63,7 +64,7 @@ class Trainer:
             the model is wrapped or compiled already, or has layers without a shape, on the meta device or with sparse
             gradients.
         TypeError: ``model`` is no module, ``optimizer`` no optimizer, ``config`` no TrainConfig, or a class or a
-            name stands in the place of a loss or a callback.
+            name stands in the place of a loss or a callback, or what is no logger in that of one.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Trainer:
         title: str = "training",
     ):
         self.config = config = config or TrainConfig()
-        callbacks = list(callbacks)
+        callbacks, loggers = list(callbacks), list(loggers)
         refuse_wrapped(model)
         may_be = not isinstance(loss, (type, str))  # a training_step of its own may go without, or with several
         for given, right, wanted in (
@@ -93,6 +94,7 @@ class Trainer:
             ),
             (config, isinstance(config, TrainConfig), "config must be a TrainConfig(...)"),
             *((one, not isinstance(one, type), "callbacks must be objects, made by calling") for one in callbacks),
+            *((one, is_logger(one), "loggers must be objects with log(), flush() and close()") for one in loggers),
         ):
             if not right:
                 raise TypeError(f"{wanted}, got {textwrap.shorten(repr(given), 80)}")
@@ -128,7 +130,7 @@ class Trainer:
         self.scaler = config.precision.scaler(self.device)
         self.averages = averages(self.model, optimizer, config.ema_decay)
         self.group = Group(config.accumulation.accumulate, self.world.size)
-        self.callbacks, self._own_loggers = Callbacks(callbacks), list(loggers)
+        self.callbacks, self._own_loggers = Callbacks(callbacks), loggers
         self.overridden = {
             name: getattr(type(self), f"{name}_step") is not getattr(Trainer, f"{name}_step")
             for name in ("training", "validation")
