@@ -35,6 +35,7 @@ from fusedtrain.train.records import History
 from fusedtrain.train.rng import SeededDataset
 from fusedtrain.train.sampler import EpochSampler
 from fusedtrain.train.saving import Checkpoint
+from fusedtrain.train.schedule import Schedule
 from fusedtrain.train.stopping import EarlyStopping
 from fusedtrain.train.trainer import Trainer
 from fusedtrain.train.weights import read_weights
@@ -280,6 +281,9 @@ def check(options: Options) -> None:
     require(0 <= options.cache_gib < inf, f"cache_gib must be at least 0 and finite, got {options.cache_gib}")
     kept = options.cache_gib and options.data == "digits"
     require(not kept, "cache_gib keeps images of a folder on the disk, and digits are none")
+    schedule = options.train.schedule
+    waits = schedule.schedule == "plateau" or schedule.patience == Schedule.patience
+    require(waits, "patience is that of the schedule plateau; early stopping has stop_patience")
     auto = options.workers == "auto"
     require(auto or options.workers.isdecimal(), f"workers must be auto or a number, got {options.workers!r}")
 
