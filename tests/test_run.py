@@ -236,6 +236,10 @@ def test_weights_of_other_classes_start_networks_with_two_heads(zoo, tmp_path, n
         ),
         (["--model", "smallnet", "--loggers", "jsonl", "jsonl"], "loggers names one twice: jsonl, jsonl"),
         (["--model", "smallnet", "--epochs", "0"], "epochs must be at least 1, got 0"),
+        (
+            ["--model", "smallnet", "--per", "epoch", "--warmup-epochs", "0.5"],
+            "warmup_epochs must be whole where the ra",
+        ),
         (["--model", "smallnet", "--max-skipped=-1"], "max_skipped must be at least 0, got -1"),
         (["--model", "smallnet", "--patience", "3"], "patience is that of the schedule plateau; early stopping has st"),
         (["--model", "smallnet", "--lr", "0"], "lr must be positive and finite, got 0.0"),

@@ -57,6 +57,8 @@ class Schedule:
         require(self.schedule in SCHEDULES, f"schedule must be one of {names}, got {self.schedule!r}")
         require(self.per in ("step", "epoch"), f"per must be step or epoch, got {self.per!r}")
         require(self.warmup_epochs >= 0, f"warmup_epochs must be at least 0, got {self.warmup_epochs}")
+        whole = self.per == "step" or self.schedule in ("plateau", "onecycle") or self.warmup_epochs % 1 == 0
+        require(whole, f"warmup_epochs must be whole where the rate moves per epoch, got {self.warmup_epochs}")
         require(0 < self.gamma <= 1, f"gamma must lie in (0, 1], got {self.gamma}")
         require(self.step_epochs >= 1, f"step_epochs must be at least 1, got {self.step_epochs}")
         require(self.power >= 0, f"power must be at least 0, got {self.power}")
