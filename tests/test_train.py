@@ -253,6 +253,12 @@ IMAGES, TARGETS = torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.int64)
         ([{"image": IMAGES}], "must be a pair .*, got dict"),
         ([(IMAGES, TARGETS[:3])], r"as many inputs as targets, got tuple\(float32\[4, 1, 16, 16\], int64\[3\]\)"),
         ([(IMAGES, TARGETS.float())], r"the loss cannot take a training batch .*float32\[4\]\): "),
+        (TensorDataset(IMAGES, TARGETS), r"as many inputs as targets, got .*; a DataLoader makes batches of a dataset"),
+        (
+            functools.partial(iter, []),
+            "the training data must give batches each time they are iterated over, .* got fun",
+        ),
+        (iter([(IMAGES, TARGETS)]), "the training data are an iterator, .*; pass a list or a DataLoader"),
         ([(IMAGES[0], TARGETS)], r"as many inputs as targets, got tuple\(float32\[1, 16, 16\]"),
         ([(IMAGES, TARGETS + 10)], "the model has 10 classes, but the training labels go from 10 to 10"),
         ([(IMAGES, TARGETS - 1)], "the model has 10 classes, but the training labels go from -1 to -1"),

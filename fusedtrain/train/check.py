@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import textwrap
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -60,6 +62,9 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
             batch of an epoch is a single sample, and the model cannot normalise over one.
     """
     metrics, own, trains = {}, trainer.overridden[name], name == "training"
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        what = f"the {name} data must give batches each time they are iterated over, as a DataLoader does"
+        raise InputError(f"{what}, got {textwrap.shorten(repr(batches), 80)}")
     set_epoch(batches, 0)
     first = list(itertools.islice(batches, 1))
     if not first:
@@ -74,7 +79,8 @@ def check_data(trainer, name: str, batches: Iterable) -> dict:
             )
         inputs, targets = batch
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets):
-            raise InputError(f"a {name} batch must hold as many inputs as targets, got {describe(batch)}")
+            hint = "; a DataLoader makes batches of a dataset" if isinstance(batches, Dataset) else ""
+            raise InputError(f"a {name} batch must hold as many inputs as targets, got {describe(batch)}{hint}")
     trainer.model.eval()  # a training pass would move the BatchNorms
     with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):  # of all GPUs torch warns
         batch = trainer.to_device(batch)

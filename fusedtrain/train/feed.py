@@ -53,7 +53,7 @@ class Feed:
         self._loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
         self._classes = _classes(getattr(self._loader, "dataset", None))
         if isinstance(batches, Iterator):
-            raise InputError(f"the {name} data are an iterator, which can be read once; pass what makes one")
+            raise InputError(f"the {name} data are an iterator, which can be read once; pass a list or a DataLoader")
         self._check_shards()
         self.epoch, self.used, self.iterating, self.ended = 0, 0, False, False
         generators = (getattr(owner, "generator", None) for owner in self._owners)
