@@ -1059,6 +1059,18 @@ def test_what_a_callback_does_may_be_set_on_the_object():
     assert epochs == [1]
 
 
+def test_what_a_callback_wants_to_do_at_no_point_of_a_run_is_told():
+    class Other(Callback):
+        on_gpu = False
+
+        def on_epoch_begin(self, trainer, epoch): ...
+
+    message = "Other.on_epoch_begin is never called: the points of a run are on_fit_start, "
+    with pytest.warns(UserWarning, match=message) as told:
+        make(net(), callbacks=[Other(), Other()])
+    assert len(told) == 1
+
+
 def test_the_samples_of_any_batch_are_counted():
     (inputs, targets), names = samples(12), ["image.png"] * 6
     feed = [(names, inputs[:6], targets[:6]), (names, inputs[6:], targets[6:])]

@@ -1,5 +1,7 @@
 """The points of a run at which other code is called."""
 
+import warnings
+
 
 class Callback:
     """Does nothing at every point of a run; subclass it and override some. ``trainer`` is the running Trainer.
@@ -30,6 +32,11 @@ class Callbacks:
     """Calls those callbacks that override a point; the others cost nothing."""
 
     def __init__(self, callbacks):
+        for kind in {type(c) for c in callbacks}:
+            names = {name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))}
+            for name in sorted(names - {*POINTS}):  # of another trainer's callbacks, or misspelt
+                points = f"the points of a run are {', '.join(POINTS)}"
+                warnings.warn(f"{kind.__name__}.{name} is never called: {points}", stacklevel=3)
         for point in POINTS:
             own = [getattr(c, point) for c in callbacks]
             own = [f for f in own if getattr(f, "__func__", None) is not getattr(Callback, point)]
