@@ -704,6 +704,35 @@ def test_the_quota_of_either_version_of_cgroups_counts(monkeypatch, tmp_path):
         assert workers.cores() == cores
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no cgroups")
+def test_the_memory_limit_of_either_version_of_cgroups_counts(monkeypatch, tmp_path):
+    from fusedtrain.train import memory
+
+    told, (version_2, version_1) = tmp_path / "told", memory.CGROUP_FILES
+    for i, (text, group, (limit, used, total)) in enumerate(
+        (
+            ("0::/job/task\n", "job/task", version_2),
+            ("0::/job/task\n", "job", version_2),  # of a group around it
+            ("0::/of/the/host\n", "", version_2),  # a container may know itself by the host's name
+            ("3:cpu:/\n4:hugetlb,memory:/docker/1\n0::/\n", "memory", version_1),
+        )
+    ):
+        folder = tmp_path / str(i) / group
+        (tmp_path / str(i) / "job" / "task").mkdir(parents=True)
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(memory, "CGROUPS", (told, tmp_path / str(i)))
+        told.write_text(text)
+        free = workers._free_memory()
+        (folder / used).write_text("9000000\n")
+        (folder / "memory.stat").write_text(f"file 5000000\n{total}active_file 1000\n{total}inactive_file 3000\n")
+        (folder / limit).write_text("max\n" if total == "" else f"{2**63 - 4096}\n")
+        assert workers._free_memory() > 0.5 * free > 1004000
+        (folder / limit).write_text("10000000\n")
+        assert workers._free_memory() == memory.available() == 1004000
+        (folder / limit).write_text("8000000\n")
+        assert memory.available() == 0
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the stand-in for vm_stat is a shell script")
 def test_macos_tells_its_free_memory(monkeypatch, tmp_path):
     from fusedtrain.train import memory

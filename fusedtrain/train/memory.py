@@ -14,6 +14,11 @@ import torch
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None  # glibc's
 
 
+CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # which a process is in, and their folders
+# Of version 2 and of version 1: the limit, what is in use, and how counts begin that take in the groups below.
+CGROUP_FILES = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
 class PeakMemory:
     """Measures the memory that is needed beyond what is held now: of torch's GPU allocator, or resident on Linux.
 
@@ -76,20 +81,44 @@ def private() -> int:
 
 
 def available() -> int:
-    """Returns the bytes of memory that processes can have before the system has to swap or to end one; OSError where
-    the system does not tell."""
+    """Returns the bytes of memory that processes can have before the system has to swap or to end one, or the limit of
+    a cgroup does, such as a container's; OSError where the system does not tell."""
     if sys.platform == "darwin":
         return _available_on_macos()
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return min([int(fields["MemAvailable"].split()[0]) * 1024, *_left_in_cgroups()])
     except (OSError, KeyError, ValueError):
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows, and systems without that name
         raise OSError("the system does not tell how much memory is free") from None
+
+
+def _left_in_cgroups() -> list[int]:
+    """Returns the bytes that limits leave of the cgroups that this process is in, with the files in memory that go when
+    room is needed."""
+    told, root = CGROUPS
+    try:
+        lines = told.read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)  # version 2 has no kinds
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        *names, total = CGROUP_FILES[bool(kinds)]
+        folder = root / ("memory" if kinds else "") / path.strip("/")
+        for group in (folder, *folder.parents):  # in a container the path may be the host's, which is not there
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                limit, used = (int((group / name).read_text()) for name in names)
+                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                files = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+                left.append(max(0, limit - used + files))
+    return left
 
 
 def _available_on_macos() -> int:
