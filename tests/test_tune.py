@@ -476,6 +476,20 @@ def test_a_search_whose_worker_dies_says_what_is_missing(tmp_path, capsys):
     assert err.endswith("of 2 trials are done: a worker ended with exit code 7; the same search goes on\n")
 
 
+@pytest.mark.parametrize("code", [0, "'no data'"])
+def test_an_objective_that_exits_has_failed(tmp_path, capsys, code):
+    objective = write(tmp_path / "objective.py", f"import sys\ndef f(params, report):\n    sys.exit({code})\n")
+    space = {"objective": f"{objective}:f", "params": {"x": [1]}, "trials": 2}
+    path = write(tmp_path / "space.yaml", json.dumps(space))
+    for _ in range(2):
+        assert main(["tune", "search", str(path)]) == 2
+        said = f"no trial came to its end: SystemExit: {str(code).strip(chr(39))}; without {tmp_path / 'space.db'} they"
+        assert f"fusedtrain tune: {said} are run again\n" in capsys.readouterr().err
+    objective.write_text("def f(params, report):\n    return 3\n")
+    (tmp_path / "space.db").unlink()
+    assert main(["tune", "search", str(path)]) == 0
+
+
 def test_a_storage_that_is_no_database_is_refused(space, tmp_path, capsys):
     (tmp_path / "space.db").write_text("a list of shopping" * 100)
     assert main(["tune", "search", str(space())]) == 2

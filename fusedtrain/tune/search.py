@@ -330,9 +330,15 @@ def _run(study, trial, objective: Callable) -> None:
         value, state = objective(trial), optuna.trial.TrialState.COMPLETE
     except optuna.TrialPruned:
         value, state = None, optuna.trial.TrialState.PRUNED
-    except Exception:  # _one has told it
+    except Ended:
+        raise
+    except (Exception, SystemExit):  # _one has told it
         value, state = None, optuna.trial.TrialState.FAIL
     study.tell(trial, value, state)
+
+
+class Ended(SystemExit):
+    """A signal ends the worker; its trial runs again."""
 
 
 def _leave(number: int, frame) -> None:
@@ -340,7 +346,7 @@ def _leave(number: int, frame) -> None:
     again."""
     for one in ENDS:
         signal.signal(one, lambda *_: None)  # the parent sends another one
-    sys.exit(128 + number)
+    raise Ended(128 + number)
 
 
 def _one(trial, space: Space, objective: Callable | None, lines) -> float:
@@ -364,7 +370,9 @@ def _one(trial, space: Space, objective: Callable | None, lines) -> float:
     except optuna.TrialPruned:
         lines.put(f"trial {trial.number}: pruned{text}")
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of a script's main(), perhaps
+        if isinstance(error, Ended):
+            raise
         trial.set_user_attr("error", f"{type(error).__name__}: {error}"[:2000])
         lines.put(f"trial {trial.number}: failed: {type(error).__name__}: {error}{text}")
         raise
@@ -492,7 +500,8 @@ def _result(study, storage: Path) -> dict:
     }
     if not counts["complete"]:
         errors = [t.user_attrs["error"] for t in trials if "error" in t.user_attrs]
-        raise TuneError(f"no trial came to its end{': ' + errors[-1] if errors else ''}")
+        why = f": {errors[-1]}" if errors else ""
+        raise TuneError(f"no trial came to its end{why}; without {storage} they are run again")
     best = study.best_trial
     table = [
         {
