@@ -649,8 +649,15 @@ def test_the_loader_is_tuned_from_the_command_line_and_goes_on_after_a_kill(tmp_
     assert len(measured) == len(set(measured)) == len(found["points"]) and err.count("samples per second") == len(
         measured
     )
-    monkeypatch.setattr(workers, "_rate", lambda *args: pytest.fail("measured again"))
-    assert main(command) == 0 and json.loads(capsys.readouterr().out) == found
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_rate", lambda *args: pytest.fail("measured again"))
+        assert main(command) == 0 and json.loads(capsys.readouterr().out) == found
+    monkeypatch.setattr(workers, "plan", lambda *args, remember, **options: pytest.fail(f"remembers: {remember}"))
+    with pytest.raises(pytest.fail.Exception, match="remembers: True"):
+        main(command)
+    path.write_text(path.read_text() + "# decodes faster\n")
+    with pytest.raises(pytest.fail.Exception, match="remembers: False"):
+        main(command)
 
 
 @pytest.mark.parametrize(
@@ -1058,6 +1065,19 @@ def test_what_is_known_of_a_file_is_known_of_its_content_in_its_place(tmp_path, 
         monkeypatch.chdir(tmp_path / folder)
         keys += [tune.Target("model.py:make", device="cpu").key(), tune.Target("model.py:make", device="cpu").key()]
     assert keys[::2] == keys[1::2] and len({json.dumps(key) for key in keys}) == 3
+
+
+def test_what_is_known_of_a_file_is_known_of_the_neighbours_that_it_imports(tmp_path):
+    make = "def make():\n    from nets.deep import net\n    return net()\n"
+    contents = {"make.py": make, "nets/deep.py": "from . import parts\nimport torch\n", "nets/parts.py": ""}
+    contents |= {"nets/other.py": "", "broken.py": "def"}
+    (tmp_path / "nets").mkdir()
+    keys = []
+    for changed in (None, "nets/other.py", "broken.py", "nets/deep.py", "nets/parts.py", "make.py"):
+        for name, text in contents.items():
+            (tmp_path / name).write_text(text + "# changed\n" * (name == changed))
+        keys.append(json.dumps(tune.Target(f"{tmp_path / 'make.py'}:make", device="cpu").key()))
+    assert keys[0] == keys[1] == keys[2] and len(set(keys)) == 4
 
 
 def test_a_function_imports_its_neighbours_when_it_runs(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ from fusedtrain import _files
 from fusedtrain.train import run as training
 from fusedtrain.train.errors import InputError
 from fusedtrain.train.precision import PRECISIONS
-from fusedtrain.tune.target import LAYERS, Target, TuneError, load
+from fusedtrain.tune.state import State
+from fusedtrain.tune.target import LAYERS, Target, TuneError, load, program
 
 TUNERS = {
     "batch-size": "the largest batch that fits, and the one that is fastest per sample",
@@ -187,8 +188,9 @@ def _loader(command) -> None:
         if args.batch_size < 1:
             raise TuneError(f"--batch-size must be at least 1, got {args.batch_size}")
         dataset = _dataset(args.data, args.size)
+        fresh = args.fresh or _rewritten(args.data)
         try:
-            return asdict(workers.plan(dataset, args.batch_size, remember=not args.fresh, progress=_progress))
+            return asdict(workers.plan(dataset, args.batch_size, remember=not fresh, progress=_progress))
         except (SampleError, WorkerError) as error:
             raise TuneError(f"{args.data}: {error}") from None
 
@@ -213,6 +215,19 @@ def _dataset(name: str, size: int):
     if Path(name).is_dir() and not any(file.suffix in SUFFIXES for file in Path(name).iterdir()):
         return data.ImageFolder(_training_part(name), size=size)
     return data.TableDataset(name)
+
+
+def _rewritten(name: str) -> bool:
+    """Returns whether a dataset of FILE.py:FUNCTION has other code than when it was tuned last, and notes this one."""
+    if ".py:" not in name:
+        return False
+    file, _, function = name.rpartition(":")
+    with contextlib.suppress(OSError):  # nothing is remembered: what measures says so
+        state, now = State("loader", {"data": f"{Path(file).resolve()}:{function}"}), program(Path(file))
+        known = state.get("program") == now
+        state.add("program", now)
+        return not known
+    return False
 
 
 def _training_part(folder: str) -> Path:

@@ -1,5 +1,6 @@
 """What is tuned: a model by name, its images, and the training step that ``fusedtrain train`` makes of it."""
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -96,7 +97,7 @@ class Target:
             properties = torch.cuda.get_device_properties(device)
             key["gpu"] = [properties.name, properties.total_memory]
         if ":" in self.options.model:
-            key["file"] = _content(Path(self.options.model.rpartition(":")[0]))
+            key["file"] = program(Path(self.options.model.rpartition(":")[0]))
         return key
 
     def resolve_device(self) -> torch.device:
@@ -150,6 +151,34 @@ def _content(file: Path | None) -> list[str] | None:
     if file is None or not file.is_file():
         return None
     return [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
+
+
+def program(file: Path) -> list[list[str]]:
+    """Returns the content of a file of Python, and of those beside it that it imports, at once or when it runs."""
+    folder, queue, found = file.parent.resolve(), [file.resolve()], {}
+    while queue:
+        path = queue.pop()
+        if path in found or not path.is_file():
+            continue
+        found[path] = _content(path)
+        with contextlib.suppress(SyntaxError, ValueError):  # who imports it will be told
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    queue += _imported(node, path, folder)
+    return sorted(found.values())
+
+
+def _imported(node: ast.Import | ast.ImportFrom, path: Path, folder: Path) -> list[Path]:
+    """Returns the files that an import in ``path`` may be of; those in ``folder`` can be imported by their names."""
+    level, module = getattr(node, "level", 0), getattr(node, "module", None)
+    base = path.parents[level - 1] if level else folder
+    found = []
+    for alias in node.names:
+        place = base
+        for part in f"{module or ''}.{alias.name}".strip(".").split("."):  # packages are imported with what is in them
+            place = place / part
+            found += [place.with_name(f"{part}.py"), place / "__init__.py"]
+    return found
 
 
 def _installed(package: str) -> bool:
