@@ -1908,7 +1908,7 @@ class OnDevice(torch.Tensor):
 
 
 def test_what_waits_for_the_device_is_counted_where_the_loop_asks(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     value = torch.tensor([1.5]).as_subclass(OnDevice)
     with Instrument() as watched:
         watched.step = Step(0.0)
@@ -1919,7 +1919,17 @@ def test_what_waits_for_the_device_is_counted_where_the_loop_asks(monkeypatch):
 
 
 def test_without_a_gpu_reading_a_number_costs_what_it_costs_anyway(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     reads = [getattr(torch.Tensor, name) for name in instrument.READS]
     with Instrument():
         assert reads == [getattr(torch.Tensor, name) for name in instrument.READS]
+
+
+def test_a_script_that_is_watched_may_still_say_which_gpus_it_sees(monkeypatch):
+    if not torch.cuda.is_initialized():
+        monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+        monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
+        initialised = []
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: initialised.append(1) or 1, raising=False)
+        with Instrument() as watched:
+            assert watched.attached and not initialised

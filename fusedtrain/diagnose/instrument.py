@@ -436,7 +436,9 @@ class Instrument:
     # --- wrappers -----------------------------------------------------------------------------------------------------
 
     def _patch_tensors(self) -> None:
-        if not torch.cuda.is_available():  # no call waits for a device, and a loop may read a number of each sample
+        # Without one no call waits for a device, and a loop may read a number of each sample. Not is_available(): it
+        # initialises CUDA, and what a script then says in CUDA_VISIBLE_DEVICES comes too late.
+        if not torch.cuda.device_count():
             return
         for name in READS:
             self._patch(Tensor, name, functools.partial(self._read, name))
