@@ -402,6 +402,15 @@ def test_of_a_loop_that_fails_with_a_larger_batch_all_is_told_on_the_page(tmp_pa
     assert text in html.page(report | {"bottleneck": None, "findings": []})
 
 
+def test_the_package_that_measures_is_the_one_that_was_called(tmp_path, monkeypatch):
+    (tmp_path / "fusedtrain").mkdir()
+    (tmp_path / "fusedtrain" / "__init__.py").write_text("raise ImportError('the source tree, which is not built')")
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(script.ScriptError, match="the script exited: it ran"):
+        script.diagnose_script("train.py", [])
+
+
 COUNTS_ON_PASSES = """
 import time, torch
 from torch.utils.data import DataLoader, TensorDataset

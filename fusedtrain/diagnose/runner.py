@@ -1,4 +1,4 @@
-"""Runs a user's script, unchanged, under a plan: ``python -m fusedtrain.diagnose.runner TASK.json``.
+"""Runs a user's script, unchanged, under a plan, in a process of its own: ``main()`` with TASK.json as argument.
 
 The task holds the script, its arguments, what to do and a file that receives one JSON object per line as things happen.
 """
@@ -132,8 +132,6 @@ class Task:
 
         def spawning(original):
             def wrapper(fn, args=(), nprocs=1, *more, **options):
-                from fusedtrain.diagnose.runner import spawned  # by the name under which a new process finds it
-
                 self.spawned = nprocs
                 return original(spawned, (self.task, fn, args), nprocs, *more, **options)
 
@@ -214,7 +212,7 @@ def _flush() -> None:
                 file.flush()
 
 
-if __name__ == "__main__":
+def main() -> None:
     content = json.loads(Path(sys.argv[1]).read_text())
     _processes.kill_with(content["parent"])
     run(Task(content), lambda: run_script(content))

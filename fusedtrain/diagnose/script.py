@@ -209,7 +209,10 @@ def _run(task: dict, variables: dict[str, str], messages: list[dict], stage=lamb
         output, log, file = Path(folder, "messages"), Path(folder, "log"), Path(folder, "task.json")
         output.touch()
         file.write_text(json.dumps(task | {"output": str(output), "parent": os.getpid()}))
-        command = [sys.executable, "-m", "fusedtrain.diagnose.runner", str(file)]
+        # Not -m, which would take the fusedtrain of the folder at hand, such as its source tree, before this one.
+        path = [*map(str, sys.path)]
+        start = f"import sys; sys.path[:] = {path}; from fusedtrain.diagnose import runner; runner.main()"
+        command = [sys.executable, "-c", start, str(file)]
         with log.open("wb") as sink, output.open() as source:
             process = subprocess.Popen(
                 command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
