@@ -411,6 +411,15 @@ def test_the_package_that_measures_is_the_one_that_was_called(tmp_path, monkeypa
         script.diagnose_script("train.py", [])
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_number_of_threads_that_a_script_says_before_it_imports_torch_counts(tmp_path, early):
+    lines = ["import os; os.environ['OMP_NUM_THREADS'] = os.environ['MKL_NUM_THREADS'] = '7'", "import torch"]
+    lines = [*(lines if early else reversed(lines)), "import torch.nn", "raise SystemExit(torch.get_num_threads())"]
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    with pytest.raises(script.ScriptError, match="the script exited with " + (r"7\b" if early else "[^7]")):
+        script.diagnose_script(str(tmp_path / "train.py"), [])
+
+
 COUNTS_ON_PASSES = """
 import time, torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -4,6 +4,7 @@ The task holds the script, its arguments, what to do and a file that receives on
 """
 
 import atexit
+import builtins
 import contextlib
 import functools
 import gc
@@ -24,9 +25,10 @@ from fusedtrain import _processes
 from fusedtrain.diagnose import measure
 from fusedtrain.diagnose.diagnosis import Diagnosis
 from fusedtrain.diagnose.drive import SETTLING, Driver, Finished
-from fusedtrain.diagnose.instrument import Instrument
+from fusedtrain.diagnose.instrument import Instrument, wrap
 from fusedtrain.diagnose.plan import Arm, Run
 from fusedtrain.diagnose.remedies import rebuild
+from fusedtrain.diagnose.remedies.settings import set_threads
 from fusedtrain.diagnose.report import to_json
 
 SHORT = 2 * SETTLING  # a script that takes fewer steps is not started again
@@ -88,6 +90,7 @@ class Task:
             driver.install()
             driver.on_ignored = functools.partial(_leave, self.frozen)
             self._watch_processes(driver)
+            self._heed_threads()
             while not driver.finished and not self.failed:
                 steps = driver.steps
                 ends_passes = driver.ends_passes
@@ -126,6 +129,22 @@ class Task:
             self.failed = True
             self.tell(error=traceback.format_exc(limit=-6), beyond=beyond and not driver.ends_passes)
 
+    def _heed_threads(self) -> None:
+        """Has torch take the number of threads that a script puts into the environment before it imports torch."""
+        said = _said_threads()
+
+        def importing(original):
+            def wrapper(name, *args, **kwargs):
+                if name.partition(".")[0] == "torch":
+                    undo()
+                    if _said_threads() not in (said, None):
+                        set_threads(_said_threads())
+                return original(name, *args, **kwargs)
+
+            return wrapper
+
+        undo = wrap(builtins, "__import__", importing)
+
     def _watch_processes(self, driver: Driver) -> None:
         """Has the processes of torch.multiprocessing.spawn diagnosed, and counts those that others start."""
         spawn = sys.modules["torch.multiprocessing.spawn"]  # torch.multiprocessing.spawn is the function
@@ -152,6 +171,15 @@ class Task:
             driver.instrument.patch(owner, "start_processes", spawning)
         driver.instrument.patch(multiprocessing.process.BaseProcess, "start", starting)
         driver.instrument.patch(torch, "set_num_interop_threads", once)
+
+
+def _said_threads() -> int | None:
+    """Returns the number of threads that variables say to torch; None where none does."""
+    for name in ("MKL_NUM_THREADS",) * torch.backends.mkl.is_available() + ("OMP_NUM_THREADS",):
+        text = os.environ.get(name, "").partition(",")[0].strip()
+        if text.isdecimal() and int(text):
+            return int(text)
+    return None
 
 
 def run_script(task: dict) -> None:

@@ -39,17 +39,18 @@ class Threads(Remedy):
 
     def apply(self, driver: Driver) -> None:
         self._before = torch.get_num_threads()
-        _set_threads(self.threads)
+        set_threads(self.threads)
 
     def undo(self, driver: Driver) -> None:
-        _set_threads(self._before)
+        set_threads(self._before)
 
     def changes(self, driver: Driver) -> list[Change]:
         change = edit_argument(driver.instrument.sites.get("set_num_threads"), ("set_num_threads",), self.threads)
         return [change] if change else []
 
 
-def _set_threads(number: int) -> None:
+def set_threads(number: int) -> None:
+    """Sets the number of threads, and not for the script's call."""
     getattr(torch.set_num_threads, "__wrapped__", torch.set_num_threads)(number)
 
 
