@@ -365,6 +365,16 @@ def test_a_script_that_ends_soon_is_started_again_until_all_is_measured(tmp_path
     assert len(log.read_text().split()) == again + 1 > 2 and not any("ended" in message for message in messages)
 
 
+def test_of_a_script_that_cannot_be_started_again_it_is_said_why_it_fails(tmp_path):
+    (tmp_path / "registry.py").write_text(
+        "known = set()\ndef add(name):\n    name in known and {}[name]; known.add(name)\n"
+    )
+    (tmp_path / "train.py").write_text("import registry\nregistry.add('net')\n" + SHORT)
+    report = script.diagnose_script(str(tmp_path / "train.py"), [str(tmp_path / "starts")])
+    said = "failed before all was measured, when it was started again in the same process to measure more: let it train"
+    assert report["failure"] == f"the script {said} longer: KeyError: 'net'" and not report["examined"]
+
+
 def test_of_processes_that_end_early_it_is_said_what_was_measured(tmp_path, monkeypatch):
     train = tmp_path / "train.py"
     train.write_text(SHORT)

@@ -31,6 +31,9 @@ from fusedtrain.diagnose.remedies import rebuild
 from fusedtrain.diagnose.remedies.settings import set_threads
 from fusedtrain.diagnose.report import to_json
 
+# When a script fails that would not without being measured.
+BEYOND = ", in a pass over its loader that goes on beyond the loader's length while it is measured"
+AGAIN = ", when it was started again in the same process to measure more: let it train longer"
 SHORT = 2 * SETTLING  # a script that takes fewer steps is not started again
 GRACE = 5.0  # seconds in which a script's process writes what it has to before it ends
 
@@ -113,6 +116,7 @@ class Task:
                 self.tell(ended=True, **told)
 
     def _run(self, train: Callable[[], None], driver: Driver, alone: bool) -> None:
+        steps = driver.steps
         try:
             train()
         except Finished:
@@ -127,7 +131,9 @@ class Task:
                 driver.ends_passes = True
                 return
             self.failed = True
-            self.tell(error=traceback.format_exc(limit=-6), beyond=beyond and not driver.ends_passes)
+            again = driver.starts > 1 and driver.steps == steps
+            when = BEYOND if beyond and not driver.ends_passes else AGAIN if again else ""
+            self.tell(error=traceback.format_exc(limit=-6), when=when)
 
     def _heed_threads(self) -> None:
         """Has torch take the number of threads that a script puts into the environment before it imports torch."""

@@ -17,7 +17,6 @@ from fusedtrain.diagnose.rules.finding import count_text
 from fusedtrain.diagnose.statistics import Paired
 from fusedtrain.diagnose.verify import LEAST, LEVEL
 
-BEYOND = ", in a pass over its loader that goes on beyond the loader's length while it is measured"
 PAIRS = 3  # of fresh processes; twice as many where these show no gain
 CLEAR = 0.1  # where both of the first two pairs save more, they are enough
 ALLOCATOR = {"remedy": "Allocator", "arguments": {}}
@@ -74,10 +73,10 @@ def diagnose_script(
         return report | {"failure": TERMINATED, "traceback": ""}
     report = _last_report(messages)
     failed = next((m for m in messages if "error" in m), {})
-    error, beyond = failed.get("error"), BEYOND if failed.get("beyond") else ""
+    error, when = failed.get("error"), failed.get("when", "")
     if report is None:
         if error is not None:
-            raise ScriptError(f"the script failed{beyond}:\n{error}")
+            raise ScriptError(f"the script failed{when}:\n{error}")
         ended = next((m for m in messages if "ended" in m), None)
         if ended is not None and ended["exit"]:  # a text, as of sys.exit("no data"), is what Python would print
             exit, said = ended["exit"], log[-2000:].strip()
@@ -93,7 +92,7 @@ def diagnose_script(
     report["traceback"] = ""
     if error is not None:
         if not report["failure"]:
-            report |= {"failure": f"the script failed before all was measured{beyond}", "traceback": error}
+            report |= {"failure": f"the script failed before all was measured{when}", "traceback": error}
         report["failure"] += f": {error.splitlines()[-1]}"
     elif any("ended" in m for m in messages):
         report["failure"] = ENDED
