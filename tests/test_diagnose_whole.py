@@ -412,6 +412,21 @@ def test_of_a_loop_that_fails_with_a_larger_batch_all_is_told_on_the_page(tmp_pa
     assert text in html.page(report | {"bottleneck": None, "findings": []})
 
 
+def test_of_a_process_that_dies_it_is_told_what_was_measured_and_how_it_ended(tmp_path, capsys):
+    from fusedtrain.cli import main
+
+    died, kill = "its process was killed by SIGKILL", "__import__('os').kill(__import__('os').getpid(), 9)"
+    (tmp_path / "train.py").write_text(FIXED_BATCH.replace("optimizer.zero_grad()", f"len(x) > 16 and {kill}"))
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10)
+    assert report["examined"] and report["failure"] == f"the loop fails with a larger batch: {died}"
+    # A remedy is tried when there is a report already.
+    (tmp_path / "train.py").write_text(FIXED_BATCH.replace("\nmodel,", f"\nverify.judge = lambda *_: {kill}\nmodel,"))
+    assert main(["diagnose", "--json", "--verify", "--steps", "10", str(tmp_path / "train.py")]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["failure"] == f"the script failed before all was measured: {died}"
+    assert told.err.startswith(f"fusedtrain diagnose: the script failed:\n{died}; the end of its output:\n")
+
+
 def test_the_package_that_measures_is_the_one_that_was_called(tmp_path, monkeypatch):
     (tmp_path / "fusedtrain").mkdir()
     (tmp_path / "fusedtrain" / "__init__.py").write_text("raise ImportError('the source tree, which is not built')")
@@ -772,6 +787,12 @@ def test_of_a_script_that_fails_amid_training_all_is_told(tmp_path, capsys):
             " t = threading.Thread(target=t.optim.SGD([w]).step); t.start(); t.join()",
             "an optimizer took a step in another thread .* only that one is watched",
         ),
+        (
+            "import os, torch.multiprocessing as m;"
+            " m.start_processes(lambda rank: os.kill(os.getpid(), 9), start_method='fork')",
+            "the script failed:(.|\\n)*process 0 terminated with signal SIGKILL",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", "the script failed: its process was killed by SIGKILL; the end of its"),
         (
             "import torch as t; w = t.ones(2, requires_grad=True); o = t.optim.SGD([w]); w.sum().backward(); o.step()",
             "ended before enough steps were measured: it took (0 steps|1 step), and",

@@ -123,8 +123,9 @@ class Task:
             pass
         except SystemExit as error:
             self.exit = error.code if error.code is None or isinstance(error.code, (int, str)) else str(error.code)
-        except BaseException:
-            if self.spawned:  # it was told over there
+        except BaseException as error:
+            killed = isinstance(error, torch.multiprocessing.ProcessExitedException)
+            if self.spawned and not killed:  # it was told over there
                 return
             beyond = driver.beyond_pass and not (self.diagnosis and self.diagnosis.failure)  # of what is tried then
             if beyond and alone and not driver.ends_passes:

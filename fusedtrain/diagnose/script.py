@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,7 @@ def diagnose_script(
     report = _last_report(messages)
     failed = next((m for m in messages if "error" in m), {})
     error, when = failed.get("error"), failed.get("when", "")
+    died = next((m["died"] for m in messages if "died" in m), "")
     if report is None:
         if error is not None:
             raise ScriptError(f"the script failed{when}:\n{error}")
@@ -88,12 +90,14 @@ def diagnose_script(
             raise ScriptError(f"the script ended before enough steps were measured: {took}; let it train longer")
         if ended is not None:
             raise ScriptError(ELSEWHERE if ended["elsewhere"] else _unseen(ended["processes"]))
-        raise ScriptError(f"the script's process died; the end of its output:\n{log[-2000:]}")
+        raise ScriptError(f"the script failed: {died or 'its process ended'}; the end of its output:\n{log[-2000:]}")
     report["traceback"] = ""
-    if error is not None:
+    end = died if error is None else error.splitlines()[-1]
+    if end:
         if not report["failure"]:
-            report |= {"failure": f"the script failed before all was measured{when}", "traceback": error}
-        report["failure"] += f": {error.splitlines()[-1]}"
+            traceback = error or f"{died}; the end of its output:\n{log[-2000:]}"
+            report |= {"failure": f"the script failed before all was measured{when}", "traceback": traceback}
+        report["failure"] += f": {end}"
     elif any("ended" in m for m in messages):
         report["failure"] = ENDED
     ranks = max(int(os.environ.get("WORLD_SIZE", "1")), *(m.get("spawned", 1) for m in messages))
@@ -222,7 +226,15 @@ def _run(task: dict, variables: dict[str, str], messages: list[dict], stage=lamb
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+        if process.returncode:  # what it has to say ends with 0, however the script ends
+            messages.append({"died": _how(process.returncode)})
         return log.read_text(errors="replace")
+
+
+def _how(code: int) -> str:
+    """Says how a process ended."""
+    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    return f"its process {how}"
 
 
 def _follow(process: subprocess.Popen, source, messages: list[dict], stage) -> None:
