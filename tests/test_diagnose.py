@@ -1338,7 +1338,7 @@ def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkey
 
 
 KEEPS = """
-import torch
+import collections, torch
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 32)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1349,7 +1349,7 @@ class Log:
         self.kept = {"outputs": []}
 
 def fit(log):
-    kept, total = [], 0.0
+    kept, total, ring = [], 0.0, collections.deque(maxlen=10_000)
     for epoch in range(1000):
         recent, sums = [], 0.0
         for batch in data:
@@ -1379,6 +1379,7 @@ fit(Log())
         ("total = total + loss", "total", "a tensor with the graphs of all steps", 0, False),
         ("recent.append(outputs.detach())", "recent", "a list of tensors", 1024, True),
         ("sums = sums + loss", "sums", "a tensor with the graphs of all steps", 0, True),
+        ("ring.append(outputs.detach())", "ring", "a deque of tensors", 1024, False),
         ("recent = [outputs.detach()]", None, None, None, None),
     ],
 )
@@ -1403,6 +1404,7 @@ def test_what_grows_from_step_to_step_is_found_by_its_name(tmp_path, line, path,
         return
     (held,) = found.held
     assert (held.path, held.kind, held.emptied) == (path, kind, emptied)
+    assert 9000 * size < held.most < 20_000 * size if path == "ring" else held.most == math.inf
     assert held.size >= size and (not size or held.size < 2 * size)
     assert (found.graph >= 1) == ("graph" in kind) and found.size > 0
     added = [site.line for site in held.lines]
@@ -1450,16 +1452,18 @@ def test_memory_that_no_object_holds_is_seen(once):
 
 
 @pytest.mark.parametrize(
-    ("size", "emptied", "named"),
+    ("size", "emptied", "most", "named"),
     [
-        (1e6, False, True),  # a thousand steps
-        (1e6, True, False),  # a pass is 20 of them
-        (1e8, True, True),  # which the memory is too small for
-        (1e2, False, False),  # enough for months
+        (1e6, False, math.inf, True),  # a thousand steps
+        (1e6, True, math.inf, False),  # a pass is 20 of them
+        (1e8, True, math.inf, True),  # which the memory is too small for
+        (1e2, False, math.inf, False),  # enough for months
+        (1e6, False, 1e8, False),  # it has a length
+        (1e6, False, 9e8, True),  # which the memory is too small for
     ],
 )
-def test_memory_that_grows_is_the_cause_where_it_does_not_last(size, emptied, named):
-    held = growth.Growing("kept", "a list of tensors", 1.0, size, emptied, (Site("a.py", 3),))
+def test_memory_that_grows_is_the_cause_where_it_does_not_last(size, emptied, most, named):
+    held = growth.Growing("kept", "a list of tensors", 1.0, size, emptied, (Site("a.py", 3),), most)
     facts = measure.Facts([], measure.Interval(1.0, 1, 1), {}, None, {})
     facts.growth, driver = growth.Growth(size, 0.0, 10**9, (held,)), types.SimpleNamespace(loader=[None] * 20)
     found = loop.memory(facts, driver)

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import itertools
 import linecache
+import math
 import re
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -37,6 +38,7 @@ class Growing:
         size: bytes more per step, without what operations of a graph take.
         emptied: whether the code empties it between passes over the data.
         lines: where it is added to.
+        most: bytes that it will take at most, as a deque with a length does.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Growing:
     size: float
     emptied: bool
     lines: tuple[Site, ...]
+    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,9 @@ def _containers(sizes: dict[int, list[int]], steps: int):
         items = [value[key] for key in items] if isinstance(value, dict) else items
         size, kept = _bytes(items, set()), _of(items)
         runs = steps * (len(sizes[id(value)]) - 1)
-        kind = f"a {type(value).__name__} of {kept}"
-        yield Growing(path, kind, more / runs, size / runs, emptied(path, frame), added_to(path))
+        kind, left = f"a {type(value).__name__} of {kept}", getattr(value, "maxlen", None)
+        most = math.inf if left is None or not more else size / more * (left - len(value))
+        yield Growing(path, kind, more / runs, size / runs, emptied(path, frame), added_to(path), most)
 
 
 def _tensors() -> list[Growing]:

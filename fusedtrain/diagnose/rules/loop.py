@@ -102,6 +102,9 @@ def memory(facts: Facts, driver: Driver) -> Finding | str:
             most = growth.size * (passes() if passes else 0)
             if passes and most < 0.5 * growth.free:
                 return f"{evidence}: until the pass over the data ends, {size_text(most)} at most"
+    most = sum(g.most for g in held)
+    if held and most < 0.5 * growth.free:
+        return f"{evidence}: until it is full, {size_text(most)} more at most"
     lasts = growth.free / max(growth.size, 1.0) * step
     if lasts > LASTS:
         return f"{evidence}: enough for {duration_text(lasts)}"
