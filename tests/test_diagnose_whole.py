@@ -7,6 +7,7 @@ loaded machine cannot hide them.
 import ast
 import copy
 import functools
+import io
 import json
 import os
 import re
@@ -119,6 +120,17 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+
+def test_a_report_is_shown_in_any_encoding(slow_reader, tmp_path, monkeypatch):
+    from fusedtrain.diagnose import command
+
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(command, "diagnose_script", lambda *args, **options: {**slow_reader[0], "traceback": ""})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert command.main([str(tmp_path / "train.py")]) == 0
+    sys.stdout.flush()
+    assert b"loader" in sys.stdout.buffer.getvalue() and b" ???" in sys.stdout.buffer.getvalue()
 
 
 def test_the_page_is_whole_and_fetches_nothing(slow_reader):

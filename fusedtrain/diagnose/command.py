@@ -1,6 +1,7 @@
 """The command ``fusedtrain diagnose``."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -87,6 +88,8 @@ def _diagnose(args: argparse.Namespace) -> dict:
 
     with Console(stderr=True).status("starting") as status:
         report = diagnose_script(args.script, args.arguments, **options, stage=lambda text: status.update(text))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has its bars, and what the script's lines hold
     show(report)
     return report
 
