@@ -1,5 +1,6 @@
 """fuse() on blocks of classes that nobody knows: found by what their forward does, or left alone."""
 
+import builtins
 import contextlib
 import copy
 import functools
@@ -7,6 +8,7 @@ import gc
 import inspect
 import io
 import itertools
+import logging
 import math
 import pickle
 import random
@@ -479,7 +481,8 @@ class Interrupted(Rooted):
 def test_nothing_stays_replaced_after_fuse(kind):
     model = nn.Sequential(kind(16, 16, 3, 1, 16), nn.ReLU())
     classes = {cls for module in model.modules() for cls in type(module).__mro__} | {BackwardCFunction}
-    scopes = [vars(owner) for owner in (*classes, torch, torch.distributed, math, sys.modules[__name__])]
+    owners = *classes, torch, torch.distributed, math, builtins, logging.Logger, sys.modules[__name__]
+    scopes = [vars(owner) for owner in owners]
     before = [dict(scope) for scope in scopes]
     with pytest.raises(KeyboardInterrupt) if kind is Interrupted else contextlib.nullcontext():
         fusedtrain.fuse(model)
@@ -1135,6 +1138,18 @@ class CallsByName(ConvNormAct):
         return self.act(self.norm(input=self.conv(x)))
 
 
+class Prints(ConvNormAct):
+    def forward(self, x):
+        print("a block")
+        return super().forward(x)
+
+
+class Logs(ConvNormAct):
+    def forward(self, x):
+        logging.getLogger(__name__).warning("a block")
+        return super().forward(x)
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -1158,6 +1173,8 @@ REASONS = {
         (Reverses, ReversesByName), "torch.fx cannot record its forward: it calls a torch.autograd.Function"
     ),
     **dict.fromkeys((Collects, Stores, Publishes, CountsForAll), "its forward changes objects or global values"),
+    Prints: "torch.fx cannot record its forward: it prints",
+    Logs: "torch.fx cannot record its forward: it writes to a log",
     AsksForRanks: "torch.fx cannot record its forward: it asks for its process group",
     OfAnArray: "it holds more than 64 items in one container, or a numpy array, too many to compare in every call",
     CountsAtLast: "torch.fx cannot record its forward: it asks for the number in a tensor",
@@ -1179,7 +1196,7 @@ if torch.__version__ < (2, 12):  # whose checkpoint calls one first
 
 
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
-def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
+def test_what_a_recording_cannot_know_stays_with_its_reason(kind, capsys, caplog):
     model = nn.Sequential(kind(16, 16, 3, 1, 16).eval(), nn.ReLU())
     state, before = random.getstate(), [dict(vars(m)) for m in model.modules()]
     buffers = list(model.buffers())
@@ -1190,6 +1207,7 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind):
     assert report == planned and type(model[0]) is kind and not model[0].training
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
     assert not SEEN and LATEST is None and Options.calls == 0 and (kind is not Stores or not model[0].store.maps)
+    assert not capsys.readouterr().out and not caplog.records
     assert not issubclass(kind, DrawsOfItsOwn) or model[0].draw() == kind(16, 16, 3, 1, 16).draw()
 
 

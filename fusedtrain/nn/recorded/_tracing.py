@@ -1,11 +1,13 @@
 """Records a forward by torch.fx, or says why that cannot be: what it asks, reads, changes and draws is watched."""
 
+import builtins
 import collections
 import contextlib
 import functools
 import inspect
 import io
 import itertools
+import logging
 import math
 import operator
 import pickle
@@ -372,13 +374,14 @@ _GROUP = ("is_initialized", "get_rank", "get_world_size") if torch.distributed.i
 _CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
 _CLOSED += [(torch.distributed, name, "it asks for its process group") for name in _GROUP]
 _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
+_CLOSED += [(builtins, "print", "it prints"), (logging.Logger, "handle", "it writes to a log")]
 # Every call of a Function makes one, also of a bound ``apply``, which nothing in its place would be seen by.
 _CLOSED += [(BackwardCFunction, "__init__", "it calls a torch.autograd.Function")]
 
 
 def _closed(look: Callable, reason: str) -> Callable:
     """A forward that looks through its parameters raises: their dtypes and devices would be those of today for ever.
-    So does one that asks for modes, and one with a backward of its own."""
+    So does one that asks for modes, one with a backward of its own, and one that tells what it does: it would once."""
 
     @functools.wraps(look)
     def asked(*args, **kwargs):
