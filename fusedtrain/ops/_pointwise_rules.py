@@ -54,6 +54,12 @@ class _Sizes(NamedTuple):
         return _common.is_less(self.weight, a_pixel * pixels)
 
     @property
+    def is_two_panels(self) -> bool:
+        """Whether gradients are of 32 channels, two panels of two vectors of 8, by sums of few: as of the first
+        convolutions of MobileNetV2 and EfficientNet."""
+        return self.c == 32 and self.d < 32
+
+    @property
     def fits(self) -> bool:
         """Whether x in float32 is not large."""
         return _common.is_less(self.n * self.c * self.plane * 4, _LARGE + 1)
@@ -75,10 +81,22 @@ _ANY_FEW_FLOAT32: _Parts = {"forward": (_LIBRARY,), "dx": (_LIBRARY,), "dw": (_K
 
 # AMD's, any number of images. dy of one channel is in both layouts: its kernel is that of contiguous images.
 _ALL: _Parts = dict.fromkeys(PARTS, (_KERNEL,))
-# Gradients of 32 channels, two panels of two vectors of 8, for sums of few: MobileNetV2's and EfficientNet's first.
-_NOT_TWO_PANELS = (("kernel", lambda s: s.c != 32 or s.d >= 32),)
 _AMD: dict[tuple[str, torch.dtype, str], _Parts] = {
-    ("amd avx2", float32, "channels_last"): _ALL | dict.fromkeys(("dx", "dw"), _NOT_TWO_PANELS),  # 2026-11-23 and 30
+    # 2026-11-23 and 30. Pixels of 4 KiB share sets of the first cache; few pixels do not pay for a weight's panels.
+    ("amd avx2", float32, "channels_last"): {
+        "forward": (
+            ("product", lambda s: s.weight >= 1 << 20),
+            ("kernel", lambda s: s.c % 1024 != 0 and (not s.few or s.weighs_less(1200, s.n * s.plane))),
+        ),
+        "dx": (
+            ("product", lambda s: s.weight >= 1 << 20),
+            ("kernel", lambda s: s.d % 1024 != 0 and not s.is_two_panels),
+        ),
+        "dw": (
+            ("product", lambda s: s.weight >= 50_000 and not s.few),
+            ("kernel", lambda s: s.weight < (1 << 15 if s.few and not s.has(1000) else 50_000) and not s.is_two_panels),
+        ),
+    },
     ("amd avx2", float32, "contiguous"): _ALL,  # 2026-11-27
     ("zen 4", float32, "channels_last"): _ALL,  # 2026-11-23
     ("zen 4", float32, "contiguous"): {  # 2026-11-24 and 29
