@@ -350,6 +350,27 @@ def test_kernel_runs_where_it_was_measured_faster(vendor, family, isa, dtype, fo
 
 
 @pytest.mark.parametrize(
+    ("n", "c", "d", "size", "ways"),
+    [
+        (16, 24, 144, 8, ("kernel", "kernel", "kernel")),
+        (16, 32, 16, 8, ("kernel", "stock", "stock")),
+        (16, 240, 240, 8, ("kernel", "kernel", "product")),
+        (16, 256, 1024, 8, ("kernel", "stock", "product")),
+        (16, 1024, 256, 8, ("stock", "kernel", "product")),
+        (16, 1024, 1024, 8, ("product", "product", "product")),
+        (2, 80, 480, 14, ("kernel", "kernel", "stock")),
+        (2, 80, 480, 32, ("kernel", "kernel", "kernel")),
+        (2, 240, 1152, 7, ("stock", "kernel", "stock")),
+    ],
+)
+def test_what_multiplies_on_amds_cpus_without_avx512(n, c, d, size, ways, monkeypatch):
+    for name, value in (("cpu_vendor", "amd"), ("cpu_family", 25), ("isa_active", "avx2")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    x, weight = torch.empty(n, size, size, c).permute(0, 3, 1, 2), torch.empty(d, c, 1, 1)
+    assert tuple(RULES.ways(("forward", "dx", "dw"), x, weight, [1, 1])) == ways
+
+
+@pytest.mark.parametrize(
     ("family", "channels", "chosen"), [(25, 39, False), (25, 40, True), (26, 39, False), (26, 40, True)]
 )
 def test_many_channels_are_multiplied_in_bfloat16_on_zen(family, channels, chosen, monkeypatch):
