@@ -395,9 +395,9 @@ inline bool works_on_copies(const DepthwiseSizes& s) { return kVecBytes == 32 &&
 DepthwisePart planes_of(const DepthwiseSizes& s, DepthwisePart part) {
   if (depthwise_direct<Isa::FUSEDTRAIN_ISA>(s).planes) return part;
   constexpr int64_t kChannels = Group<float>::kChannels;
-  const bool taken = s.dtype == DType::kFloat32 && walks_strips_of_5x5<float>(s);
+  static_assert(kVecBytes != 32 || kChannels == Group<BFloat16>::kChannels);
   part.begin *= kChannels;
-  part.end = taken ? std::min(part.end * kChannels, s.c) : part.begin;
+  part.end = walks_strips_of_5x5(s) ? std::min(part.end * kChannels, s.c) : part.begin;
   return part;
 }
 

@@ -471,7 +471,7 @@ void depthwise_planes_forward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, con
   const DepthwiseSizes& s = a.sizes;
   const Span span = band_rows(part, s.ho);
   visit_plane_dtype(s.dtype, [&]<class T>() {
-    if (walks_strips_of_5x5<T>(s) || keeps_columns_well<T>(s)) {
+    if (walks_strips_of_5x5(s) || keeps_columns_well<T>(s)) {
       return visit_kept_kernel(
           s, [&]<int kTaps, int kStride>() { forward_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }
@@ -507,7 +507,7 @@ void depthwise_planes_dx<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackward& a, 
                                               DepthwisePart part) {
   const DepthwiseSizes& s = a.sizes;
   visit_plane_dtype(s.dtype, [&]<class T>() {
-    if (walks_strips_of_5x5<T>(s) || keeps_columns_well<T>(s)) {
+    if (walks_strips_of_5x5(s) || keeps_columns_well<T>(s)) {
       return visit_kept_kernel(s,
                                [&]<int kTaps, int kStride>() { dx_kept<T, kTaps, kStride>(a, taps, scratch, part); });
     }

@@ -68,7 +68,7 @@ class Lines {
 };
 
 // With AVX2 images of few columns are walked down, a vector of columns at a time (walk_strip). These bounds and those
-// of keeps_columns_well are where that was measured faster (benchmarks/LOG.md, 2026-11-26, 2026-11-27).
+// of keeps_columns_well are where that was measured faster (benchmarks/LOG.md, 2026-11-26, 27 and 30).
 constexpr bool kHasStrips = kVecBytes == 32;
 template <class T>
 bool walks_strips(int64_t w) {
@@ -76,10 +76,10 @@ bool walks_strips(int64_t w) {
 }
 
 // Whether images of 5x5 kernels are, forward and for dx, while they are transposed for dw.
-template <class T>
-bool walks_strips_of_5x5(const DepthwiseSizes& s) {
-  return kHasStrips && std::is_same_v<T, float> && is_usual(s) && s.layout == Layout::kContiguous && s.kh == 5 &&
-         s.sh == 1 && s.left == 2 && s.wo == s.w && s.w >= 7 && s.w <= 32;
+inline bool walks_strips_of_5x5(const DepthwiseSizes& s) {
+  return kHasStrips && (s.dtype == DType::kFloat32 || s.dtype == DType::kBFloat16) && is_usual(s) &&
+         s.layout == Layout::kContiguous && s.kh == 5 && s.sh == 1 && s.left == 2 && s.wo == s.w && s.w >= 7 &&
+         s.w <= 32;
 }
 
 // Whether keeps_columns is made use of, also for dw.
