@@ -53,7 +53,6 @@ from zoo import Zoo
 
 import fusedtrain
 from fusedtrain import _extension
-from fusedtrain.data import workers
 from fusedtrain.nn import _small
 from fusedtrain.ops import _remembered
 
@@ -88,11 +87,6 @@ def pytest_report_header():
 _SLOW = ("cuda_emu", "diagnose_whole", "diagnose", "fuse", "tune", "cli", "distributed", "triton", "run", "isa")
 _SLOW += ("resume", "benchmarks", "examples", "guarded", "parity", "activation_checkpointing", "train")
 _LAST = "test_nvcc.py"  # it waits for nvcc_behind
-
-
-def pytest_xdist_auto_num_workers():
-    """One more than the cores: many tests wait, for processes of their own or for a clock."""
-    return workers.cores() + 1
 
 
 @pytest.hookimpl(trylast=True)

@@ -1310,11 +1310,14 @@ def test_what_is_made_on_the_host_is_told_by_its_line():
 def test_tensors_made_on_the_host_are_the_cause_and_not_the_code_around_them():
     line, other = Site("train.py", 7), Site("train.py", 8)
     facts = measure.Facts([a_step({"rest": 1.0}, True)], measure.Interval(1.0, 1, 1), {"rest": 0.75}, None, {})
-    facts.lines, facts.made = [("rest", line, 0.75)], [(line, NUMBERS, 0.5), (other, COPIED, 0.01)]
+    facts.lines = [("rest", line, 0.75), ("forward", other, 0.01)]
+    facts.made = [(line, NUMBERS, 0.5), (other, COPIED, 0.01)]
     driver = types.SimpleNamespace(instrument=types.SimpleNamespace(optimizers=[object()], by_hand=[]))
     found, around = loop.host_tensors(facts, driver), loop.own_code(facts, driver)
     assert (found.gain, found.lines, around.gain) == (0.5, ((line, 0.5),), 0.25)
     assert "Python numbers" in found.cause and "copies" not in found.cause and found.advice == loop.HOST_ADVICE[NUMBERS]
+    facts.lines[0] = ("rest", Site("train.py", 9), 0.75)  # no sample saw the line
+    assert loop.own_code(facts, driver).gain == 0.25
     facts.made[0] = (line, COPIED, 0.7)
     assert "tensors are made there on the host: 70.0%" in loop.own_code(facts, driver)
     assert "torch.as_tensor" in loop.host_tensors(facts, driver).advice
