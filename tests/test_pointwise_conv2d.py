@@ -368,6 +368,8 @@ def test_what_multiplies_on_amds_cpus_without_avx512(n, c, d, size, ways, monkey
         monkeypatch.setitem(_extension.BUILD_INFO, name, value)
     x, weight = torch.empty(n, size, size, c).permute(0, 3, 1, 2), torch.empty(d, c, 1, 1)
     assert tuple(RULES.ways(("forward", "dx", "dw"), x, weight, [1, 1])) == ways
+    dw = "kernel" if c * d < 100_000 else "stock"
+    assert RULES.ways(("forward", "dx", "dw"), x.contiguous(), weight, [1, 1]) == ["kernel", "kernel", dw]
 
 
 @pytest.mark.parametrize(

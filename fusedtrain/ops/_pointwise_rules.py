@@ -97,7 +97,7 @@ _AMD: dict[tuple[str, torch.dtype, str], _Parts] = {
             ("kernel", lambda s: s.weight < (1 << 15 if s.few and not s.has(1000) else 50_000) and not s.is_two_panels),
         ),
     },
-    ("amd avx2", float32, "contiguous"): _ALL,  # 2026-11-27
+    ("amd avx2", float32, "contiguous"): _ALL | {"dw": (("kernel", lambda s: s.weight < 100_000),)},  # 2026-11-27, 30
     ("zen 4", float32, "channels_last"): _ALL,  # 2026-11-23
     ("zen 4", float32, "contiguous"): {  # 2026-11-24 and 29
         "forward": (_KERNEL,),
