@@ -501,6 +501,23 @@ def test_plain_norms_in_16_bits_need_avx512(monkeypatch, isa, chosen):
         assert backend.explain("batch_norm_act", x, **running, **more).startswith(f"batch_norm_act: {runs} runs")
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_fixed_statistics_sum_nothing_for_images_alone(kernels, training):
+    """As for adversarial examples, of a network in evaluation whose weights could be trained."""
+    inputs = [t.requires_grad_() for t in (torch.randn(2, 3, 8, 8), *torch.rand(2, 3))]
+    running = torch.zeros(3), torch.ones(3)
+    with fusedtrain.use_backend(kernels):
+        y = batch_norm_act(inputs[0], *running, *inputs[1:], training, act="silu")
+        called = []
+        for of in (inputs, inputs[:1]):
+            with torch.profiler.profile() as profile:
+                torch.autograd.grad(y.sum(), of, retain_graph=True)
+            called.append(
+                any("_reduce" in event.key or "_train_backward" in event.key for event in profile.key_averages())
+            )
+    assert called == [True, training]
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 LAYERS = {

@@ -82,7 +82,8 @@ _ANY_FEW_FLOAT32: _Parts = {"forward": (_LIBRARY,), "dx": (_LIBRARY,), "dw": (_K
 # AMD's, any number of images. dy of one channel is in both layouts: its kernel is that of contiguous images.
 _ALL: _Parts = dict.fromkeys(PARTS, (_KERNEL,))
 _AMD: dict[tuple[str, torch.dtype, str], _Parts] = {
-    # 2026-11-23 and 30. Pixels of 4 KiB share sets of the first cache; few pixels do not pay for a weight's panels.
+    # 2026-11-23 and 30. Pixels of 4 KiB share sets of the first cache; few pixels do not pay for a weight's
+    # panels; large weights outgrow the second.
     ("amd avx2", float32, "channels_last"): {
         "forward": (
             ("product", lambda s: s.weight >= 1 << 20),

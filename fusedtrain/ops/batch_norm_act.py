@@ -224,6 +224,12 @@ _REFERENCE_PARTS = _BatchNormImpl(_reference_apply, _reference_backward, _common
 _OWN = 0.0  # in the place of a count: that of the images at hand
 
 
+def _own_passes(ctx, *vectors: int) -> tuple[int, ...]:
+    """Which gradients of ``vectors`` take a pass of their own: of a batch's own statistics the gradient of x brings the
+    sums that they are, of fixed ones it needs none."""
+    return vectors if ctx.count is None else ()
+
+
 class _BatchNormAct(torch.autograd.Function):
     """``count`` is the number of values per channel behind mean and rstd, or ``_OWN``, None where these are fixed;
     ``y`` what has been made of them, or None."""
@@ -242,7 +248,7 @@ class _BatchNormAct(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, bias, residual, mean, rstd = ctx.saved_tensors
-        need_dx, need_dw, need_db, need_dr = _common.needed(ctx, 0, 3)[:4]
+        need_dx, need_dw, need_db, need_dr = _common.needed(ctx, 0, 3, *_own_passes(ctx, 1, 2))[:4]
         dy = _common.dense_like(dy, x)
         inputs, (act, residual_after) = (dy, x, mean, rstd, weight, bias, residual), ctx.codes
         passes_dy = residual_after or act == 0

@@ -27,6 +27,7 @@ from fusedtrain.ops.batch_norm_act import (
     _check_statistics,
     _count_up,
     _fake_stats,
+    _own_passes,
     _statistics,
     batch_norm_act,
 )
@@ -274,7 +275,7 @@ class _DepthwiseBnAct(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, weight, *norm = ctx.saved_tensors
-        needs = _common.needed(ctx, 0, 1)
+        needs = _common.needed(ctx, 0, 1, *_own_passes(ctx, 3, 4))
         need_conv, (need_dgamma, need_dbeta), act = needs[:3], needs[3:5], ctx.codes[0]
         if any(need_conv) and _in_one_call(ctx, x):
             return *_all_gradients(ctx, needs, dy, x, weight, *norm, None, None), *(None,) * 4

@@ -181,7 +181,7 @@ class _Mlp(torch.autograd.Function):
     @_common.once_differentiable
     def backward(ctx, dy):
         x, h, z, w1, w2, scale = ctx.saved_tensors
-        *need, need_dresidual = _common.needed(ctx, 0, 1, 3)[:7]
+        *need, need_dresidual = _common.needed(ctx, *range(6))[:7]
         # A hook may have stored z in the other format.
         laid_out = dy.contiguous(memory_format=ctx.layout if z is None else _common.format_of(z))
         dx, dw1, db1, dw2, db2, dscale = _backward(laid_out, x, h, z, w1, w2, scale, ctx.plans, ctx.act, need)

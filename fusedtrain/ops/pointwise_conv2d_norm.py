@@ -18,6 +18,7 @@ from fusedtrain.ops.batch_norm_act import (
     _check,
     _check_statistics,
     _count_up,
+    _own_passes,
     _statistics,
     batch_norm_act,
     reference,
@@ -50,7 +51,7 @@ class _PointwiseNorm(torch.autograd.Function):
         x, weight, z, *norm = ctx.saved_tensors
         # Hooks may have stored them in another format.
         x, z = (t.contiguous(memory_format=torch.channels_last) for t in (x, z))
-        need_dx, need_dw, need_dgamma, need_dbeta = _common.needed(ctx, 0, 1)[:4]
+        need_dx, need_dw, need_dgamma, need_dbeta = _common.needed(ctx, 0, 1, *_own_passes(ctx, 2, 3))[:4]
         inputs = (_common.dense_like(dy, z), z, *norm)
         sums = dbeta, dgamma = None, None
         if need_dgamma or need_dbeta or ctx.count is not None:
