@@ -42,7 +42,7 @@ struct GlobalResponseNormBackward {
   void* slope;         // acc [n, c]: dnorm / norm
   void* dweights;      // acc [n, c]: what each image adds to dweight
   void* dbiases;       // acc [n, c]: and to dbias
-  void* dx;            // as x
+  void* dx;            // as x, or on CUDA null
   void* dweight;       // acc [c]
   void* dbias;         // acc [c]
 };
@@ -70,5 +70,11 @@ void global_response_norm_backward(const GlobalResponseNormBackward& a, int64_t 
 template <Isa I>
 void global_response_norm_backward_params(const GlobalResponseNormBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
+
+namespace cuda {
+[[nodiscard]] int global_response_norm(const GlobalResponseNorm& a, void* stream);
+// Without dx where that is null.
+[[nodiscard]] int global_response_norm_backward(const GlobalResponseNormBackward& a, void* stream);
+}  // namespace cuda
 
 }  // namespace fusedtrain

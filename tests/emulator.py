@@ -189,6 +189,24 @@ def channel_scale_backward(dy, x, gate, in_act, need_dx, need_dgate):
     return dx, _scale_dot(dy, x, in_act, gate=gate, dx=dx)
 
 
+def global_response_norm(x, weight, bias, eps, in_act):
+    y, norm = torch.empty_like(x).fill_(torch.nan), _acc(x, *x.shape[:2])
+    fields = {"eps": eps, "weight": _small(weight, x), "bias": _small(bias, x), "factor": _acc(x, *x.shape[:2])}
+    fields |= {"images": _images(x, in_act), "x": x, "partial": _partial(x, 1), "norm": norm, "y": y}
+    call("global_response_norm", "GlobalResponseNorm", **fields)
+    return y, norm
+
+
+def global_response_norm_backward(dy, x, weight, norm, eps, in_act, need_dx):
+    dx = torch.empty_like(x).fill_(torch.nan) if need_dx else x.new_empty(0)
+    dweight, dbias = _acc(x, x.shape[1]), _acc(x, x.shape[1])
+    fields = {name: _acc(x, *x.shape[:2]) for name in ("factor", "slope", "dweights", "dbiases")}
+    fields |= {"eps": eps, "weight": _small(weight, x), "norm": norm, "partial": _partial(x, 2)}
+    fields |= {"images": _images(x, in_act), "dy": dy, "x": x, "dx": dx, "dweight": dweight, "dbias": dbias}
+    call("global_response_norm_backward", "GlobalResponseNormBackward", **fields)
+    return dx, dweight, dbias
+
+
 def _weights(weights: dict[str, Tensor | None]) -> dict:
     """Dense, in their own dtype: that of the first."""
     dtype = next(iter(weights.values())).dtype
@@ -451,6 +469,7 @@ IMPLS = {
     "optimizer_step_narrow": Impl(optimizer_step_, None, _common.never_why_not),
     "channel_pool": Impl(channel_pool, channel_pool_backward, _common.never_why_not),
     "channel_scale": Impl(channel_scale, channel_scale_backward, _common.never_why_not),
+    "global_response_norm": Impl(global_response_norm, global_response_norm_backward, _common.never_why_not),
     "squeeze_excite": Impl(squeeze_excite, squeeze_excite_backward, _common.never_why_not),
     "depthwise_conv2d": Impl(depthwise_conv2d, depthwise_conv2d_backward, _common.never_why_not),
     "depthwise_conv2d_backward": Impl(depthwise_conv2d_backward, None, _common.never_why_not),

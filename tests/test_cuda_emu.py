@@ -24,6 +24,7 @@ import test_channel_pool
 import test_channel_scale
 import test_depthwise_bn_act_se as block
 import test_depthwise_conv2d as depthwise
+import test_global_response_norm
 import test_grad_norm
 import test_optimizer_step
 import test_squeeze_excite
@@ -37,7 +38,15 @@ if emulator.WHY_NOT:
     pytest.skip(emulator.WHY_NOT, allow_module_level=True)
 
 ORDERS = ("fwd", "rev", "1")
-OPS = {"channel_pool": test_channel_pool, "channel_scale": test_channel_scale, "squeeze_excite": test_squeeze_excite}
+OPS = {
+    "channel_pool": test_channel_pool,
+    "channel_scale": test_channel_scale,
+    "global_response_norm": test_global_response_norm,
+    "squeeze_excite": test_squeeze_excite,
+}
+# How each of them pools, where it does.
+POOLS = {op: ({"pool": "avg"}, {"pool": "avg_max"}) for op in ("channel_pool", "squeeze_excite")}
+POOLS |= {op: ({},) for op in ("channel_scale", "global_response_norm")}
 # [N, C, H, W] beyond cases.SHAPES, by what the CUDA kernels do with them.
 SHAPES = {
     "whole_block_per_plane": (1, 2, 40, 40),
@@ -114,7 +123,7 @@ def test_kernels_are_as_good_as_torch_in_every_thread_order(op, case, monkeypatc
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("op", OPS)
 def test_every_path_through_the_kernels(op, shape, layout, dtype, monkeypatch):
-    options = {"in_act": "silu"} if op == "channel_scale" else {"in_act": "hard_swish", "pool": "avg_max"}
+    options = {"in_act": "silu" if op == "channel_scale" else "hard_swish", **POOLS[op][-1]}
     check(op, SHAPES[shape], {"layout": layout, "dtype": dtype}, options, monkeypatch)
 
 
@@ -305,7 +314,7 @@ def test_activations_are_as_good_as_torch_at_their_ends(dtype):
 @pytest.mark.parametrize("op", OPS)
 def test_images_do_not_mix(op, layout):
     per_image = ("x", "gate") if op == "channel_scale" else ("x",)
-    for pool in ({},) if op == "channel_scale" else ({"pool": "avg"}, {"pool": "avg_max"}):
+    for pool in POOLS[op]:
         for dtype in (torch.float32, torch.bfloat16):
             inputs = OPS[op].make("cpu", (3, 13, 17, 19), layout, dtype)
             properties.assert_images_do_not_mix(OPS[op].function(**pool), inputs, per_image)
@@ -328,17 +337,28 @@ def test_flat_parts_pass_no_infinity_on(act):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "global_response_norm"])
 def test_nan_and_infinity_stay_in_place(op, value):
     image, plane = (1,), (1, 2)
     region = (*plane, 3, 4) if op == "channel_scale" else plane if op == "channel_pool" else image
     for layout in harness.DENSE_LAYOUTS:
         for in_act in test_channel_scale._codes.INPUT_ACTIVATIONS:
-            for pool in ({},) if op == "channel_scale" else ({"pool": "avg"}, {"pool": "avg_max"}):
+            for pool in POOLS[op]:
                 options = {"in_act": in_act, **pool}
                 functions = OPS[op].function(**options), OPS[op].reference_of(**options)
                 inputs = OPS[op].make("cpu", layout=layout)
                 properties.assert_not_finite_stays_in_place(*functions, inputs, value, (1, 2, 3, 4), region)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite_norms_stay_in_their_image(value):
+    test_global_response_norm.test_what_is_not_finite_stays_in_its_image("cpu", "cuda", value)
+
+
+@pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
+@pytest.mark.parametrize("where", [(1,), (1, 2), (slice(None),)], ids=["image", "channel", "all"])
+def test_the_gradient_of_a_norm_of_0_is_0(layout, where):
+    test_global_response_norm.test_the_gradient_of_a_norm_of_0_is_0("cpu", "cuda", layout, where)
 
 
 @pytest.mark.parametrize("act", test_channel_scale._codes.INPUT_ACTIVATIONS)

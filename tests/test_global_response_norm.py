@@ -16,8 +16,6 @@ from fusedtrain.nn import GlobalResponseNorm, GlobalResponseNormMlp
 from fusedtrain.ops import _codes, global_response_norm
 from fusedtrain.ops.global_response_norm import IMPLS, reference
 
-STOCK_ON_GPUS = True  # see conftest.py
-
 EPS = 1e-6
 CASES = cases.pairwise(
     shape=list(cases.SHAPES),
@@ -53,6 +51,8 @@ def assert_as_good(ours, stock, draw, shape, device, backend):
 
 @pytest.mark.parametrize("case", CASES, ids=cases.label)
 def test_output_and_gradients_are_as_good_as_torch(device, backend, case):
+    harness.skip_unless_runs(backend, device, "global_response_norm", case["dtype"])
+    harness.skip_copied_layouts(backend, device, case["layout"])
     harness.skip_strides_of_reference(backend, case["layout"])
     shape, in_act = cases.SHAPES[case["shape"]], case["in_act"]
 
@@ -79,6 +79,7 @@ def test_any_shape_and_strides(device, backend, case, dtype, in_act, eps):
 @dense_layouts
 @pytest.mark.parametrize("in_act", _codes.INPUT_ACTIVATIONS)
 def test_gradients_are_derivatives(device, backend, layout, in_act):
+    harness.skip_unless_runs(backend, device, "global_response_norm", torch.float64)
     inputs = make(device, (2, 3, 3, 2), layout, torch.float64)
     properties.assert_gradients_are_derivatives(function(in_act), inputs)
 
@@ -96,6 +97,7 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout):
 
 @dense_layouts
 def test_compiles_as_one_graph_and_once(device, backend, layout):
+    harness.skip_all_but_channels_last(backend, device, layout)
     properties.assert_compiles(function(), make(device, layout=layout, dtype=torch.bfloat16))
 
 
@@ -108,6 +110,7 @@ def test_keeps_only_its_inputs_and_the_norms_for_backward(device, kernels):
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype):
+    harness.skip_all_but_dense_layouts(backend, device, layout)
     harness.skip_strides_of_reference(backend, layout)
     properties.assert_repeats_bitwise(function(), make(device, layout=layout, dtype=dtype))
     properties.assert_writes_every_element(function(), make(device, layout=layout, dtype=dtype))
@@ -130,6 +133,7 @@ def test_frozen_inputs_change_nothing(device, backend, layout):
 
 @pytest.mark.parametrize("layout", harness.LAYOUTS)
 def test_any_incoming_gradient(device, kernels, layout):
+    harness.skip_all_but_dense_layouts(kernels, device, layout)
     properties.assert_takes_any_incoming_gradient(function(), make(device, layout=layout))
 
 

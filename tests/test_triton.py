@@ -34,7 +34,8 @@ from fusedtrain.ops import _codes
 
 CHILD = os.path.join(os.path.dirname(__file__), "triton_child.py")
 SHARED_LIMIT = {"cuda:80": 166_912, "cuda:90": 232_448, "hip:gfx942": 65_536}  # bytes per program
-CASES = ("batch_norm_act", "squeeze_excite", "depthwise_conv2d", "depthwise_bn_act_se", "optimizer_step")
+CASES = ("batch_norm_act", "squeeze_excite", "depthwise_conv2d", "depthwise_bn_act_se")
+CASES += ("global_response_norm", "optimizer_step")
 on_targets = pytest.mark.parametrize("target", SHARED_LIMIT)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="memory is guarded in the interpreter only")
 

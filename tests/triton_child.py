@@ -34,6 +34,7 @@ from fusedtrain.kernels import (
     channel_scale,
     depthwise_bn_act_se,
     depthwise_conv2d,
+    global_response_norm,
     grad_norm,
     optimizer_step,
     squeeze_excite,
@@ -75,6 +76,14 @@ def squeeze_excites(device):
     block(x, x.dtype)
     channel_scale.channel_scale_backward(y, x, saved[0], GELU, True, True)
     channel_pool.channel_pool_backward(saved[0], x, *saved[3:], channel_pool.AVG_MAX, GELU)
+
+
+def global_response_norms(device):
+    for shape, memory_format, dtype in SHAPES:
+        x = torch.ones(shape, device=device, dtype=dtype).to(memory_format=memory_format)
+        weight = x.new_ones(shape[1])
+        y, norm = global_response_norm.global_response_norm(x, weight, weight, 1e-6, GELU)
+        global_response_norm.global_response_norm_backward(y, x, weight, norm, 1e-6, GELU, True)
 
 
 # Shape of x, multiplier, kernel, stride, padding (left, right, top, bottom), dilation, memory format, dtype.
@@ -185,6 +194,7 @@ CASES = {
     "squeeze_excite": squeeze_excites,
     "depthwise_conv2d": depthwise_conv2ds,
     "depthwise_bn_act_se": depthwise_bn_act_ses,
+    "global_response_norm": global_response_norms,
     "optimizer_step": optimizer_steps,
     "ones": ones,
     "off_by_one": off_by_one,

@@ -21,14 +21,19 @@ std::tuple<Tensor, Tensor> global_response_norm(const Tensor& x, const Tensor& w
                              .norm = norm.mutable_data_ptr(),
                              .factor = factor.mutable_data_ptr(),
                              .y = y.mutable_data_ptr()};
-  for_sample_groups(m, 2, [&](int64_t first, int64_t last) {
-    parallel_samples(m, reduce_items(m), first, last,
-                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_partial<I>(a, i, j); });
-    parallel_items(first, last, m.c * reduce_chunks(m),
-                   [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_finish<I>(a, i, j); });
-    parallel_samples(m, map_items(m), first, last,
-                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm<I>(a, i, j); });
-  });
+  if (!x.is_cuda()) {
+    for_sample_groups(m, 2, [&](int64_t first, int64_t last) {
+      parallel_samples(m, reduce_items(m), first, last,
+                       [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_partial<I>(a, i, j); });
+      parallel_items(first, last, m.c * reduce_chunks(m),
+                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_finish<I>(a, i, j); });
+      parallel_samples(m, map_items(m), first, last,
+                       [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm<I>(a, i, j); });
+    });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("global_response_norm", x);
+    launch(cuda::global_response_norm(a, launch.stream));
+  }
   return {y, norm};
 }
 
@@ -54,28 +59,39 @@ std::tuple<Tensor, Tensor, Tensor> global_response_norm_backward(const Tensor& d
                                      .slope = row(1),
                                      .dweights = row(2),
                                      .dbiases = row(3),
-                                     .dx = dx.mutable_data_ptr(),
+                                     .dx = data_or_null(dx),
                                      .dweight = dweight.mutable_data_ptr(),
                                      .dbias = dbias.mutable_data_ptr()};
-  for_sample_groups(m, 3, [&](int64_t first, int64_t last) {
-    parallel_samples(m, reduce_items(m), first, last,
-                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_partial<I>(a, i, j); });
-    parallel_items(first, last, m.c * reduce_chunks(m),
-                   [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_finish<I>(a, i, j); });
-    if (!need_dx) return;
-    parallel_samples(m, map_items(m), first, last,
-                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward<I>(a, i, j); });
-  });
-  parallel_items(0, m.c, m.n,
-                 [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_params<I>(a, i, j); });
+  if (!x.is_cuda()) {
+    for_sample_groups(m, 3, [&](int64_t first, int64_t last) {
+      parallel_samples(m, reduce_items(m), first, last,
+                       [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_partial<I>(a, i, j); });
+      parallel_items(first, last, m.c * reduce_chunks(m),
+                     [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_finish<I>(a, i, j); });
+      if (!need_dx) return;
+      parallel_samples(m, map_items(m), first, last,
+                       [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward<I>(a, i, j); });
+    });
+    parallel_items(0, m.c, m.n,
+                   [&]<Isa I>(int64_t i, int64_t j) { cpu::global_response_norm_backward_params<I>(a, i, j); });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("global_response_norm_backward", x);
+    launch(cuda::global_response_norm_backward(a, launch.stream));
+  }
   return {dx, dweight, dbias};
+}
+
+template <class Library>
+void implement(Library& m) {
+  m.impl("global_response_norm", TORCH_BOX(&global_response_norm));
+  m.impl("global_response_norm_backward", TORCH_BOX(&global_response_norm_backward));
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
-  m.impl("global_response_norm", TORCH_BOX(&global_response_norm));
-  m.impl("global_response_norm_backward", TORCH_BOX(&global_response_norm_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) { implement(m); }
+#ifdef FUSEDTRAIN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace fusedtrain::bindings

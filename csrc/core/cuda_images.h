@@ -72,6 +72,27 @@ struct FactorPack {
   }
 };
 
+// K factors of acc [n, c]; an absent one is 0.
+template <class A, int K>
+struct FactorSource {
+  template <int N>
+  using Factors = FactorPack<A, K, N>;
+  const A* p[K];  // [n, c] or null
+
+  template <int N>
+  __device__ void factors(int64_t nc, Factors<N>& out) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) out.f[k] = p[k] != nullptr ? load<N>(p[k] + nc) : Pack<A, N>{};
+  }
+  __device__ void factor(int64_t nc, Factors<1>& out) const { factors<1>(nc, out); }
+};
+
+// What a Term of a backward pass loads.
+template <class T, int N>
+struct RawPair {
+  Pack<T, N> x, dy;
+};
+
 // --- channels_last: [n, hw, c] ------------------------------------------------------------------------------------
 
 // A block is `rows` positions by `columns` packs of channels, and walks over a chunk of positions.

@@ -5,21 +5,6 @@
 namespace fusedtrain::cuda {
 namespace {
 
-// K factors of acc [n, c]; an absent one is 0.
-template <class A, int K>
-struct FactorSource {
-  template <int N>
-  using Factors = FactorPack<A, K, N>;
-  const A* p[K];  // [n, c] or null
-
-  template <int N>
-  __device__ void factors(int64_t nc, Factors<N>& out) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) out.f[k] = p[k] != nullptr ? load<N>(p[k] + nc) : Pack<A, N>{};
-  }
-  __device__ void factor(int64_t nc, Factors<1>& out) const { factors<1>(nc, out); }
-};
-
 // y = a(x) * gate
 template <class T, class Activate>
 struct ScaleTerm : FactorSource<Acc<T>, 1> {
@@ -47,11 +32,6 @@ struct ScaleTerm : FactorSource<Acc<T>, 1> {
     for (int j = 0; j < N; ++j) from_acc(act.value(values.v[j]) * factors.f[0].v[j], out.v[j]);
     store(y + offset, out);
   }
-};
-
-template <class T, int N>
-struct RawPair {
-  Pack<T, N> x, dy;
 };
 
 // dgate = sum_hw dy * a(x), and with kDx dx = a'(x) * dy * gate

@@ -119,7 +119,7 @@ UNTRACED = {
 }
 
 # Ops that stock PyTorch runs on a GPU, and those all of whose operators have longer names.
-CPU_ONLY = ("global_response_norm", "grouped_conv2d", "mlp", "pointwise_conv2d")
+CPU_ONLY = ("grouped_conv2d", "mlp", "pointwise_conv2d")
 _FAMILIES = ("mlp",)
 
 LIBRARY = torch.library.Library("fusedtrain", "DEF")

@@ -33,15 +33,14 @@ def _asked(x, weight=None, bias=None, eps=1e-6, in_act="identity") -> tuple:
     return x, weight, bias, eps, _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS)
 
 
-_OP = torch.ops.fusedtrain.global_response_norm.default
-_BACKWARD = torch.ops.fusedtrain.global_response_norm_backward.default
-# There are no kernels for GPUs yet: every backend there is stock PyTorch.
+_OP, _BACKWARD = torch.ops.fusedtrain.global_response_norm, torch.ops.fusedtrain.global_response_norm_backward
 IMPLS = register(
     "global_response_norm",
     {
-        "cuda": Impl(reference, None, _common.why_not_cuda),
-        "cpu": Impl(_OP, _BACKWARD, _common.why_not_cpu),  # stock PyTorch takes more calls over images of any size
-        "triton": Impl(reference, None, _common.why_not_triton, _common.triton_slower),
+        "cuda": Impl(_OP.default, _BACKWARD.default, _common.why_not_cuda),
+        # Stock PyTorch takes more calls over images of any size.
+        "cpu": Impl(_OP.default, _BACKWARD.default, _common.why_not_cpu),
+        "triton": Impl(_OP.triton, _BACKWARD.triton, _common.why_not_triton, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
     },
     _asked,
@@ -50,10 +49,10 @@ IMPLS = register(
 
 class _GlobalResponseNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, in_act):
-        y, norm = _OP(x, weight, bias, eps, in_act)
+    def forward(ctx, x, weight, bias, eps, in_act, impl):
+        y, norm = impl.forward(x, weight, bias, eps, in_act)
         ctx.save_for_backward(x, weight, norm)
-        ctx.eps, ctx.in_act, ctx.bias_dtype = eps, in_act, bias.dtype
+        ctx.eps, ctx.in_act, ctx.bias_dtype, ctx.impl = eps, in_act, bias.dtype, impl
         return _common.owned(y)
 
     @staticmethod
@@ -61,9 +60,9 @@ class _GlobalResponseNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, norm = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = _common.needed(ctx, 0)[:3]
-        dx, dweight, dbias = _BACKWARD(_common.dense_like(dy, x), x, weight, norm, ctx.eps, ctx.in_act, need_dx)
+        dx, dweight, dbias = ctx.impl.backward(_common.dense_like(dy, x), x, weight, norm, ctx.eps, ctx.in_act, need_dx)
         grads = dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype)
-        return *_common.wanted(grads, (need_dx, need_dweight, need_dbias)), None, None
+        return *_common.wanted(grads, (need_dx, need_dweight, need_dbias)), None, None, None
 
 
 def global_response_norm(
@@ -92,7 +91,7 @@ def global_response_norm(
         RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
 
     Cost: reads x twice and writes y once; backward reads x and dy twice and writes dx once, for all gradients. Images
-        whose passes fit the last cache are read from memory once. On GPUs stock PyTorch runs.
+        whose passes fit the last cache are read from memory once. Stock PyTorch takes some ten passes each way.
     Numerics: sums in float32 (float64 for float64) in a fixed order, over the channels in float64: deterministic,
         independent of threads. Where a norm is 0 its gradient is, as in torch.
     Source: Woo et al., ConvNeXt V2, https://arxiv.org/abs/2301.00808
@@ -113,5 +112,5 @@ def global_response_norm(
         return reference(x, weight, bias, eps, in_act)
     x = _common.dense(x)
     if _common.needs_autograd(x, weight, bias):
-        return _common.apply(_GlobalResponseNorm, x, weight, bias, eps, act_code)
-    return _OP(x, weight, bias, eps, act_code)[0]
+        return _common.apply(_GlobalResponseNorm, x, weight, bias, eps, act_code, impl)
+    return impl.forward(x, weight, bias, eps, act_code)[0]
