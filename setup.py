@@ -155,8 +155,8 @@ def compile_kernels(folder: Path, cuda: Path | None) -> list[str]:
         objects.append(folder / f"{source.stem}.{variant}.o")
         lines.append(f"build {escaped(objects[-1])}: {name} {escaped(source)}\n  flags = {flags}")
 
-    for source in sorted(CSRC.glob("cpu/*.cpp")):
-        for isa in ISAS:
+    for isa in reversed(ISAS):  # the longest compilations come first, so that no core waits for another in the end
+        for source in sorted(CSRC.glob("cpu/*.cpp")):
             build("cxx", source, isa, " ".join([*ISA_FLAGS[isa], f"-DFUSEDTRAIN_ISA={isa}"]))
     build("cxx", CSRC / "core/isa.cpp", "core")
     if cuda:
