@@ -1441,11 +1441,20 @@ def test_options_that_cannot_be_are_refused(options, message):
         (Precision, "growth_interval", 1.5),
         (Profile, "profile_wait", 0.5),
         (Profile, "profile_steps", 1.5),
+        (Schedule, "step_epochs", 1.5),
+        (Schedule, "patience", 0.5),
+        (EarlyStopping, "stop_patience", 1.5),
+        (TrainConfig, "max_skipped", 2.5),
     ],
 )
 def test_counts_are_whole_numbers(part, name, value):
     with pytest.raises(InputError, match=f"{name} must be a whole number, got {value}"):
         part(**{name: value})
+
+
+def test_milestones_are_whole_epochs():
+    with pytest.raises(InputError, match=r"a milestone must be a whole number, got 1\.5"):
+        Schedule("multistep", milestones=(1, 1.5))
 
 
 @pytest.mark.parametrize(("part", "name"), [(Logging, "loggers"), (ActivationCheckpointing, "checkpoint_modules")])

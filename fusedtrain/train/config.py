@@ -102,7 +102,7 @@ class TrainConfig:
         modes = ", ".join(COMPILE_MODES)
         require(self.compile in (None, *COMPILE_MODES), f"compile must be one of {modes}, got {self.compile!r}")
         require(self.nonfinite in ("raise", "skip"), f"nonfinite must be raise or skip, got {self.nonfinite!r}")
-        require(self.max_skipped >= 0, f"max_skipped must be at least 0, got {self.max_skipped}")
+        require_count("max_skipped", self.max_skipped, 0)
         norm, decay = self.max_grad_norm, self.ema_decay
         require(norm is None or norm > 0, f"max_grad_norm must be positive, got {norm}")
         require(decay is None or 0 <= decay < 1, f"ema_decay must lie in [0, 1), got {decay}")

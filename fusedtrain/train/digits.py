@@ -19,7 +19,7 @@ from fusedtrain import _allocator, _extension, _info, _processes
 from fusedtrain.train import report
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.data import Batches, load_digits
-from fusedtrain.train.errors import InputError, make_folder, new_folder
+from fusedtrain.train.errors import InputError, make_folder, new_folder, require_count
 from fusedtrain.train.memory import PeakMemory
 from fusedtrain.train.model import LAYERS, SmallNet
 from fusedtrain.train.trainer import Trainer
@@ -118,8 +118,7 @@ def train_variant(options: Options, layers: str, weights: Path) -> report.Result
 
 def _check(options: Options) -> None:
     TrainConfig(epochs=options.epochs, precision=options.precision)
-    if options.batch_size < 1:
-        raise InputError(f"batch size must be at least 1, got {options.batch_size}")
+    require_count("batch size", options.batch_size)
     if not 0 < options.lr < inf:
         raise InputError(f"lr must be positive and finite, got {options.lr}")
     if not 0 <= options.seed < 2**32:

@@ -26,7 +26,7 @@ from fusedtrain import _processes
 from fusedtrain.train.accumulation import Group
 from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.distributed import SYNCED
-from fusedtrain.train.errors import InputError
+from fusedtrain.train.errors import InputError, require_count
 
 # Differences above these parts of the tensor's and of all tensors' largest value count: float64 rounds to 1e-16 of a
 # value, sums over a batch and a deep network lose a few digits more. The second: gradients that are zero but for it.
@@ -101,10 +101,8 @@ def compare(setup: Callable[[int], tuple], ranks: int = 2, updates: int = 2) -> 
     Raises:
         InputError: the numbers are out of range, or the setup cannot be trained.
     """
-    if ranks < 2:
-        raise InputError(f"ranks must be at least 2, got {ranks}")
-    if updates < 1:
-        raise InputError(f"updates must be at least 1, got {updates}")
+    require_count("ranks", ranks, 2)
+    require_count("updates", updates)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{index}.pt") for index in range(ranks + 1)]
         try:

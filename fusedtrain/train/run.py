@@ -26,7 +26,7 @@ from fusedtrain.train.callbacks import Callback, Callbacks
 from fusedtrain.train.checkpoint import RUN_FOLDER, CheckpointError
 from fusedtrain.train.config import TrainConfig, resolve_device
 from fusedtrain.train.distributed import World
-from fusedtrain.train.errors import InputError, make_folder, new_folder, require
+from fusedtrain.train.errors import InputError, make_folder, new_folder, require, require_count
 from fusedtrain.train.logging import Logging
 from fusedtrain.train.model import SmallNet
 from fusedtrain.train.options import parse_command, read_yaml, write_yaml
@@ -259,8 +259,8 @@ class Classifier(Trainer):
 
 def check(options: Options) -> None:
     """Raises InputError for values that cannot be."""
-    require(options.batch_size >= 1, f"batch_size must be at least 1, got {options.batch_size}")
-    require(options.size >= 1, f"size must be at least 1, got {options.size}")
+    require_count("batch_size", options.batch_size)
+    require_count("size", options.size)
     require(0 < options.lr < inf, f"lr must be positive and finite, got {options.lr}")
     names = ", ".join(OPTIMIZERS)
     require(options.optimizer in OPTIMIZERS, f"optimizer must be one of {names}, got {options.optimizer!r}")

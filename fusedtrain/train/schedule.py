@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from fusedtrain.train.errors import InputError, require
+from fusedtrain.train.errors import InputError, require, require_count
 
 Name = Literal["cosine", "constant", "step", "multistep", "exponential", "polynomial", "onecycle", "plateau"]
 SCHEDULES = get_args(Name)
@@ -60,15 +60,14 @@ class Schedule:
         whole = self.per == "step" or self.schedule in ("plateau", "onecycle") or self.warmup_epochs % 1 == 0
         require(whole, f"warmup_epochs must be whole where the rate moves per epoch, got {self.warmup_epochs}")
         require(0 < self.gamma <= 1, f"gamma must lie in (0, 1], got {self.gamma}")
-        require(self.step_epochs >= 1, f"step_epochs must be at least 1, got {self.step_epochs}")
+        require_count("step_epochs", self.step_epochs)
         require(self.power >= 0, f"power must be at least 0, got {self.power}")
         require(0 <= self.min_factor <= 1, f"min_factor must lie in [0, 1], got {self.min_factor}")
-        require(self.patience >= 0, f"patience must be at least 0, got {self.patience}")
+        require_count("patience", self.patience, 0)
+        for milestone in self.milestones:
+            require_count("a milestone", milestone)
         ascending = all(a < b for a, b in zip(self.milestones, self.milestones[1:]))
-        require(
-            ascending and all(m > 0 for m in self.milestones),
-            f"milestones must be rising epochs, got {self.milestones}",
-        )
+        require(ascending, f"milestones must be rising epochs, got {self.milestones}")
         require(self.schedule != "multistep" or bool(self.milestones), "the schedule multistep needs milestones")
 
     def build(self, optimizer: Optimizer, epochs: int, steps: int, mode: str = "min") -> LRScheduler:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fusedtrain.train.errors import require
+from fusedtrain.train.errors import require, require_count
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class EarlyStopping:
 
     def __post_init__(self):
         require(self.mode in ("auto", "min", "max"), f"mode must be auto, min or max, got {self.mode!r}")
-        patience = self.stop_patience
-        require(patience is None or patience >= 1, f"stop_patience must be at least 1 or None, got {patience}")
+        if self.stop_patience is not None:
+            require_count("stop_patience", self.stop_patience)
         require(self.min_delta >= 0, f"min_delta must be at least 0, got {self.min_delta}")
 
     @property
