@@ -481,12 +481,13 @@ def test_compiled_steps_are_the_same_and_compile_nothing_anew(narrow):
     assert not graphs
 
 
-@pytest.mark.parametrize("fault", ["sparse", "complex", "meta"])
+@pytest.mark.parametrize("fault", ["sparse", "complex", "meta", "expanded"])
 @every_optimizer
 def test_what_cannot_be_done_changes_nothing(name, fault):
     params = parameters()
     before = [p.detach().clone() for p in params]
     bad = torch.ones(2, 2, dtype=torch.complex64 if fault == "complex" else None)
+    bad = bad[:1].expand(2, 2) if fault == "expanded" else bad
     bad = bad.to("meta" if fault == "meta" else "cpu").requires_grad_()
     optimizer = getattr(optim, name)([*params, bad], **OPTIMIZERS[name])
     set_gradients(params, 0)
@@ -495,10 +496,63 @@ def test_what_cannot_be_done_changes_nothing(name, fault):
         "sparse": (RuntimeError, f"{name} does not support sparse gradients"),
         "complex": (TypeError, f"{name}: parameters must be float32, .* got torch.complex64"),
         "meta": (RuntimeError, f"{name}: parameters and gradients must be on one device, got cpu, meta"),
+        "expanded": (RuntimeError, rf"{name}: elements of a parameter must not share .* \[2, 2\] and strides \(0, 1\)"),
     }[fault]
     with pytest.raises(error, match=message):
         optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(params, before)) and not optimizer.state
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", None, "float.* not 'NoneType'"),
+        ("lr", torch.ones(2), "one element"),
+        ("eps", None, "float.* not 'NoneType'"),
+        ("momentum", None, "NoneType"),
+        ("betas", (0.5,), r"takes \d betas, got \(0.5,\)"),
+    ],
+)
+@every_optimizer
+def test_what_a_group_cannot_be_told_changes_no_other_group(name, key, value, message, steps):
+    runs = []
+    for fails in (True, False):
+        params = [harness.normal(8, seed=i).requires_grad_() for i in range(2)]
+        optimizer = getattr(optim, name)([{"params": [p]} for p in params], **OPTIMIZERS[name])
+        train(optimizer, steps)
+        group = optimizer.param_groups[1]
+        if key not in group:
+            return
+        if fails:
+            own, group[key] = group[key], value
+            set_gradients(params, 5)
+            with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+                optimizer.step()
+            group[key] = own
+        runs.append(train(optimizer, 2, first=1))
+    assert all(map(torch.equal, *runs))
+
+
+@every_optimizer
+def test_a_first_step_without_memory_for_the_states_changes_nothing(name, monkeypatch):
+    own, runs = _fused.FusedStep._set_state, []
+
+    def full(optimizer, p, *state):
+        if p.dim() == 1:
+            raise MemoryError
+        own(optimizer, p, *state)
+
+    for fails in (True, False):
+        params = parameters()
+        optimizer = getattr(optim, name)([{"params": [p]} for p in params], **OPTIMIZERS[name])
+        if fails:
+            set_gradients(params, 5)
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(_fused.FusedStep, "_set_state", full)
+                optimizer.step()
+        runs.append(train(optimizer, 3))
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,13 @@ class FusedStep(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, group: dict) -> dict:
-        return {"lr": group["lr"], "maximize": group.get("maximize", False), **self._rule(group)}
+        """The arguments of the op for one group, whose values may have been set since: what is none fails here."""
+        lr = group["lr"]
+        if "betas" in group:
+            self._check_betas(group["betas"])
+        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+            lr = float(lr)
+        return {"lr": lr, "maximize": bool(group.get("maximize", False)), **self._rule(group)}
 
     def _refuse(self, **arguments: bool) -> None:
         for argument, value in arguments.items():
@@ -293,6 +299,9 @@ class FusedStep(torch.optim.Optimizer):
                 raise TypeError(f"{name}: a gradient of {grad_dtype} belongs to a parameter of {dtype}")
         for p in params:
             self._check_shapes(p, self.state.get(p, {}))
+            if torch._debug_has_internal_overlap(local(p)) == 1:  # that is to say yes
+                shape = f"got one of shape {list(p.shape)} and strides {p.stride()}"
+                raise RuntimeError(f"{name}: elements of a parameter must not share memory (expand), {shape}; clone it")
         devices = sorted({str(device) for kind in kinds for device in kind[3:]})
         if len(devices) > 1:
             raise RuntimeError(f"{name}: parameters and gradients must be on one device, got {', '.join(devices)}")
@@ -334,6 +343,7 @@ class FusedStep(torch.optim.Optimizer):
         copies = _Copies()
         grads = [[copies.grad(p) for p in params] for _, _, params in groups]
         params = chain.from_iterable(params for _, _, params in groups)
+        options = [self._update(group) for _, group, _ in groups]
         shared = self._shared(grads[0][0].device, lambda: total_norm(params, list(chain.from_iterable(grads))))
         stored = {index: self._stored(index) for index, _, _ in groups}
         begun = [
@@ -343,23 +353,30 @@ class FusedStep(torch.optim.Optimizer):
             for p in params
             if self.state.get(p, {}).get(name) is None
         ]
-        for (index, group, params), own in zip(groups, grads):
-            options = self._update(group) | stored[index]
-            lists = self._states(params, options["rule"], group)
-            lists = {name: [local(t) for t in tensors] for name, tensors in lists.items()}
-            whole, params = params, [copies.param(p) for p in params]
-            if options["rule"] in SUMMED and any(map(is_sharded, whole)):
-                shared["sums"] = params[0].new_zeros((len(params), SUMS), dtype=torch.float64)
-                optimizer_step_(params, own, **lists, **options, **shared, sums_only=True)
-                add_up(whole, shared["sums"])
-            optimizer_step_(params, own, **lists, **options, **shared)
-            shared.pop("sums", None)
-        copies.write_back(self._options["zero_grads"])
-        if begun and _is_left_out(**shared):
-            for p, name in begun:
-                self.state[p].pop(name)
-                self.state[p].pop(f"{name}_scale", None)
+        left_out = True
+        try:
+            # All memory first: without it the step fails as a whole.
+            lists = [self._states(params, own["rule"], group) for (_, group, params), own in zip(groups, options)]
+            params = [[copies.param(p) for p in params] for _, _, params in groups]
+            for group, *own in zip(groups, params, grads, lists, options):
+                self._step_list(*own, group[-1], stored[group[0]] | shared)
+            copies.write_back(self._options["zero_grads"])
+            left_out = bool(begun) and _is_left_out(**shared)
+        finally:
+            for p, name in begun if left_out else ():
+                state = self.state.get(p, {})
+                state.pop(name, None)
+                state.pop(f"{name}_scale", None)
         return shared
+
+    def _step_list(self, params: list, grads: list, lists: dict, options: dict, whole: list, shared: dict) -> None:
+        """The step of a group; ``whole`` are the parameters of which ``params`` are this rank's parts."""
+        lists = {name: [local(t) for t in tensors] for name, tensors in lists.items()}
+        if options["rule"] in SUMMED and any(map(is_sharded, whole)):
+            shared["sums"] = params[0].new_zeros((len(params), SUMS), dtype=torch.float64)
+            optimizer_step_(params, grads, **lists, **options, **shared, sums_only=True)
+            add_up(whole, shared["sums"])
+        optimizer_step_(params, grads, **lists, **options, **shared)
 
     def _go_on(
         self, found_inf: Tensor | None = None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_

@@ -102,7 +102,7 @@ class Adam(FusedStep, torch.optim.Adam):
     def _rule(self, group: dict) -> dict:
         return {
             "rule": "amsgrad" if group["amsgrad"] else "adam",
-            "coefficients": (*map(float, group["betas"]), group["eps"]),
+            "coefficients": (*map(float, group["betas"]), float(group["eps"])),
             "weight_decay": float(group["weight_decay"]),
             "decoupled": group["decoupled_weight_decay"],
         }

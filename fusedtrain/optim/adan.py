@@ -62,7 +62,7 @@ class Adan(FusedStep):
     def _rule(self, group: dict) -> dict:
         return {
             "rule": "adan" + "_cautious" * bool(group["caution"]),
-            "coefficients": (*map(float, group["betas"]), group["eps"]),
+            "coefficients": (*map(float, group["betas"]), float(group["eps"])),
             "weight_decay": float(group["weight_decay"]),
             "decoupled": group["no_prox"],
         }

@@ -69,7 +69,7 @@ class Lamb(FusedStep):
         decoupled = group["decoupled_decay"]
         return {
             "rule": "lamb" + "_cautious" * bool(group["caution"]),
-            "coefficients": (beta1, beta2, group["eps"], rate, *flags),
+            "coefficients": (beta1, beta2, float(group["eps"]), rate, *flags),
             "weight_decay": corrected_decay(group) if decoupled else float(group["weight_decay"]),
             "decoupled": decoupled,
         }

@@ -61,7 +61,7 @@ class NovoGrad(FusedStep):
         decoupled = group["decoupled_decay"]
         return {
             "rule": "novograd_amsgrad" if group["amsgrad"] else "novograd",
-            "coefficients": (beta1, beta2, group["eps"], 1.0 - beta1 if group["grad_averaging"] else 1.0),
+            "coefficients": (beta1, beta2, float(group["eps"]), 1.0 - beta1 if group["grad_averaging"] else 1.0),
             "weight_decay": corrected_decay(group) if decoupled else float(group["weight_decay"]),
             "decoupled": decoupled,
         }

@@ -81,5 +81,5 @@ class SGD(FusedStep, torch.optim.SGD):
         decay = {"weight_decay": float(group["weight_decay"])}
         if group["momentum"] == 0:
             return {"rule": "sgd", **decay}
-        coefficients = (group["momentum"], group["dampening"], float(group["nesterov"]))
+        coefficients = tuple(float(group[name]) for name in ("momentum", "dampening", "nesterov"))
         return {"rule": "momentum", "coefficients": coefficients, **decay}
