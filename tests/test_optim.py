@@ -1017,6 +1017,19 @@ def test_formats_step_without_values(format_name):
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in params)
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "error"])
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+@every_optimizer
+def test_a_norm_without_a_value_is_taken_for_finite(name, kind, nonfinite):
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        p = torch.nn.Parameter(torch.ones(7, 7))
+        optimizer = getattr(optim, name)([p], **OPTIMIZERS[name], max_grad_norm=1.0, nonfinite=nonfinite)
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert {t.shape for t in optimizer.state[p].values()} <= {p.shape, ()}
+
+
 @needs_tables
 @every_format
 def test_tables_and_lists_store_the_same_bits(device, format_name, monkeypatch):

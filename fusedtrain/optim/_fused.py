@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from fusedtrain.ops import _codes, _common, _narrow, _tables, optimizer_step_
@@ -332,7 +333,8 @@ class FusedStep(torch.optim.Optimizer):
             shared["ema_decay"] = options["ema_decay"]
         if options["max_grad_norm"] is not None:
             self._norm, self._norm_scale = norm(), scale
-            if options["nonfinite"] == "error" and not self._norm.isfinite() and not found_inf:
+            stops = options["nonfinite"] == "error" and _has_values(self._norm)
+            if stops and not self._norm.isfinite() and not found_inf:
                 raise RuntimeError(f"{type(self).__name__}: the norm of the gradients is {self._norm.item()}")
             skip = options["nonfinite"] == "skip"
             shared |= {"norm": self._norm, "max_norm": options["max_grad_norm"], "skip_nonfinite": skip}
@@ -669,7 +671,13 @@ def _set(values: dict[Tensor, Tensor], model: torch.nn.Module | None) -> None:
 
 def _is_left_out(found_inf: Tensor | None, norm: Tensor | None = None, skip_nonfinite: bool = False, **_) -> bool:
     """Whether a step has changed nothing; waits for the device."""
+    if not all(t is None or _has_values(t) for t in (found_inf, norm)):
+        return False
     return (found_inf is not None and bool(found_inf)) or (skip_nonfinite and not bool(norm.isfinite()))
+
+
+def _has_values(t: Tensor) -> bool:
+    return not t.is_meta and not isinstance(t, FakeTensor)
 
 
 class _Copies:
