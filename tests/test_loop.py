@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -2139,6 +2140,42 @@ def test_a_run_that_begins_keeps_what_others_have_logged_there(tmp_path):
         make(net(), logging=logs).fit(data(count))
     names = ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")
     assert [[json.loads(line)["step"] for line in (tmp_path / name).open()][-1] for name in names] == [1, 2, 3]
+
+
+class Between(Callback):
+    """Does something between the first epoch and the second."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def on_epoch_start(self, trainer, epoch):
+        if epoch == 1:
+            self.work()
+
+
+@pytest.mark.parametrize("gone", ["folder", "file"])
+def test_results_that_are_removed_in_mid_run_are_written_anew(tmp_path, gone):
+    out = tmp_path / "out"
+    file, names = out / "metrics.jsonl", {"metrics.jsonl", "checkpoints", "last.pt", "best.pt"}
+    out.mkdir()
+    files = {"weights": out / "last.pt", "best_weights": out / "best.pt", "checkpoint": out / "checkpoints"}
+    callback = Between(file.unlink if gone == "file" else lambda: shutil.rmtree(out))
+    run = make(net(), epochs=3, logging=Logging(out, log_every=1), callbacks=[callback], **files)
+    with pytest.warns(UserWarning, match=r"out.metrics\.jsonl is gone, with its lines; the run goes on in a new one"):
+        run.fit(data())
+    assert {path.name for path in out.iterdir()} == names
+    assert sorted({json.loads(line)["step"] for line in file.open()}) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_log_that_an_editor_has_saved_in_mid_run_goes_on(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+
+    def save():
+        shutil.copy(file, tmp_path / "new")
+        os.replace(tmp_path / "new", file)
+
+    make(net(), epochs=3, logging=Logging(tmp_path, log_every=1), callbacks=[Between(save)]).fit(data())
+    assert sorted({json.loads(line)["step"] for line in file.open()}) == list(range(1, 10))
 
 
 def test_what_layers_save_beside_tensors_is_in_the_weights(tmp_path):

@@ -4,7 +4,9 @@ import functools
 import importlib
 import itertools
 import json
+import os
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +74,10 @@ def is_logger(given) -> bool:
 class JSONLines:
     """One JSON object per line in metrics.jsonl, written about once a second: together they cost less. Numbers that are
     not finite, which JSON does not know, are null. A run that goes on from an earlier step drops the later lines; one
-    that begins keeps those of another as metrics-1.jsonl."""
+    that begins keeps those of another as metrics-1.jsonl. A file that is removed during the run is made anew."""
 
     def __init__(self, directory: Path, config: dict, step: int, epochs: float = 0):
-        path = directory / "metrics.jsonl"
+        path = self._path = directory / "metrics.jsonl"
         old = path.read_bytes() if path.exists() else None
         if old and not step:  # another run's: all that may be left of it
             own = (path.with_stem(f"metrics-{number}") for number in itertools.count(1))
@@ -85,10 +87,24 @@ class JSONLines:
         kept = b"".join(line + b"\n" for line in lines)
         if kept != old:  # never half: a run that is killed here must not lose what it has logged
             write_atomic(path, lambda file: file.write(kept))
-        # Unbuffered: what a full disk does not take is not tried again when the run ends. Closed by close().
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._open()
         self._new: list[dict] = []
         self.flush()
+
+    def _open(self) -> None:
+        # Unbuffered: what a full disk does not take is not tried again when the run ends. Closed by close().
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+
+    def _find(self) -> None:
+        """Opens the file again where it is no longer the one under its name: what is written there is lost."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            warnings.warn(f"{self._path} is gone, with its lines; the run goes on in a new one", stacklevel=2)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.close()
+        self._open()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._new.append({"step": step, **values})
@@ -99,6 +115,8 @@ class JSONLines:
         data, self._new = "".join(json_text(line) + "\n" for line in self._new).encode(), []
         self._due = time.monotonic() + 1.0
         try:
+            if data:
+                self._find()
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:

@@ -136,6 +136,7 @@ class Saving:
     def _save_weights(self, path: Path) -> None:
         t = self.trainer
         try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)  # it was there when the run began
             with t.averaged_weights():
                 if not t.world.sharded:
                     if t.world.rank == 0:
