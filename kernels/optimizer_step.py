@@ -62,7 +62,7 @@ def _numbers(rule: str, lr: float, weight_decay: float, decoupled: bool, c: Sequ
     if rule == "momentum":
         return *decay, lr, c[0], 1.0 - c[1], c[2]
     if rule == "lion":
-        return *decay, lr, c[0], 1.0 - c[0], c[1], 1.0 - c[1]
+        return *decay, lr, 1.0 - c[0], 1.0 - c[1]
     if rule.startswith("rmsprop"):
         eps, rates = (0.0, c[1]) if c[2] else (c[1], 0.0), (lr, 1.0) if c[4] else (1.0, lr)
         return *decay, c[0], 1.0 - c[0], *eps, c[3], *rates
@@ -143,8 +143,8 @@ def _direction_of(p, g, s0, s1, s2, c, RULE: tl.constexpr):
         u = s0
     elif RULE == LION or RULE == LION_CAUTIOUS:
         p, g = _decay(p, g, c)
-        u = c[3] * s0 + c[4] * g
-        s0 = c[5] * s0 + c[6] * g
+        u = s0 + c[3] * (g - s0)
+        s0 = s0 + c[4] * (g - s0)
     else:
         p, g = _decay(p, g, c)
         s0 = c[2] * s0 + c[3] * g * g

@@ -119,6 +119,27 @@ def test_steps_are_as_good_as_stock(zoo, device, backend, name, dtype, steps):
     assert_as_good(*runs, name)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@every_optimizer
+def test_what_is_not_finite_becomes_what_it_does_in_the_stock_one(zoo, device, backend, name, bad):
+    harness.skip_unless_runs(backend, device, "optimizer_step")
+    runs = []
+    for cls, dtype in kinds(name):
+        params = [p.detach().to(dtype).requires_grad_() for p in parameters(device)[:3]]
+        optimizer = cls(params, **OPTIMIZERS[name])
+        for step in range(4):
+            set_gradients(params, step)
+            if step == 1:
+                params[1].grad[3, 4] = bad
+            optimizer.step()
+        states = [optimizer.state[p][key] for p in params for key in sorted(optimizer.state[p]) if key != "step"]
+        runs.append([p.detach() for p in params] + [t for t in states if t is not None])
+    finite = [[t.nan_to_num(0.0, 0.0, 0.0) for t in run] for run in runs]
+    assert_as_good(*finite, name)
+    for ours, stock, _ in zip(*runs):
+        assert torch.equal(ours.isnan(), stock.isnan()) and torch.equal(ours.isinf(), stock.isinf())
+
+
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_inputs_of_torchs_own_tests_are_stepped_as_torch_does(device, backend, name):
     harness.skip_unless_runs(backend, device, "optimizer_step")

@@ -174,29 +174,25 @@ struct Momentum : OnePass {
 };
 
 // Chen et al.: Symbolic Discovery of Optimization Algorithms, https://arxiv.org/abs/2302.06675. c = {beta1, beta2}.
-//   p = p - lr sign(beta1 m + (1 - beta1) g)          m = beta2 m + (1 - beta2) g          sign(NaN) = 0, as in torch
+//   p = p - lr sign(m + (1 - beta1) (g - m))          m = m + (1 - beta2) (g - m)          sign(NaN) = 0, as in torch
+// In this form, timm's, what an infinite gradient has left in m is NaN at the next step, which moves p no more.
 template <class A, bool kCautious = false>
 struct Lion : MaybeCautious<kCautious> {
   static constexpr int kStates = 1;
   WeightDecay<A> decay;
-  A lr, beta1, rate1, beta2, rate2;
+  A lr, rate1, rate2;
   FUSEDTRAIN_HD Lion(const Hyper& h, double, Ratio ratio)
-      : decay(h),
-        lr(A(h.lr * ratio.direction)),
-        beta1(A(h.c[0])),
-        rate1(A(1 - h.c[0])),
-        beta2(A(h.c[1])),
-        rate2(A(1 - h.c[1])) {}
+      : decay(h), lr(A(h.lr * ratio.direction)), rate1(A(1 - h.c[0])), rate2(A(1 - h.c[1])) {}
   template <class V>
   FUSEDTRAIN_HD void norms(V p, V g, const V* s, V* squares) const {
     decay(p, g);
-    squares[0] = agreeing(V(beta1) * s[0] + V(rate1) * g, g);
+    squares[0] = agreeing(s[0] + V(rate1) * (g - s[0]), g);
   }
   template <class V>
   FUSEDTRAIN_HD V operator()(V p, V g, V* s) const {
     decay(p, g);
-    V u = V(beta1) * s[0] + V(rate1) * g;
-    s[0] = V(beta2) * s[0] + V(rate2) * g;
+    V u = s[0] + V(rate1) * (g - s[0]);
+    s[0] = s[0] + V(rate2) * (g - s[0]);
     if constexpr (kCautious) u = u * agreeing(u, g);
     return p - vselect(u > V(A(0)), V(lr), vselect(u < V(A(0)), V(-lr), V(A(0))));
   }

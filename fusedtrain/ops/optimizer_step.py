@@ -132,8 +132,8 @@ def _as_it_is(u: Tensor, g: Tensor) -> Tensor:
 def _lion(p: Tensor, g: Tensor, s: list[Tensor], h: _Hyper, step: Tensor, caution=_as_it_is) -> Tensor:
     beta1, beta2 = h.coefficients
     p, g = h.decay(p, g)
-    update = caution((beta1 * s[0] + (1 - beta1) * g).sign(), g)
-    s[0] = beta2 * s[0] + (1 - beta2) * g
+    update = caution(s[0].lerp(g, 1 - beta1).sign(), g)
+    s[0] = s[0].lerp(g, 1 - beta2)
     return p - h.lr * update
 
 
