@@ -14,6 +14,7 @@ import sys
 import time
 import typing
 import warnings
+from types import SimpleNamespace
 
 import harness
 import pytest
@@ -32,6 +33,7 @@ from fusedtrain.train import (
     Checkpoint,
     Distributed,
     EarlyStopping,
+    EpochSampler,
     InputError,
     Logging,
     NonFiniteError,
@@ -44,6 +46,7 @@ from fusedtrain.train import (
 )
 from fusedtrain.train import precision as train_precision
 from fusedtrain.train.cudnn import SIZES
+from fusedtrain.train.feed import Feed
 from fusedtrain.train.groups import parameter_groups
 from fusedtrain.train.meter import Late
 from fusedtrain.train.preemption import Preempted
@@ -2140,6 +2143,31 @@ def test_a_run_that_begins_keeps_what_others_have_logged_there(tmp_path):
         make(net(), logging=logs).fit(data(count))
     names = ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")
     assert [[json.loads(line)["step"] for line in (tmp_path / name).open()][-1] for name in names] == [1, 2, 3]
+
+
+def test_batches_in_no_fixed_order_are_told_of_where_a_run_goes_on_amid_an_epoch(tmp_path):
+    def run(**config) -> Trainer:
+        order = EpochSampler(24, 8, seed=1)
+        loader = DataLoader(TensorDataset(*samples(24)), batch_sampler=order, num_workers=2, in_order=False)
+        trainer = make(net(), checkpoint=Checkpoint(tmp_path), **config)
+        trainer.fit(loader)
+        return trainer
+
+    with pytest.raises(Preempted):
+        run(callbacks=[Stop(2)])
+    with pytest.warns(UserWarning, match=r"training data come in no fixed order \(in_order=False\): of epoch 1, amid"):
+        assert run().step_count == 3
+
+
+def test_batches_in_no_fixed_order_are_refused_where_processes_count_by_it():
+    def feed(workers: int) -> Feed:
+        order, options = EpochSampler(24, 8, world_size=2), {"num_workers": workers, "in_order": False}
+        loader = DataLoader(TensorDataset(*samples(24)), batch_sampler=order, **options)
+        return Feed(loader, SimpleNamespace(rank=0, size=2))
+
+    feed(workers=1)
+    with pytest.raises(InputError, match=r"the training data come in no fixed order \(in_order=False\), so several"):
+        feed(workers=2)
 
 
 class Between(Callback):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -52,6 +53,7 @@ class Feed:
         self._sampler = self._first("counts", "remaining")
         self._loader = next((o for o in self._owners if isinstance(o, DataLoader)), None)
         self._classes = _classes(getattr(self._loader, "dataset", None))
+        self._in_order = getattr(self._loader, "in_order", True) or self._loader.num_workers < 2
         if isinstance(batches, Iterator):
             raise InputError(f"the {name} data are an iterator, which can be read once; pass a list or a DataLoader")
         self._check_shards()
@@ -77,6 +79,11 @@ class Feed:
             )
         if self.world.size == 1:
             return
+        if not self._in_order and self._sampler is not None:
+            raise InputError(
+                f"the {self.name} data come in no fixed order (in_order=False), so several processes cannot tell which"
+                " of them count: leave in_order out"
+            )
         if not hasattr(self.batches, "__len__"):
             raise InputError(f"several processes need {self.name} data with a length, to take equally many steps")
         loader = self._loader
@@ -221,6 +228,12 @@ class Feed:
             self.at_start = state
             self.begin(wait)
             return
+        if self.used and not self._in_order and self.world.rank == 0:
+            warnings.warn(
+                f"the {self.name} data come in no fixed order (in_order=False): of epoch {self.epoch + 1}, amid which"
+                " the run goes on, some batches may come twice, and others not at all",
+                stacklevel=2,
+            )
         self.set_rng_state(self.at_start)
         try:
             self.begin(wait)
@@ -302,6 +315,8 @@ class Feed:
         """Returns what a sample is known by: that in a row of the batch, of so many, that comes ``ahead`` batches after
         the position. None where the order is not known, or samples were left out."""
         order, loader = self._sampler, self._loader
+        if not self._in_order:
+            return None
         if order is None:
             order, ahead = getattr(loader, "batch_sampler", None), self.used + ahead
             if type(getattr(order, "sampler", None)) is not SequentialSampler:
