@@ -1,6 +1,7 @@
 """CUDA graphs of the whole step: everything around the capture on the CPU, the capture itself on a GPU."""
 
 import contextlib
+import functools
 import math
 import weakref
 
@@ -83,6 +84,15 @@ class Fake:
         return replay
 
 
+def faked(monkeypatch, make_run) -> Trainer:
+    run = make_run()
+    monkeypatch.setattr(graphs, "check", lambda trainer: None)
+    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(run.optimizer.param_groups))
+    monkeypatch.setattr(Fake, "replays", 0)
+    run.config = make_run(cuda_graphs=True).config
+    return run
+
+
 @pytest.mark.parametrize(
     ("options", "replays", "eager"),
     [
@@ -94,11 +104,7 @@ class Fake:
 def test_a_run_by_graphs_is_the_run_without(monkeypatch, capsys, options, replays, eager):
     expected = outcome(make(**options))
     capsys.readouterr()
-    run = make(**options)
-    monkeypatch.setattr(graphs, "check", lambda trainer: None)
-    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(run.optimizer.param_groups))
-    monkeypatch.setattr(Fake, "replays", 0)
-    run.config = make(cuda_graphs=True, **options).config
+    run = faked(monkeypatch, functools.partial(make, **options))
     harness.assert_bitwise_equal(outcome(run), expected, str(options))
     assert Fake.replays == replays and run.skipped == (0 if "nonfinite" in options else 3 * 2)
     lines = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs" in line]
@@ -120,12 +126,7 @@ def test_a_graph_is_left_where_parameters_begin_to_learn_or_layers_change_their_
         return make(model=model, nonfinite="raise", callbacks=[Change()], **config)
 
     expected = outcome(start())
-    run = start()
-    monkeypatch.setattr(graphs, "check", lambda trainer: None)
-    monkeypatch.setattr(graphs, "Recorder", lambda device: Fake(run.optimizer.param_groups))
-    monkeypatch.setattr(Fake, "replays", 0)
-    run.config = start(cuda_graphs=True).config
-    harness.assert_bitwise_equal(outcome(run), expected, "")
+    harness.assert_bitwise_equal(outcome(faked(monkeypatch, start)), expected, "")
     assert Fake.replays == 8 - 3  # of the first epoch
 
 
@@ -298,3 +299,45 @@ def test_a_step_that_fails_to_be_captured_ends_the_run_with_the_reason(monkeypat
     with pytest.raises(InputError, match=r"this step cannot be captured: operation not permitted .*capturing$"):
         run.fit(data())
     assert [type(group["lr"]) for group in run.optimizer.param_groups] == [float]
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, in whose place it puts another tensor in every step."""
+
+    def __init__(self, replaces: bool):
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training and self.replaces:
+            self.mean = torch.lerp(self.mean, x.detach().mean(0), 0.5)
+        return x - self.mean
+
+
+def centred(replaces: bool) -> nn.Sequential:
+    model = net()
+    return nn.Sequential(*model[:2], Centred(replaces), *model[2:])
+
+
+def test_a_buffer_that_every_step_replaces_is_refused(monkeypatch):
+    run = faked(monkeypatch, functools.partial(make, model=centred(True)))
+    with pytest.raises(
+        InputError, match=r"cuda_graphs: the step puts .* the buffer 2\.mean, .* copy_\(\) or lerp_\(\)"
+    ):
+        run.fit(data())
+    assert Fake.replays == 0
+
+
+def test_a_graph_is_left_where_a_buffer_has_been_replaced(monkeypatch, capsys):
+    class Replace(Callback):
+        def on_epoch_start(self, trainer, epoch):
+            trainer.model[2].mean = trainer.model[2].mean + 1.0 if epoch == 1 else trainer.model[2].mean
+
+    def start(**config):
+        return make(model=centred(False), nonfinite="raise", callbacks=[Replace()], **config)
+
+    expected = outcome(start())
+    harness.assert_bitwise_equal(outcome(faked(monkeypatch, start)), expected, "")
+    assert Fake.replays == 8 - 3  # of the first epoch
+    assert "steps of 1 x (8x1x4x4, 8) run without the graph" in capsys.readouterr().out

@@ -37,7 +37,8 @@ class TrainConfig:
         cuda_graphs: launch the whole step, from forward to the update, as one CUDA graph where batches have one shape;
             others, such as the last of an epoch, are made as always. For one GPU and an optimizer of
             ``fusedtrain.optim``, with ``capturable=True`` where it has that. What ``training_step`` decides or draws on
-            the CPU stays as it was at the capture, hooks of the optimizer are not called.
+            the CPU stays as it was at the capture, hooks of the optimizer are not called. Buffers are to be written
+            into: a step that assigns one anew is refused.
         cudnn_benchmark: let cuDNN try its algorithms, once per shape, as long as a run has images of no more than eight
             sizes.
         max_grad_norm: clip the L2 norm of all gradients together to this; None does not.

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fusedtrain.optim._fused import FusedStep
@@ -94,7 +94,8 @@ class Graphs:
     def __init__(self, trainer):
         self.trainer, self._recorder = trainer, Recorder(trainer.device)
         self._seen: dict[str, int] = {}  # kind -> how often it was made eagerly
-        self._kind = self._replay = None
+        self._kind = self._replay = self._replaced = None
+        self._buffers: list[tuple] = []  # that the graph reads and writes
 
     def step(self, group: Iterable) -> bool | Tensor:
         """What :meth:`Trainer.step` does, with its arguments and its result."""
@@ -107,13 +108,16 @@ class Graphs:
             batches.append(t.to_device(batch))
             weights.append(t._weigh(batches[-1], counts))
             enter("data")
-        kind = self._kind_of(batches, weights)
+        kind = self._kind_of(batches, weights) if _replaced(self._buffers) is None else ""
         if self._replay is None and sum(weights) and self._seen.get(kind) == WARM_UP:
             self._capture(kind, batches, weights)
         if self._replay is None or kind != self._kind:
             self._count(kind, batches)
+            before = _buffers(t) if self._replay is None else []
             with self._recorder.aside():
-                return t.step((batch, True, batch is batches[-1]) for batch in batches)
+                applied = t.step((batch, True, batch is batches[-1]) for batch in batches)
+            self._replaced = _replaced(before)
+            return applied
         enter("copy")
         for own, new in zip(self._inputs, _tensors(batches)):
             own.copy_(new, non_blocking=True)
@@ -132,6 +136,11 @@ class Graphs:
 
     def _capture(self, kind: str, batches: list, weights: list[float]) -> None:
         t = self.trainer
+        require(
+            self._replaced is None,
+            f"cuda_graphs: the step puts another tensor in the place of the buffer {self._replaced}, and a graph would"
+            " read the first one for ever: write into it, by copy_() or lerp_()",
+        )
         static = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batches)
         self._inputs, correction = _tensors(static), t.group.correction(sum(weights))
 
@@ -165,7 +174,7 @@ class Graphs:
         finally:
             for group, lr in zip(groups, own):
                 group["lr"] = lr
-        self._kind, self._seen, self._filled = kind, {}, [None] * len(own)
+        self._kind, self._seen, self._filled, self._buffers = kind, {}, [None] * len(own), _buffers(t)
         self._say(f"captured the step of {_shapes(batches)}")
 
     def _set_rates(self) -> None:
@@ -202,6 +211,18 @@ class Graphs:
 
     def _say(self, text: str) -> None:
         self.trainer.progress.line(f"{self.trainer.title}  cuda_graphs: {text}")
+
+
+def _buffers(trainer) -> list[tuple]:
+    """The buffers of model and loss: name, the layer's dict, its key there, and the tensor."""
+    parts = (part for part in (trainer.model, trainer.loss) if isinstance(part, nn.Module))
+    layers = ((name, module._buffers) for part in parts for name, module in part.named_modules())
+    return [(f"{name}.{key}".lstrip("."), own, key, own[key]) for name, own in layers for key in own]
+
+
+def _replaced(buffers: list[tuple]) -> str | None:
+    """The name of the first buffer in whose place another tensor stands by now."""
+    return next((name for name, layer, key, own in buffers if layer.get(key) is not own), None)
 
 
 def _tensors(batches: list) -> list[Tensor]:
