@@ -1687,6 +1687,20 @@ def test_an_optimizer_is_given_back_as_it_was_constructed():
     assert optimizer._options == given and copy.deepcopy(optimizer)._given == given
 
 
+def test_a_run_that_is_refused_leaves_its_optimizer_alone():
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    given, options = dict(optimizer._options), {"max_grad_norm": 1e-3}
+    with pytest.raises(InputError, match="cuda_graphs needs a GPU"):
+        make(model, optimizer, cuda_graphs=True, ema_decay=0.9, **options)
+    assert optimizer._options == given
+    run = make(model, optimizer, **options)
+    assert optimizer._options == given
+    with pytest.raises(InputError, match="the training data are an iterator"):
+        run.fit(iter(data()))
+    assert optimizer._options == given
+
+
 class Nothing(nn.Module):
     def forward(self, x):
         return 0 * x

@@ -114,6 +114,8 @@ class Trainer:
                 "the optimizer holds parameters that are not the model's, a loss's for instance: several processes"
                 " average the gradients of the model alone; make them parameters of it"
             )
+        if config.cuda_graphs:
+            graphs.check(self)
         if self.world.rank == 0:
             config.precision.warn_where_slow(self.device)
         # torch shards contiguous weights alone; images stay as they are. The device may have no room for all of them.
@@ -144,8 +146,6 @@ class Trainer:
         self._undoes = (parted or may_skip) and config.accumulation.accumulate > 1
         both = nn.ModuleList(part for part in (self.model, loss) if isinstance(part, nn.Module))
         self._buffers = Buffers(both) if may_skip or self._undoes else None
-        if config.cuda_graphs:
-            graphs.check(self)
         self._benchmark, self._void = Benchmark(), False  # the second: the batch counts for nothing
         self._stop, self.spans = Stops(self.world), Spans(self.device)
         self.late = self.device.type != "cpu"  # losses are read some steps later, so that the CPU does not wait
@@ -338,6 +338,7 @@ class Trainer:
         """
         with self._stop, contextlib.ExitStack() as self.held:
             self.held.callback(self.spans.enter, None)
+            self.held.callback(self.update.give_back)
             with self._stop.interruptible():  # so far there is nothing to save
                 self._prepare(train, valid)
             self._stop.together()
@@ -541,7 +542,6 @@ class Trainer:
                     warnings.warn(f"at the end of a run that failed: {failure}", stacklevel=2)
         self.feed.close()
         self._make_step = self.step  # a graph holds the memory of a whole step
-        self.update.give_back()
         schedule.leave(self.optimizer)
         self.callbacks.call("on_fit_end", self, error)
         self.spans.enter(None)

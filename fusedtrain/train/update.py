@@ -25,7 +25,6 @@ class Update:
         self.optimizer, self.scaler, self.max_grad_norm = optimizer, scaler, max_grad_norm
         self.params = self._trained()
         self.fused = isinstance(optimizer, FusedStep)
-        self.take()
         self.late = self.fused and self.params[0].device.type != "cpu"
         self._alike = self._are_alike()
         self._clears = type(optimizer).zero_grad is Optimizer.zero_grad
