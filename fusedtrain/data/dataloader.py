@@ -242,8 +242,8 @@ def _check(dataset, batch_size, num_workers, prefetch_factor, pin_memory, persis
     rows = getattr(dataset, "batch_size", None) if hasattr(dataset, "begin_pass") else None
     if rows is not None and batch_size is not None:  # else length and position would be those of rows
         raise ValueError(f"the dataset gives batches, of {rows} rows: pass batch_size=None, got {batch_size}")
-    if max_skipped < 0:
-        raise ValueError(f"max_skipped must be at least 0, got {max_skipped}")
+    if not _is_integer(max_skipped) or max_skipped < 0:
+        raise ValueError(f"max_skipped must be an integer of at least 0, got {max_skipped!r}")
     if max_skipped and isinstance(dataset, IterableDataset):
         raise ValueError("max_skipped needs a dataset with indices: an iterable one cannot go on after an error")
     if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
