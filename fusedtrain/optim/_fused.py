@@ -209,10 +209,11 @@ class FusedStep(torch.optim.Optimizer):
             What ``closure`` returns, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse or not on its parameter's device, or with ``nonfinite="error"`` the norm
-                is not finite. Nothing was changed then.
+            RuntimeError: a gradient is sparse or not on its parameter's device, a parameter is expanded, or with
+                ``nonfinite="error"`` the norm is not finite. Nothing was changed then.
             TypeError: a parameter is complex or its gradient has another dtype. Nothing was changed then.
-            ValueError: a parameter has got another shape than its states. Nothing was changed then.
+            ValueError: a parameter has got another shape than its states, or a group other numbers than its rule takes.
+                Nothing was changed then.
             NotImplementedError: a gradient is not on the mesh of its DTensor. Nothing was changed then.
             AssertionError: with ``capturable`` parameters are on a device without graphs, as in torch.
         """
