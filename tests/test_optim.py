@@ -1335,6 +1335,27 @@ def test_states_of_other_shapes_are_refused(extras):
     harness.assert_bitwise_equal(after.state_dict()["state"][0], own["state"][0], "left as it was")
 
 
+@pytest.mark.parametrize("fault", ["step", "hook"])
+@every_optimizer
+def test_a_state_that_cannot_be_loaded_changes_nothing(name, fault):
+    params = parameters()
+    optimizer = getattr(optim, name)(params, **OPTIMIZERS[name])
+    train(optimizer, 2)
+    before, saved = optimizer.state, copy.deepcopy(optimizer.state_dict())
+    of_before = {p: dict(state) for p, state in before.items()}
+    if fault == "step":
+        for kept in (*saved["state"].values(), *saved["param_groups"]):
+            kept |= {"step": torch.ones(2)}
+    else:
+        optimizer.register_load_state_dict_post_hook(lambda _: 1 / 0)
+    groups = optimizer.param_groups
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state is before and optimizer.param_groups is groups
+    assert all(before[p].keys() == s.keys() and all(before[p][k] is s[k] for k in s) for p, s in of_before.items())
+    train(optimizer, 1, first=2)
+
+
 @every_optimizer
 def test_parameters_that_get_another_shape_are_refused(name):
     """Before any is stepped: of a classifier with more classes, say, whose bias would be spread over rows."""

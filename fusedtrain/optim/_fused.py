@@ -534,14 +534,19 @@ class FusedStep(torch.optim.Optimizer):
         """Loads the state of this optimizer, or of its counterpart in torch.optim or timm.
 
         Raises:
-            ValueError: the groups, or a state's shape, are not those of the parameters. Nothing was changed then.
+            ValueError: the groups, or a state's shape, are not those of the parameters. After any error, a hook's too,
+                nothing is changed.
         """
         found: list[dict] = []
+        own = {"state": self.state, "param_groups": self.param_groups}  # torch puts others in their place
         # Between the hooks of the user: what the last of those before has made of the state is what counts.
         last = self.register_load_state_dict_pre_hook(lambda _, saved: found.append(self._checked(saved)))
         first = self.register_load_state_dict_post_hook(lambda _: self._restore(found[-1]), prepend=True)
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            vars(self).update(own)
+            raise
         finally:
             last.remove()
             first.remove()
