@@ -877,6 +877,29 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+@pytest.mark.parametrize("other", ["groups", "schedule", "head"])
+def test_a_checkpoint_that_is_refused_leaves_model_and_optimizer_as_they_were(tmp_path, other, kind):
+    def start(seed):
+        model = net(seed)
+        model[4] = nn.Linear(32, 5) if other == "head" and seed else model[4]
+        groups = [{"params": layer.parameters()} for layer in (model[1], model[4])]
+        return model, kind(groups if other == "groups" and seed else model.parameters(), lr=0.01)
+
+    make(*start(0), checkpoint=tmp_path / "of another").fit(data())
+    results, options = [], {"schedule": "onecycle"} if other == "schedule" else {}
+    for refused in (True, False):
+        model, optimizer = start(1)
+        if refused:
+            given = str(optimizer.state_dict())
+            with pytest.raises(InputError, match=r"is of another (model or optimizer|schedule): "):
+                make(model, optimizer, checkpoint=tmp_path / "of another", **options).fit(data())
+            assert str(optimizer.state_dict()) == given
+        make(model, optimizer, **options).fit(data())
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
 def test_parameters_in_another_order_go_on_with_their_own_states(tmp_path, kind):
     def run(folder, epochs, order):
         torch.manual_seed(0)

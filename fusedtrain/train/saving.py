@@ -251,7 +251,9 @@ class Saving:
             state, info = self._fill() if self.fsdp else self._newest()
         except CheckpointError as error:
             raise InputError(str(error)) from error
-        self.load(state)
+        # The ranks of fsdp have read it into their parts already; they end with the error.
+        with contextlib.nullcontext() if self.fsdp else _put_back_if_refused(self.trainer):
+            self.load(state)
         return str(info)
 
     def _fill(self) -> tuple:
@@ -436,6 +438,22 @@ def load_model_state(t, state: dict) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     set_model_state_dict(t.model, state, options=_options())
+
+
+@contextlib.contextmanager
+def _put_back_if_refused(t):
+    """Where the ``with`` block fails model, loss and optimizer are as before: who catches the error goes on with them,
+    not with a part of what did not fit."""
+    tensors = [*t.model.parameters(), *t.model.buffers(), *t.others, *_loss_buffers(t).values()]
+    kept, learning = [tensor.detach().clone() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
+    state, groups = t.optimizer.state, list(t.optimizer.param_groups)
+    try:
+        yield
+    except BaseException:
+        for tensor, value, learns in zip(tensors, kept, learning):
+            tensor.requires_grad_(learns).detach().copy_(value)
+        t.optimizer.state, t.optimizer.param_groups = state, groups
+        raise
 
 
 def load_others(t, state: list) -> None:

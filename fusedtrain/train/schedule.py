@@ -1,5 +1,6 @@
 """Learning rates as functions of the step, by name, on torch's schedulers."""
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable
@@ -147,6 +148,20 @@ _LEFT: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # the ra
 def leave(optimizer: Optimizer) -> None:
     """Notes that the rates are those at the end of a run: nobody has chosen them for the next one."""
     _LEFT[optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def put_back_if_refused(optimizer: Optimizer):
+    """Where the ``with`` block fails the hyperparameters, which a scheduler sets once it is made, are as before."""
+    own = [(group, dict(group), float(group["lr"])) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        for group, values, rate in own:
+            group.clear()
+            group.update(values)
+            _set_rate(group, rate)
+        raise
 
 
 def _set_peaks(optimizer: Optimizer) -> None:

@@ -339,7 +339,8 @@ class Trainer:
         with self._stop, contextlib.ExitStack() as self.held:
             self.held.callback(self.spans.enter, None)
             self.held.callback(self.update.give_back)
-            with self._stop.interruptible():  # so far there is nothing to save
+            # So far there is nothing to save.
+            with self._stop.interruptible(), schedule.put_back_if_refused(self.optimizer):
                 self._prepare(train, valid)
             self._stop.together()
             self._run(valid)
