@@ -436,6 +436,8 @@ X, ONES = torch.ones(2, 3, 4, 4), torch.ones(3)
         ({"weight": torch.ones(3, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),
         ({"act": "mish"}, ValueError, "act must be one of identity, relu, .* got 'mish'"),
         ({"x": torch.ones(1, 3, 1, 1), "training": True}, ValueError, "Expected more than 1 value per channel"),
+        ({"eps": 0.0, "training": True}, ValueError, "eps must be positive in training, got 0.0"),
+        ({"eps": -1e-5}, ValueError, "eps must be 0 or more, got -1e-05"),
         ({"moments": (ONES, ONES)}, ValueError, "moments are those of a training batch, got training=False"),
         ({"moments": (ONES,), "training": True}, ValueError, "must be mean and sum of squares, got 1 tensors"),
         ({"moments": (ONES[:2], ONES), "training": True}, ValueError, r"the mean in moments must have shape \[3\]"),

@@ -143,7 +143,7 @@ def test_given_moments_are_taken(device, kernels, layout):
 
     def shifted(x, mean, var, weight, bias, se, training, *others):
         options = dict(zip(("act", "se_act", "gate"), others[2:]))
-        return batch_norm_act_se(x, None, None, weight, bias, se, True, eps=0.0, moments=moments, **options)
+        return batch_norm_act_se(x, None, None, weight, bias, se, True, eps=1e-12, moments=moments, **options)
 
     y = function(inputs, of=shifted)(*inputs.values())
     u = weight[:, None, None] * (x - moments[0][:, None, None]) / (2 * var.float().sqrt()[:, None, None])
@@ -215,6 +215,7 @@ def test_second_derivatives_are_refused(device, kernels):
         ({"b2": torch.ones(6)}, ValueError, r"b2 must have shape \[13\]"),
         ({"w2": torch.ones(13, 6, dtype=torch.float64)}, TypeError, "must have the dtype of x"),
         ({"x": torch.ones(1, 13, 1, 1)}, ValueError, "more than 1 value per channel"),
+        ({"eps": 0.0}, ValueError, "eps must be positive in training, got 0.0"),
         ({"residual": torch.ones(3, 13, 7, 1)}, ValueError, "residual must have the shape of x"),
         ({"residual": torch.ones(3, 13, 7, 9).bfloat16()}, TypeError, "residual must have the dtype of x"),
         ({"relu": True}, ValueError, "relu follows the sum with residual, which is None"),
@@ -225,7 +226,7 @@ def test_bad_input_is_refused_before_statistics_move(backend, changed, error, me
     inputs = make("cpu") | changed
     se = tuple(inputs[name] for name in ("w1", "b1", "w2", "b2"))
     mean, var = torch.zeros(13), torch.ones(13)
-    options = {name: inputs[name] for name in ("residual", "relu") if name in inputs}
+    options = {name: inputs[name] for name in ("residual", "relu", "eps") if name in inputs}
     with pytest.raises(error, match=message):
         batch_norm_act_se(inputs["x"], mean, var, inputs["weight"], inputs["bias"], se, True, **options)
     assert backend == "reference" or (not mean.any() and bool((var == 1).all()))

@@ -407,6 +407,7 @@ SE = (torch.ones(2, 3), None, torch.ones(3, 2), None)
         ({"act": "tanh"}, ValueError, "act must be one of identity, relu, .* got 'tanh'"),
         ({"gate": "mish"}, ValueError, "gate must be one of identity, relu, .* got 'mish'"),
         ({"x": torch.ones(1, 3, 1, 1)}, ValueError, "Expected more than 1 value per channel"),
+        ({"eps": 0.0}, ValueError, "eps must be positive in training, got 0.0"),
     ],
 )
 def test_bad_arguments_are_named_and_change_nothing(changes, error, message):

@@ -334,7 +334,9 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
     _common.check_same_kind("batch_norm_act", x, residual=residual)
 
 
-def _check_statistics(shape: Sequence[int], running_mean, running_var, training: bool, synchronised: bool) -> None:
+def _check_statistics(
+    shape: Sequence[int], running_mean, running_var, training: bool, synchronised: bool, eps: float
+) -> None:
     """``shape``: of the images."""
     if (running_mean is None) != (running_var is None):
         raise ValueError("batch_norm_act: running_mean and running_var must both be given or both be None")
@@ -342,6 +344,10 @@ def _check_statistics(shape: Sequence[int], running_mean, running_var, training:
         raise ValueError("batch_norm_act: running_mean and running_var are needed when training is False")
     if training and not synchronised and shape[0] * shape[2] * shape[3] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}")
+    if training and not synchronised and eps == 0:  # as torch: a constant channel would become NaN
+        raise ValueError(f"batch_norm_act: eps must be positive in training, got {eps}")
+    if eps < 0:
+        raise ValueError(f"batch_norm_act: eps must be 0 or more, got {eps}")
 
 
 def _check_moments(x: Tensor, moments: tuple[Tensor, Tensor], training: bool) -> None:
@@ -407,8 +413,8 @@ def batch_norm_act(
         it ``[C]`` vectors, and the residual where the activation follows it.
 
     Raises:
-        ValueError: a shape does not fit, a name is unknown, running statistics are missing, or a training batch has one
-            value per channel.
+        ValueError: a shape does not fit, a name is unknown, running statistics are missing, ``eps`` is 0 in training or
+            less, or a training batch has one value per channel.
         TypeError: a dtype is not supported.
         RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
 
@@ -420,7 +426,7 @@ def batch_norm_act(
     """
     _common.check_images("batch_norm_act", x)
     _check(x, x.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    _check_statistics(x.shape, running_mean, running_var, training, process_group is not None)
+    _check_statistics(x.shape, running_mean, running_var, training, process_group is not None, eps)
     if residual is not None:
         _check_residual(x, residual)
     if moments is not None:

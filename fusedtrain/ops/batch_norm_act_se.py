@@ -87,7 +87,7 @@ def batch_norm_act_se(
         y = y if residual is None else y + residual
         return y.relu() if relu else y
     group = process_group if training else None
-    _check_statistics(x.shape, *running, training, group is not None)
+    _check_statistics(x.shape, *running, training, group is not None, eps)
     if moments is not None:
         _check_moments(x, moments, training)
     _check_weights(x, x.shape[1], *se)

@@ -348,13 +348,13 @@ def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | N
 
 
 def _check(
-    x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output, groups
+    x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output, groups, eps
 ) -> None:
     _check_conv(x, weight, bias, groups)
     channels, vectors = weight.shape[0], {"norm_weight": norm_weight, "norm_bias": norm_bias}
     _check_norm(x, channels, running_mean=running_mean, running_var=running_var, **vectors)
     shape = (x.shape[0], channels, *output)
-    _check_statistics(shape, running_mean, running_var, training, group is not None)
+    _check_statistics(shape, running_mean, running_var, training, group is not None, eps)
     if se is not None:
         _check_gate(x, channels, *se)
 
@@ -448,7 +448,7 @@ def depthwise_bn_act_se(
     conv = cast(x, weight, bias)
     geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
-    _check(*conv, *running, *affine, se, training, process_group, output, groups)
+    _check(*conv, *running, *affine, se, training, process_group, output, groups, eps)
     after = () if projection is None else cast(x, *projection)[1:]
     if after:
         _check_projection(conv[0], conv[1].shape[0], *after)

@@ -128,7 +128,7 @@ def pointwise_conv2d_norm(
     z, moments = _as_planned(plan, x, weight, bias, stride, with_moments=training and not normalised_by_stock)
     if normalised_by_stock:  # small images, which wait for Python
         _check(z, z.shape[1], **vectors)
-        _check_statistics(z.shape, *running, training, False)
+        _check_statistics(z.shape, *running, training, False, eps)
         _codes.code("act", act, _codes.ACTIVATIONS)
         _count_up(num_batches_tracked if training else None)
         return reference(z, *running, *affine, training, momentum, eps, act, None, False)
@@ -137,7 +137,7 @@ def pointwise_conv2d_norm(
         others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
         return batch_norm_act(z, *norm, act=act, **others)
     _check(z, z.shape[1], **vectors)
-    _check_statistics(z.shape, *running, training, group is not None)
+    _check_statistics(z.shape, *running, training, group is not None, eps)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()
     _count_up(num_batches_tracked if training else None)
