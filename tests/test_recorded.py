@@ -1912,6 +1912,18 @@ def test_torch_fx_traces_models_that_are_recorded_blocks():
     harness.assert_as_good_as_torch(traced(x), stock.eval()(x), truth, "traced")
 
 
+class CallsForwards(ConvNormAct):
+    def forward(self, x):
+        return self.act.forward(self.norm.forward(self.conv.forward(x)))
+
+
+def test_a_dry_run_knows_layers_whose_forward_is_called_by_name(calls):
+    block, stock, report = fused(lambda c: CallsForwards(c, c, 3, groups=c))
+    assert report == fusedtrain.fuse(stock, dry_run=True) and isinstance(block, Recorded)
+    block(harness.images((2, 16, 9, 9)))
+    assert calls.count("depthwise_bn_act_se") == 1
+
+
 def test_recorded_blocks_have_the_signature_of_their_own_forward():
     block, stock, _ = fused(Flat)
     assert isinstance(block, Recorded)

@@ -239,6 +239,13 @@ class Tracer(fx.Tracer):
             forward = functools.partial(nn.Sequential.forward, m)
         return super().call_module(m, forward, args, kwargs)
 
+    def will_be_fused(self, m: nn.Module) -> bool:
+        """Whether a layer is still a stock one, whose ``forward``, called by name, would be looked into."""
+        return self.kind(m) is not type(m) and not is_inlined(m, self.kind)
+
+    def call_layer(self, m: nn.Module, *args, **kwargs) -> fx.Proxy:
+        return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
     def getattr(self, attr: str, attr_val, parameter_proxy_cache: dict):
         if _OF_THREAD.tracer is not self:
             return attr_val
@@ -466,6 +473,8 @@ def hooked() -> Iterator[None]:
 def _read(module: nn.Module, name: str):
     if _OF_THREAD.tracer is not None and not is_ours(sys._getframe(1).f_globals.get("__name__", "")):
         _OF_THREAD.tracer.read.add(module)
+        if name == "forward" and _OF_THREAD.tracer.will_be_fused(module):
+            return functools.partial(_OF_THREAD.tracer.call_layer, module)
     return object.__getattribute__(module, name)
 
 
