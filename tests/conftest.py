@@ -58,6 +58,8 @@ from fusedtrain.ops import _remembered
 
 # Seconds. A data loader that the garbage collector finds waits as long for workers that do not hear of their end.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # not 5
+# And one that waits for a batch looks as seldom for workers that have died; its default was bound before.
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
 
 torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
 

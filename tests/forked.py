@@ -2,7 +2,8 @@
 
 :class:`Python` is subprocess.Popen for a command of Python's: a process of its own, with its own arguments, environment
 and streams, a child of this process, to be waited for and killed like any other. What is not its own is the state of
-the interpreter: the modules in IMPORTED are there already.
+the interpreter: the modules in IMPORTED are there already. The server of forks that it asks multiprocessing for has
+what it has imported by then.
 """
 
 import atexit
@@ -22,6 +23,7 @@ import sys
 import threading
 import types
 import warnings
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 IMPORTED = ("torch", "torch._dynamo")  # every optimizer imports the second one
@@ -155,6 +157,25 @@ def _follow(torch) -> None:
         torch.set_num_threads(threads)
 
 
+def _server_from_here(as_usual, path: str, words: list[str], kept: list[int]) -> int:
+    """Does what multiprocessing.util.spawnv_passfds does; a server of forks is a fork of this process as it is."""
+    if "forkserver" not in words[-1]:
+        return as_usual(path, words, kept)
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for stream in map(int, os.listdir("/proc/self/fd")):
+            if stream > 2 and stream not in kept:
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.close(stream)
+        forkserver._forkserver.__init__()  # this process holds its lock
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(words[-1])
+    finally:
+        os._exit(0)
+
+
 def _run(command: list[str], main: types.ModuleType) -> None:
     """Does what the interpreter does with its command line."""
     sys.orig_argv[:] = command
@@ -217,6 +238,7 @@ def _main(requests: socket.socket) -> None:
     with requests:
         command = _serve(requests)
     _follow(sys.modules["torch"])
+    util.spawnv_passfds = functools.partial(_server_from_here, util.spawnv_passfds)
     _live(command)
 
 

@@ -523,13 +523,14 @@ def test_a_module_is_diagnosed_like_a_script(tmp_path, monkeypatch, capsys):
     assert "No module named package.none" in capsys.readouterr().err
 
 
-def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path):
+def test_a_script_whose_logger_stalls_is_diagnosed_unchanged(tmp_path, capsys, monkeypatch):
+    from fusedtrain.cli import main
+
     train = tmp_path / "train.py"
     train.write_text(STALLS)
-    arguments = ("--json", "--steps", "20", "--html", str(tmp_path / "page.html"), str(train))
-    done = harness.run_python("-m", "fusedtrain", "diagnose", *arguments, OMP_NUM_THREADS=str(measure.cores()))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(measure.cores()))
+    assert main(["diagnose", "--json", "--steps", "20", "--html", str(tmp_path / "page.html"), str(train)]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["bottleneck"] == "own_code", report["findings"]
     assert report["findings"][0]["lines"][0]["text"] == "time.sleep(0.02)  # the logger"
     assert all(finding["predicted_gain"] <= 1 for finding in report["findings"])
