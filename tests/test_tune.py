@@ -465,15 +465,39 @@ def test_a_grid_ends_where_its_range_does(space):
     assert sorted(point["x"] for point in found) == [0.1, 0.2, 0.3]  # 0.1 + 2 * 0.1 is more
 
 
-def test_a_search_whose_worker_dies_says_what_is_missing(tmp_path, capsys):
-    code = "import os\ndef f(params, report):\n    return params['x'] if params['x'] < 2 else os._exit(7)\n"
-    objective = write(tmp_path / "objective.py", code)
-    space = {"objective": f"{objective}:f", "params": {"x": [1, 2]}, "sampler": {"name": "grid", "seed": 0}}
-    path = write(tmp_path / "space.yaml", json.dumps(space))
-    for _ in range(2):  # the second time that one comes alone
-        assert main(["tune", "search", str(path)]) == 1
-    err = capsys.readouterr().err
-    assert err.endswith("of 2 trials are done: a worker ended with exit code 7; the same search goes on\n")
+# What dies is the trial that came first. What was cut off comes first again, but for a grid.
+@pytest.mark.parametrize(
+    ("params", "sampler", "end", "how"),
+    [
+        ("{x: {low: 0.0, high: 1.0}}", TPE, "_exit(0)", "ended with exit code 0"),
+        ("{x: [1, 2]}", "grid", "kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_trial_whose_worker_dies_runs_once_more_and_has_failed(space, tmp_path, capsys, params, sampler, end, how):
+    objective = write(
+        tmp_path / "objective.py",
+        f"""
+        import os, pathlib
+        def f(params, report):
+            with open(pathlib.Path(__file__).with_name("ran"), "a+") as file:
+                file.write(f"{{params['x']}}\\n")
+                file.seek(0)
+                first = file.readline()
+            return params["x"] if first != f"{{params['x']}}\\n" else os.{end}
+        """,
+    )
+    path = space(objective=f"{objective}:f", params=params, sampler=sampler, trials=2)
+    for done in (0, 1):
+        assert main(["tune", "search", str(path)]) == (0 if done and sampler == "grid" else 1)
+        err = capsys.readouterr().err
+        if sampler != "grid" or not done:
+            assert err.endswith(f": {done} of 2 trials are done: a worker {how}; the same search goes on\n")
+    assert f": failed: ChildProcessError: its worker {how}, the second time\n" in err
+    assert main(["tune", "search", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert ran.count(ran[0]) == 2 and len(ran) == 3
+    assert (found["complete"], found["failed"]) == (1, 1)
 
 
 @pytest.mark.parametrize("code", [0, "'no data'"])

@@ -129,7 +129,7 @@ def search(
     Args:
         space: what is searched.
         storage: an SQLite file; it keeps all trials, so that a search that was killed, or asks for more trials, goes
-            on. Trials that a kill cut off are run again with the same parameters.
+            on. Trials that were cut off are run again with the same parameters; one whose worker died twice has failed.
         workers: processes that run trials at the same time.
         progress: is called with a line per trial.
 
@@ -167,11 +167,11 @@ def search(
         if points is not None:
             _queue(study, points)
         begun = len(study.get_trials(deepcopy=False))
-        code = _run_all(space, storage, max(0, wanted - done), workers, begun, progress)
+        codes = _run_all(space, storage, max(0, wanted - done), workers, begun, progress)
         study = _study(space, storage)
-        if code and (done := _done(study, points)) < wanted:
-            ended = f"a worker ended with exit code {code}"
-            raise ChildProcessError(f"{done} of {wanted} trials are done: {ended}; the same search goes on")
+        died = _died(study, codes, progress) or [_ending(code) for code in codes.values() if code]
+        if died and (done := _done(study, points)) < wanted:
+            raise ChildProcessError(f"{done} of {wanted} trials are done: a worker {died[0]}; the same search goes on")
         return _result(study, storage)
 
 
@@ -235,6 +235,31 @@ def _again(study, space: Space) -> None:
             study.enqueue_trial(trial.params)
 
 
+def _died(study, codes: dict[int, int], progress) -> list[str]:
+    """Returns how workers ended that their trials took along, such as one that the system had no memory for. The second
+    time it is told for the trial's failure: it would be the first to run in every search that goes on."""
+    optuna = need("optuna", "tune")
+    trials, found = study.get_trials(deepcopy=False), []
+    known = [trial.params for trial in trials if "died" in trial.user_attrs]
+    for frozen in trials:
+        code = codes.get(frozen.user_attrs.get("process"))
+        if frozen.state != optuna.trial.TrialState.RUNNING or code is None or code - 128 in ENDS:
+            continue
+        found.append(_ending(code))
+        trial = optuna.trial.Trial(study, frozen._trial_id)
+        trial.set_user_attr("died", found[-1])
+        if frozen.params in known:
+            error = f"ChildProcessError: its worker {found[-1]}, the second time"
+            trial.set_user_attr("error", error)
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            progress(f"trial {trial.number}: failed: {error}")
+    return found
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def _finished(study) -> list:
     """The trials that ran to their end."""
     cut = _cut_off(study)
@@ -272,9 +297,8 @@ def _cut_off(study) -> set[int]:
     return {trial.number for trial in failed if "error" not in trial.user_attrs}
 
 
-def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> int:
-    """Lets worker processes run so many trials, and passes their lines on; returns the exit code of one that failed, or
-    0."""
+def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int, progress) -> dict[int, int]:
+    """Lets worker processes run so many trials, and passes their lines on; returns their exit codes."""
     context = _processes.context("fusedtrain.tune", *(["torch._dynamo"] if space.objective else []))
     tickets, lines = context.Value("i", trials), context.Queue()
     processes = [
@@ -292,7 +316,7 @@ def _run_all(space: Space, storage: Path, trials: int, workers: int, begun: int,
                 progress(lines.get(timeout=0.2))
         for process in processes:
             process.join()
-        return next((process.exitcode for process in processes if process.exitcode), 0)
+        return {process.pid: process.exitcode for process in processes}
     finally:
         for process in processes:
             process.terminate()
@@ -320,6 +344,7 @@ def _work(space: Space, storage: Path, worker: int, begun: int, tickets, lines, 
         # lock when a worker is killed.
         with _files.locked(storage.with_name(f"{storage.name}.queue.lock")):
             trial = study.ask()
+        trial.set_user_attr("process", os.getpid())
         _run(study, trial, lambda trial: _one(trial, space, function, lines))
 
 
