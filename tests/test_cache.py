@@ -65,7 +65,12 @@ def sample(index):
     return {
         "image": image,
         "more": (torch.full((), index / 2, dtype=torch.bfloat16), [torch.empty(0, 3), f"name {index}", None]),
-        "array": np.full((2, 2), index, dtype=np.float32),
+        "array": np.full((2, 3), index, dtype=np.float32).T,
+        "leaves": [
+            torch.nn.Parameter(torch.ones(2), False),
+            torch.nn.Parameter(image.float()),
+            torch.ones(1).requires_grad_(),
+        ],
         index: (np.int16(index), True, index * 1.5, b"\x00\xff"),
     }
 
@@ -74,6 +79,9 @@ def assert_same(a, b):
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        assert a.requires_grad == b.requires_grad
+        a, b = torch.empty_like(a), torch.empty_like(b)
+        assert a.is_contiguous() == b.is_contiguous() and (a.is_contiguous() or a.stride() == b.stride())
     elif isinstance(a, dict):
         assert list(a) == list(b)
         assert_same(list(a.values()), list(b.values()))
@@ -81,7 +89,7 @@ def assert_same(a, b):
         for x, y in zip(a, b, strict=True):
             assert_same(x, y)
     elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
+        assert a.dtype == b.dtype and np.array_equal(a, b) and a.strides == b.strides
     else:
         assert a == b
 

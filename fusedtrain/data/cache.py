@@ -278,9 +278,13 @@ def _encode(sample) -> bytes:
 
 def _describe(value, tensors: list[Tensor]) -> tuple:
     """Returns a sample's structure as plain tuples: (kind, ...); tensors are appended to ``tensors``."""
-    if type(value) in (Tensor, torch.nn.Parameter):  # one of a class of its own would come back without it
+    if type(value) is nn.Parameter or (type(value) is Tensor and value.is_leaf and value.requires_grad):
+        return "leaf", _describe(value.detach(), tensors), type(value) is nn.Parameter, value.requires_grad
+    if type(value) is Tensor:  # one of a class of its own would come back without it
         tensors.append(value)
-        return "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        found = "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        like = torch.empty_like(value, device="meta")  # as dense as a clone
+        return found if like.is_contiguous() else (*found, like.stride())
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return "value", value
     if type(value) in (tuple, list):
@@ -291,7 +295,7 @@ def _describe(value, tensors: list[Tensor]) -> tuple:
     plain = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)  # others hold more, such as a mask
     if plain and value.dtype.kind in "biufc":
         kind = "array" if isinstance(value, np.ndarray) else "number"
-        return kind, _describe(torch.from_numpy(np.array(value, order="C")), tensors)
+        return kind, _describe(torch.from_numpy(np.array(value, order="K")), tensors)
     raise TypeError(
         "a cached sample may hold tensors, arrays, numbers, strings, bytes, None, tuples, lists and dicts, got"
         f" {type(value).__name__}"
@@ -329,7 +333,11 @@ class _Tensors:
         if kind == "value":
             return content
         if kind == "tensor":
-            return self._next(node[2], getattr(torch, content))
+            found = self._next(node[2], getattr(torch, content))
+            return torch.empty_strided(*node[2:], dtype=found.dtype, device="cpu").copy_(found) if node[3:] else found
+        if kind == "leaf":
+            found = self.build(content)
+            return nn.Parameter(found, node[3]) if node[2] else found.requires_grad_()
         if kind == "dict":
             return {self.build(key): self.build(item) for key, item in content}
         if kind in ("array", "number"):
