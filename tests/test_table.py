@@ -275,6 +275,33 @@ def test_files_are_found_by_pattern_and_url(tmp_path):
     assert [row["id"].item() for row in data.TableDataset(f"file://{folder}/02.parquet")] == [7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("suffix", [".arrow", ".arrows"])
+def test_streams_of_arrow_are_read_from_the_local_disk(tmp_path, suffix):
+    """Such as those that the package datasets writes."""
+    table, path = pa.table({"x": range(10), "y": ["text"] * 10}), tmp_path / f"a{suffix}"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    rows = data.TableDataset(tmp_path)
+    assert [group for *_, group in rows.groups] == [4, 4, 2]
+    batches = data.loader(rows, 4, num_workers=2)
+    assert sorted(int(x) for batch in batches for x in batch["x"]) == list(range(10)) and rows.rows == 10
+    with pytest.raises(ValueError, match=f"/a{suffix} is an Arrow stream: copy it to the local disk, or write it by"):
+        data.TableDataset(f"file://{path}")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=f"/a{suffix} is not a readable Parquet or Arrow file: "):
+        data.TableDataset(path)
+
+
+def test_a_url_may_be_that_of_a_folder(tmp_path):
+    write(tmp_path, [3, 4])
+    (tmp_path / "_SUCCESS").touch()
+    for url in (f"file://{tmp_path}", f"file://{tmp_path}/"):
+        assert data.TableDataset(url).paths == [f"file://{path}" for path in sorted(tmp_path.glob("*.*"))]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=f"no Parquet or Arrow file is found at file://{tmp_path}/none"):
+        data.TableDataset(f"file://{tmp_path}/none")
+
+
 def test_nulls_come_as_none(tmp_path):
     pq.write_table(pa.table({"a": [1, None, 3]}), tmp_path / "n.parquet")
     assert [row["a"] for row in data.TableDataset(tmp_path / "n.parquet")] == [1, None, 3]

@@ -17,7 +17,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fusedtrain._extras import need
 
-SUFFIXES = (".parquet", ".arrow", ".feather")
+ARROW = (".arrow", ".arrows", ".feather")
+SUFFIXES = (".parquet", *ARROW)
+STREAM = b"\xff\xff\xff\xff"  # what begins a stream; a file begins with its name
 OPEN_FILES = 8  # kept open per process: a shuffled order comes back to the same files
 
 
@@ -31,14 +33,14 @@ class _Piece(NamedTuple):
 
 
 class TableDataset(IterableDataset):
-    """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files as samples.
+    """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.arrows``, ``.feather``) files as samples.
 
     Each row is a dict ``{column: value}``: numbers and booleans as 0-dimensional tensors, lists of them as tensors
     ``[K]``, all else, and lists with a null in them, as Python values (str, bytes, datetime, None).
 
     Args:
-        paths: files, folders, patterns (``"data/*.parquet"``) or fsspec URLs (``"s3://bucket/*.parquet"``), one or
-            many.
+        paths: files, folders, patterns (``"data/*.parquet"``) or fsspec URLs of any of these
+            (``"s3://bucket/*.parquet"``), one or many. Streams of Arrow are read from the local disk alone.
         columns: which to read, one or many, and no others from the disk; None reads all.
         batch_rows: rows that are read and decoded at a time.
         batch_size: None gives rows. A number gives dicts of whole batches, of numbers as tensors ``[B]``,
@@ -276,6 +278,14 @@ class _Staged:
         self._local.close()
 
 
+class _Stream:
+    """The record batches of an Arrow stream, by their numbers; those of a mapped file take no memory."""
+
+    def __init__(self, reader):
+        self.schema, self._batches = reader.schema, list(reader)
+        self.num_record_batches, self.get_batch = len(self._batches), self._batches.__getitem__
+
+
 class _File:
     """A Parquet or Arrow file; row groups and record batches go by the same name.
 
@@ -284,13 +294,20 @@ class _File:
 
     def __init__(self, path: str, options: dict | None = None):
         remote = "://" in path
-        self.is_parquet = not (path.split("?")[0] if remote else path).endswith((".arrow", ".feather"))
+        self.is_parquet = not (path.split("?")[0] if remote else path).endswith(ARROW)
         source = need("fsspec", "data").open(path, **(options or {})).open() if remote else path
         if self.is_parquet:
             self.file = need("pyarrow.parquet", "data").ParquetFile(source, memory_map=isinstance(source, str))
         else:
             pa = need("pyarrow", "data")
-            self.file = need("pyarrow.ipc", "data").open_file(pa.memory_map(source) if source is path else source)
+            ipc, source = need("pyarrow.ipc", "data"), pa.memory_map(source) if source is path else source
+            begin = source.read(len(STREAM))
+            source.seek(0)
+            if begin == STREAM and remote:
+                raise ValueError(
+                    f"{path} is an Arrow stream: copy it to the local disk, or write it by pyarrow.ipc.new_file"
+                )
+            self.file = _Stream(ipc.open_stream(source)) if begin == STREAM else ipc.open_file(source)
 
     def types(self) -> dict:
         """Returns the types of the columns by their names."""
@@ -332,7 +349,10 @@ def _expand(paths: Sequence[str | Path], options: dict) -> list[str]:
     for path in map(str, paths):
         if "://" in path:
             filesystem, _, names = need("fsspec", "data").get_fs_token_paths(path, storage_options=options)
-            matches = [filesystem.unstrip_protocol(name) for name in sorted(names) if filesystem.exists(name)]
+            names = [name for name in sorted(names) if filesystem.exists(name)]
+            if len(names) == 1 and not names[0].endswith(SUFFIXES) and filesystem.info(names[0])["type"] == "directory":
+                names = sorted(name for name in filesystem.ls(names[0], detail=False) if name.endswith(SUFFIXES))
+            matches = [filesystem.unstrip_protocol(name) for name in names]
         elif os.path.isdir(path):
             matches = sorted(str(p) for p in Path(path).iterdir() if p.suffix in SUFFIXES)
         elif os.path.exists(path):  # its name may hold what stands for others in a pattern
