@@ -431,6 +431,11 @@ def test_of_a_process_that_dies_it_is_told_what_was_measured_and_how_it_ended(tm
     (tmp_path / "train.py").write_text(FIXED_BATCH.replace("optimizer.zero_grad()", f"len(x) > 16 and {kill}"))
     report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10)
     assert report["examined"] and report["failure"] == f"the loop fails with a larger batch: {died}"
+    leave = "__import__('os')._exit(0)"
+    (tmp_path / "train.py").write_text(FIXED_BATCH.replace("optimizer.zero_grad()", f"len(x) > 16 and {leave}"))
+    report = script.diagnose_script(str(tmp_path / "train.py"), [], steps=10)
+    left = "its process ended with exit code 0"
+    assert report["examined"] and report["failure"] == f"the loop fails with a larger batch: {left}"
     # A remedy is tried when there is a report already.
     (tmp_path / "train.py").write_text(FIXED_BATCH.replace("\nmodel,", f"\nverify.judge = lambda *_: {kill}\nmodel,"))
     assert main(["diagnose", "--json", "--verify", "--steps", "10", str(tmp_path / "train.py")]) == 1

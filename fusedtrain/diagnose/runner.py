@@ -91,7 +91,7 @@ class Task:
         with Instrument() as instrument:
             driver = Driver(instrument, self.plan)
             driver.install()
-            driver.on_ignored = functools.partial(_leave, self.frozen)
+            driver.on_ignored = functools.partial(_leave, self)
             self._watch_processes(driver)
             self._heed_threads()
             while not driver.finished and not self.failed:
@@ -219,12 +219,13 @@ def run(task: Task, train: Callable[[], None]) -> None:
     """Carries a task out and ends the process."""
     gc.freeze()  # what is imported here is not the script's: nobody who looks at all that is alive need look at it
     task.run(train)
-    _leave(task.frozen)
+    _leave(task)
 
 
-def _leave(frozen: int) -> None:
-    """Ends the process: workers of abandoned loaders, and threads, are not waited for. ``frozen``: of the task."""
-    settling = threading.Thread(target=_settle, args=(frozen,), daemon=True)
+def _leave(task: Task) -> None:
+    """Ends the process: workers of abandoned loaders, and threads, are not waited for."""
+    task.tell(left=True)
+    settling = threading.Thread(target=_settle, args=(task.frozen,), daemon=True)
     settling.start()
     settling.join(GRACE)
     os._exit(0)
