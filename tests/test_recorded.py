@@ -14,9 +14,12 @@ import pickle
 import random
 import sys
 import threading
+import time
 import types
+import warnings
 import weakref
 from math import hypot
+from time import monotonic
 
 import harness
 import numpy as np
@@ -481,7 +484,7 @@ class Interrupted(Rooted):
 def test_nothing_stays_replaced_after_fuse(kind):
     model = nn.Sequential(kind(16, 16, 3, 1, 16), nn.ReLU())
     classes = {cls for module in model.modules() for cls in type(module).__mro__} | {BackwardCFunction}
-    owners = *classes, torch, torch.distributed, math, builtins, logging.Logger, sys.modules[__name__]
+    owners = *classes, torch, torch.distributed, math, builtins, logging.Logger, time, warnings, sys.modules[__name__]
     scopes = [vars(owner) for owner in owners]
     before = [dict(scope) for scope in scopes]
     with pytest.raises(KeyboardInterrupt) if kind is Interrupted else contextlib.nullcontext():
@@ -1150,6 +1153,29 @@ class Logs(ConvNormAct):
         return super().forward(x)
 
 
+class Warns(ConvNormAct):
+    def forward(self, x):
+        warnings.warn("a block", stacklevel=2)
+        return super().forward(x)
+
+
+class Times(ConvNormAct):
+    def forward(self, x):
+        begin, out = time.perf_counter(), super().forward(x)
+        return out if time.perf_counter() > begin else x
+
+
+class TimesByName(ConvNormAct):
+    def forward(self, x):
+        return super().forward(x) if monotonic() else x
+
+
+class Stops(ConvNormAct):
+    def forward(self, x):
+        breakpoint()
+        return super().forward(x)
+
+
 SWITCHES = "torch.fx cannot record its forward: gradients, autocast or hooks on saved tensors are switched in it"
 REASONS = {
     **dict.fromkeys((Detaches, BreaksOff, KeepsFloat32, Narrows, Recomputes), SWITCHES),
@@ -1175,6 +1201,9 @@ REASONS = {
     **dict.fromkeys((Collects, Stores, Publishes, CountsForAll), "its forward changes objects or global values"),
     Prints: "torch.fx cannot record its forward: it prints",
     Logs: "torch.fx cannot record its forward: it writes to a log",
+    Warns: "torch.fx cannot record its forward: it warns",
+    **dict.fromkeys((Times, TimesByName), "torch.fx cannot record its forward: it reads the clock"),
+    Stops: "torch.fx cannot record its forward: it stops in a debugger",
     AsksForRanks: "torch.fx cannot record its forward: it asks for its process group",
     OfAnArray: "it holds more than 64 items in one container, or a numpy array, too many to compare in every call",
     CountsAtLast: "torch.fx cannot record its forward: it asks for the number in a tensor",
@@ -1196,7 +1225,7 @@ if torch.__version__ < (2, 12):  # whose checkpoint calls one first
 
 
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
-def test_what_a_recording_cannot_know_stays_with_its_reason(kind, capsys, caplog):
+def test_what_a_recording_cannot_know_stays_with_its_reason(kind, capsys, caplog, recwarn):
     model = nn.Sequential(kind(16, 16, 3, 1, 16).eval(), nn.ReLU())
     state, before = random.getstate(), [dict(vars(m)) for m in model.modules()]
     buffers = list(model.buffers())
@@ -1207,7 +1236,7 @@ def test_what_a_recording_cannot_know_stays_with_its_reason(kind, capsys, caplog
     assert report == planned and type(model[0]) is kind and not model[0].training
     assert [(c.name, c.reason) for c in report.kept] == [("0", REASONS[kind])]
     assert not SEEN and LATEST is None and Options.calls == 0 and (kind is not Stores or not model[0].store.maps)
-    assert not capsys.readouterr().out and not caplog.records
+    assert not capsys.readouterr().out and not caplog.records and not recwarn.list
     assert not issubclass(kind, DrawsOfItsOwn) or model[0].draw() == kind(16, 16, 3, 1, 16).draw()
 
 

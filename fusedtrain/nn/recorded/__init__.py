@@ -8,8 +8,8 @@ relu6(x + 3) / 6``; two layers with an activation between them become one call, 
 recorded. Blocks of your own classes are looked into down to the last of them, those of timm and torchvision, of which a
 model may be built, one by one. What a recording cannot know is looked at in each call: where a plain attribute, also
 one of the class or of a layer that the forward reads, a global value, a container or a hook has changed, or the block
-is called with more than its images, its own forward runs. A forward that prints, or changes anything but tensors,
-stays.
+is called with more than its images, its own forward runs. A forward that prints, warns or reads the clock, or
+changes anything but tensors, stays.
 
 First :mod:`_tracing` records, then :mod:`_patterns` rewrites; :mod:`_state` is what is looked at in each call, and
 :mod:`_block` the class that calls the recording.

@@ -14,7 +14,9 @@ import pickle
 import random
 import sys
 import threading
+import time
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -381,7 +383,13 @@ _GROUP = ("is_initialized", "get_rank", "get_world_size") if torch.distributed.i
 _CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for name in _LOOKS]
 _CLOSED += [(torch.distributed, name, "it asks for its process group") for name in _GROUP]
 _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
-_CLOSED += [(builtins, "print", "it prints"), (logging.Logger, "handle", "it writes to a log")]
+_CLOSED += [(builtins, "print", "it prints"), (builtins, "breakpoint", "it stops in a debugger")]
+_CLOSED += [
+    (logging.Logger, name, "it writes to a log") for name in ("makeRecord", "handle")
+]  # the first asks the time
+_CLOCKS = [name + unit for name in ("time", "perf_counter", "monotonic") for unit in ("", "_ns")]
+_IMPORTED = [(warnings, "warn", "it warns"), *((time, name, "it reads the clock") for name in _CLOCKS)]
+_CLOSED += _IMPORTED  # also by names of the forward's own
 # Every call of a Function makes one, also of a bound ``apply``, which nothing in its place would be seen by.
 _CLOSED += [(BackwardCFunction, "__init__", "it calls a torch.autograd.Function")]
 
@@ -524,12 +532,13 @@ _QUESTIONS = {builtin.__name__: _Question(builtin) for builtin in (type, callabl
 @contextlib.contextmanager
 def _hooked_scopes(block: nn.Module) -> Iterator[None]:
     """A forward that asks for ``type(x)`` or ``callable(x)``, which have no hook as isinstance() has, raises; functions
-    that it has imported from math are recorded."""
+    that it has imported from math are recorded, and those from time and warnings raise."""
     own = _scopes(module for module in block.modules() if is_unknown(module))
     hooks = [(scope, name, hook) for scope in own for name, hook in _QUESTIONS.items() if name not in scope]
+    known = _OF_MATH | {hook.__wrapped__: hook for hook in (getattr(owner, name) for owner, name, _ in _IMPORTED)}
     for scope in _scopes(module for module in block.modules() if module is block or is_unknown(module)):
         builtins = [(k, v) for k, v in scope.copy().items() if isinstance(v, types.BuiltinFunctionType)]
-        hooks += [(scope, name, _OF_MATH[function]) for name, function in builtins if function in _OF_MATH]
+        hooks += [(scope, name, known[function]) for name, function in builtins if function in known]
     before = [scope.get(name) for scope, name, _ in hooks]
     try:
         for scope, name, hook in hooks:
