@@ -665,6 +665,28 @@ def test_a_plan_is_that_of_what_a_dataset_stands_on(tmp_path, images):
     assert key(Subset(folder(), range(5))) == key(wrapped[1])
 
 
+MADE = """
+import torch
+def shrink(x): return x[::2]
+class Made(torch.utils.data.Dataset):
+    transform = lambda x: x + 1
+    def __len__(self): return 8
+    def decode(self, index): return shrink(torch.zeros(8))
+    def __getitem__(self, index): return self.decode(index)
+def collate(samples): return samples[:4]
+"""
+
+
+def test_a_plan_is_that_of_the_code_that_makes_samples():
+    keys = []
+    for before, after in (("", ""), ("", ""), ("::2", "::4"), ("zeros(8)", "ones(9)"), ("+ 1", "+ 2"), (":4", ":5")):
+        names = {"__name__": "made"}
+        exec(MADE.replace(before, after), names)
+        made = Subset(names["Made"](), range(4))
+        keys.append(json.dumps(workers.describe(made, 4, names["collate"], None)))
+    assert keys[0] == keys[1] and len(set(keys)) == 5
+
+
 def test_without_a_place_to_remember_it_in_a_plan_is_made_all_the_same(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSEDTRAIN_CACHE", str(tmp_path / "file"))

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 
 from fusedtrain import _files
 from fusedtrain._extras import need
-from fusedtrain.data.workers import same_random_numbers
+from fusedtrain.data.workers import TRANSFORMS, same_random_numbers
 
 MAGIC = b"FTCACHE1"
 HEADER = struct.Struct("<8sQQ")  # magic, samples, end of the data
@@ -387,7 +387,7 @@ def _identity_of(dataset) -> dict:
         )
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     pillow = getattr(sys.modules.get("PIL"), "__version__", None)  # another version may decode differently
-    names = [name for name in ("transform", "target_transform", "transforms", "loader") if hasattr(dataset, name)]
+    names = [name for name in TRANSFORMS if hasattr(dataset, name)]
     parts = {name: _identity(getattr(dataset, name)) for name in names}
     with contextlib.suppress(ValueError, RecursionError):  # what else a class reads need not have a name
         parts["code"] = _identity(type(dataset).__getitem__)

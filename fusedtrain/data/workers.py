@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import time
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,7 @@ SECONDS = 1.0  # of measuring one worker, and about that per confirmed point
 PASSES = 10  # that workers which stay from pass to pass are taken to serve
 CHUNK_SECONDS = 0.05  # batches are measured in pieces of this length, so that slow samples are seen soon
 HOPELESS = 64  # samples that all fail, after which no more are tried
+TRANSFORMS = ("transform", "target_transform", "transforms", "loader")  # attributes of datasets
 QUOTAS = (  # of the cgroup: as "quota period", of its two versions
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
@@ -113,7 +115,8 @@ def plan(
         progress: is called with a line per measurement.
 
     The key is: host name, cores, torch version, start method, batch size, collate function, whether workers stay, and
-    the dataset: its class, its length and its repr; the file holds the key in plain text.
+    the dataset: its class, its length, its repr, and a digest of its code and its transforms as far as they tell one
+    from another; the file holds the key in plain text.
 
     Cost: 2 to 5 s once; processes that ask for the same key wait for the first. Random numbers of this process are
     left alone, and so is the dataset in it.
@@ -209,6 +212,7 @@ def describe(dataset, batch_size, collate_fn, context) -> dict:
         "batch_size": batch_size,
         "collate_fn": getattr(collate_fn, "__qualname__", type(collate_fn).__name__),
         "dataset": _describe(dataset),
+        "collate_code": _digest([collate_fn]),
     }
     inner = [_describe(inside) for inside in _inside(dataset)]
     return key | ({"inside": inner} if inner else {})
@@ -221,7 +225,25 @@ def _describe(dataset) -> list:
         length = None
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(dataset))[:1000]  # addresses differ from run to run
     root = getattr(dataset, "root", None)
-    return [type(dataset).__module__, type(dataset).__qualname__, length, str(root), text]
+    return [type(dataset).__module__, type(dataset).__qualname__, length, str(root), text, _digest(_code(dataset))]
+
+
+def _code(dataset) -> list:
+    """Returns what a dataset calls for a sample: the functions of its classes, and its transforms."""
+    own = [vars(kind).values() for kind in type(dataset).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    functions = [getattr(value, "__func__", value) for values in own for value in values]  # of a staticmethod
+    functions = [function for function in functions if isinstance(function, types.FunctionType)]
+    return functions + [getattr(dataset, name, None) for name in (*TRANSFORMS, "then")]
+
+
+def _digest(functions: list) -> str:
+    from fusedtrain.data.cache import _identity
+
+    found = hashlib.sha256()
+    for function in functions:
+        with contextlib.suppress(Exception):  # one that has no name, or a repr that fails, cannot be told from another
+            found.update(_identity(function).encode(errors="surrogateescape"))
+    return found.hexdigest()[:16]
 
 
 def _inside(dataset, depth: int = 8) -> list:

@@ -384,9 +384,8 @@ _CLOSED = [(nn.Module, name, "it looks through its parameters or buffers") for n
 _CLOSED += [(torch.distributed, name, "it asks for its process group") for name in _GROUP]
 _CLOSED += [(torch, name, "it asks whether gradients or autocast are on") for name in _ASKS]
 _CLOSED += [(builtins, "print", "it prints"), (builtins, "breakpoint", "it stops in a debugger")]
-_CLOSED += [
-    (logging.Logger, name, "it writes to a log") for name in ("makeRecord", "handle")
-]  # the first asks the time
+# The first one reads the clock, too.
+_CLOSED += [(logging.Logger, name, "it writes to a log") for name in ("makeRecord", "handle")]
 _CLOCKS = [name + unit for name in ("time", "perf_counter", "monotonic") for unit in ("", "_ns")]
 _IMPORTED = [(warnings, "warn", "it warns"), *((time, name, "it reads the clock") for name in _CLOCKS)]
 _CLOSED += _IMPORTED  # also by names of the forward's own
