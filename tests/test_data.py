@@ -189,6 +189,19 @@ def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named():
     assert found[1] is errors[1] and faults.worker_error(errors[0], [], guarded, 0) is errors[0]
 
 
+def test_a_death_that_is_told_while_another_error_of_it_is_looked_at_names_the_worker(monkeypatch):
+    worker_error, calls = faults.worker_error, iter(range(9))
+
+    def disturbed(error, processes, *known):
+        if next(calls) == 0:
+            raise RuntimeError(f"DataLoader worker (pid {processes[0].pid}) is killed by signal: Killed. ")
+        return worker_error(error, processes, *known)
+
+    monkeypatch.setattr(faults, "worker_error", disturbed)
+    with pytest.raises(data.WorkerError, match=r"killed by SIGKILL: worker 0 was at sample 6 \(square-6.png\)"):
+        list(data.loader(Squares(kill=6), 4, num_workers=1))
+
+
 def test_it_is_a_data_loader_of_the_dataset():
     dataset = Squares(10)
     batches = data.loader(dataset, 4, num_workers=0)

@@ -122,7 +122,11 @@ class Loader(DataLoader):
 
     def _raise(self, error: Exception, batches: _BaseDataLoaderIter | None) -> NoReturn:
         """Ends the pass with what is known of an error of torch's."""
-        found = faults.worker_error(error, getattr(batches, "_workers", []), self._guarded, self.timeout)
+        known = getattr(batches, "_workers", []), self._guarded, self.timeout
+        try:
+            found = faults.worker_error(error, *known)
+        except RuntimeError as noticed:  # torch's handler tells of a death whenever the system does
+            found = faults.worker_error(noticed, *known)
         self._end(batches)
         if found is error:
             raise error
