@@ -64,7 +64,9 @@ torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defau
 torch.backends.cudnn.allow_tf32 = False  # what the kernels are compared with is float32
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    harness.interpret_as_compiled()
+    import interpreter
+
+    interpreter.as_compiled()
 
 # The same examples on every run; the backend fixture holds for all examples of a test.
 settings.register_profile(

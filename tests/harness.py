@@ -14,7 +14,6 @@ forces.
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import math
 import os
@@ -66,27 +65,6 @@ def skip_interpreted_rows(backend: str, device: str, channels: int) -> None:
     """For rows whose length only the other backends' kernels tell apart: Triton's take 64 channels at a time."""
     if interpreted(backend, device) and channels > 600:
         pytest.skip("as shorter rows in Triton's kernels, and long in its interpreter")
-
-
-def interpret_as_compiled() -> None:
-    """Has Triton's interpreter compute with integers as compiled kernels do: without a check for overflow after each
-    operation, which takes more than half of its time. And has it look once per launch for what to replace in
-    triton.language, not again at each call of a function in a kernel. Only where ``TRITON_INTERPRET=1``."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    builder, replace = interpreter.interpreter_builder, interpreter._patch_lang
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-    @functools.cache
-    def languages(function):
-        modules = (language, language.core)
-        return [value for value in function.__globals__.values() if any(value is module for module in modules)]
-
-    def replace_once(function):
-        return replace(function) if any(language.core.is_builtin(m.load) for m in languages(function)) else None
-
-    interpreter._patch_lang = replace_once
 
 
 def skip_copied_layouts(backend: str, device: str, layout: str) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from unittest import mock
 
-import harness
+import interpreter
 import torch
 import triton
 import triton.language as tl
@@ -324,7 +324,7 @@ class GuardedMemory(TorchDispatchMode):
 
 
 def guard_cases(*cases: str) -> None:
-    harness.interpret_as_compiled()
+    interpreter.as_compiled()
     for case in cases:
         print(case, flush=True)
         with GuardedMemory():
