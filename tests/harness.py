@@ -98,13 +98,17 @@ def skip_all_but_channels_last(backend: str, device: str, layout: str) -> None:
 
 def normal(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensor:
     """Standard normal numbers, the same on every device, rounded to ``dtype``."""
-    drawn = (_drawn if math.prod(shape) < 1 << 15 else _drawn.__wrapped__)(shape, seed)
-    return drawn.to(dtype, copy=True).to(device)
+    size = math.prod(shape)
+    drawn = _drawn if size < 1 << 15 else _drawn_large if size < 1 << 19 else _drawn.__wrapped__
+    return drawn(shape, seed).to(dtype, copy=True).to(device)
 
 
 @functools.lru_cache(512)
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+_drawn_large = functools.lru_cache(24)(_drawn.__wrapped__)  # of up to 4 MiB each
 
 
 def _contiguous(n, c, h, w, make):
