@@ -430,10 +430,17 @@ def test_a_value_at_a_kink_does_not_count(run_code, zoo):
     assert run_code(KINKS).splitlines()[-1] == "{}"
 
 
-def test_whole_steps_of_a_network(run_script, zoo, tmp_path):
+STEPS = """
+import os, runpy, sys, models
+models.PROFILED_STEPS = 2
+runpy.run_path(os.path.abspath("run.py"), run_name="__main__")
+"""
+
+
+def test_whole_steps_of_a_network(run_code, zoo, tmp_path):
     network = "test_efficientnet"
     options = ("--models", network, "--quick", "--image", 64, "--batch", 4, "--budget", 0)
-    shown = run_script("run.py", *options, "--device", "cpu", "--output", tmp_path)
+    shown = run_code(STEPS, *options, "--device", "cpu", "--output", tmp_path)
     assert network in shown
     tables = {}
     for file in tmp_path.glob("*/models/*.csv"):
