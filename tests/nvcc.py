@@ -15,6 +15,9 @@ import compiler
 
 SOURCES = sorted(compiler.CSRC.glob("cuda/*.cu"))
 WHY_NOT = None if shutil.which("nvcc") else "nvcc is not on PATH"
+# Through ccache, which also keeps what ptxas says, where the C++ compiler is.
+CACHED = Path(shutil.which(compiler.CXX) or "").resolve().name == "ccache"
+NVCC = ["ccache", "nvcc"] if CACHED else ["nvcc"]
 # The architectures that the gates hold for, by what each is compiled from. From the same PTX sm_90 costs little beside
 # sm_80; each from its own, as setup.py does, is slow. So are all activations with kernels of their own, both types of
 # 16 bits and all rules of optimizers: silu takes most registers, and so do the rules of fewer_kernels/rules.h.
@@ -35,7 +38,7 @@ def compile_cuda(source: Path, target: Path) -> tuple[bool, str]:
     """
     codes = (f"-gencode=arch={arch},code=[{','.join(codes)}]" for arch, codes in ARCHS.items())
     gates = ["-Werror", "all-warnings,default-stream-launch", "-Xcompiler", "-Wall,-Wextra"]
-    command = ["nvcc", "-O0", "-std=c++20", *codes, *gates, "-Xptxas", "-v", *FEWER, f"-I{compiler.CSRC}"]
+    command = [*NVCC, "-O0", "-std=c++20", *codes, *gates, "-Xptxas", "-v", *FEWER, f"-I{compiler.CSRC}"]
     done = subprocess.run([*command, "-c", source, "-o", target], capture_output=True, text=True, check=False)
     return done.returncode == 0, done.stderr
 
