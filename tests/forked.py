@@ -158,8 +158,9 @@ def _follow(torch) -> None:
 
 
 def _server_from_here(as_usual, path: str, words: list[str], kept: list[int]) -> int:
-    """Does what multiprocessing.util.spawnv_passfds does; a server of forks is a fork of this process as it is."""
-    if "forkserver" not in words[-1]:
+    """Does what multiprocessing.util.spawnv_passfds does; a server of forks is a fork of this process as it is, unless
+    its memory is to be allocated in another way, which a program is told when it starts."""
+    if "forkserver" not in words[-1] or "GLIBC_TUNABLES" in os.environ:
         return as_usual(path, words, kept)
     child = os.fork()
     if child:
