@@ -165,7 +165,8 @@ def optimum(path: Path, planted: dict, report: dict) -> dict:
     for _ in range(ROUNDS if len(arms) > 1 else 0):
         for name, (variables, remedies) in arms.items():
             task = {"script": str(path), "arguments": [], "do": "time", "remedies": remedies}
-            messages, _ = scripts._run(task, variables)
+            messages: list[dict] = []
+            scripts._run(task, variables, messages)
             times[name] += [
                 1e3 * (message["own"] or message["seconds"]) for message in messages if "seconds" in message
             ]

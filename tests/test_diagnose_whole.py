@@ -856,6 +856,16 @@ def test_a_row_of_the_planted_faults_outlives_comments_and_nothing_else():
     assert "diagnose/report.py" not in modules
 
 
+def test_a_script_with_a_planted_fault_is_timed_as_it_is_and_with_its_fix(tmp_path):
+    optimum = runpy.run_path(str(ROOT / "benchmarks" / "planted.py"))["optimum"]
+    optimum.__globals__["ROUNDS"] = 1
+    slow = "__import__('os').environ.get('PLANTED_FIXED') or __import__('time').sleep(0.05)"
+    (tmp_path / "train.py").write_text(FIXED_BATCH.replace("optimizer.zero_grad()", slow))
+    report = {"accepted": [], "findings": [{"rule": "own_code", "remedies": [], "predicted_gain": 0.9}]}
+    found = optimum(tmp_path / "train.py", {"CAUSES": ("own_code",)}, report)
+    assert found["ms_before"] > 50 > found["ms_fixed"] and not found["slower"] and found["promised"] > 0.8
+
+
 def test_the_planted_faults_name_rules():
     names = {rule.name for rule in rules.RULES}
     assert len(PLANTED) >= 20
