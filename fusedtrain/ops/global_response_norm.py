@@ -91,7 +91,7 @@ def global_response_norm(
         RuntimeError: a forced backend cannot run on ``x``, or tensors are on different devices.
 
     Cost: reads x twice and writes y once; backward reads x and dy twice and writes dx once, for all gradients. Images
-        whose passes fit the last cache are read from memory once. Stock PyTorch takes some ten passes each way.
+        whose passes fit the last cache are read from memory once. Stock PyTorch takes 10 and 30 passes.
     Numerics: sums in float32 (float64 for float64) in a fixed order, over the channels in float64: deterministic,
         independent of threads. Where a norm is 0 its gradient is, as in torch.
     Source: Woo et al., ConvNeXt V2, https://arxiv.org/abs/2301.00808
