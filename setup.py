@@ -214,12 +214,10 @@ def extensions() -> dict:
     return {"ext_modules": [kernels, host], "cmdclass": {"build_ext": BuildKernels}}
 
 
-if {"sdist", "egg_info", "dist_info"} & set(sys.argv):  # neither a compiler nor torch is needed for these
-    setup()
-    sys.exit()
-reason = why_no_extension()
+without = {"sdist", "egg_info", "dist_info"} & set(sys.argv)  # neither a compiler nor torch is needed for these
+reason = None if without else why_no_extension()
 if reason and os.environ.get("FUSEDTRAIN_REQUIRE_EXT") == "1":
     raise SystemExit(f"FUSEDTRAIN_REQUIRE_EXT=1, but {reason}")
 if reason:
     print(f"fusedtrain: installing without the compiled kernels, ops run in plain PyTorch: {reason}", file=sys.stderr)
-setup(**({} if reason else extensions()))
+setup(**({} if without or reason else extensions()))

@@ -2,8 +2,10 @@
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
+import harness
 import pytest
 
 from fusedtrain import backend
@@ -51,3 +53,19 @@ def test_every_folder_of_the_package_is_installed():
     listed = re.search(r"^packages = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)[1]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "fusedtrain").rglob("*.py")}
     assert {*ast.literal_eval(listed)} == {".".join(folder.parts) for folder in folders} | {"fusedtrain.kernels"}
+
+
+def test_setup_py_does_not_leave(tmp_path):
+    """setuptools, which runs it as a configuration, warns of a SystemExit and will refuse it."""
+    pytest.importorskip("setuptools", "77")
+    files = ("setup.py", "build_backend.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+    for name in files:
+        shutil.copy(ROOT / name, tmp_path)
+    for path in ("kernels", *(p.parent.relative_to(ROOT) for p in (ROOT / "fusedtrain").rglob("__init__.py"))):
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+    code = f"""import os; os.chdir({str(tmp_path)!r})
+import sys; sys.path.insert(0, "")
+import build_backend
+build_backend.get_requires_for_build_wheel()"""
+    done = harness.run_python("-W", "default", "-c", code, fresh=True)
+    assert done.returncode == 0 and "Deprecat" not in done.stderr, done.stderr
