@@ -9,6 +9,7 @@ Each of its parts, "forward" (y), "dx" and "dw", runs in one of four ways:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ _LARGE = 32 << 20  # bytes of images, above which oneDNN is faster
 _WIDE = 40  # channels, from which on AMD's CPUs gain in bfloat16
 
 
-class _Sizes(NamedTuple):
+@dataclass
+class _Sizes:  # no NamedTuple: graphs of torch 2.10 take properties of one for something else
     """What the rows look at: the numbers of images, of channels of x and of y, and of pixels of an image."""
 
     n: int
@@ -335,7 +337,8 @@ def is_read_first(x: Tensor, weight: Tensor, backward: bool = False) -> bool:
     (n, c, h, w), channels_last = x.shape, _common.is_channels_last(x)
     if channels_last and torch.compiler.is_compiling():
         return False  # a program would hold for even or for odd sizes of images alone
-    where = layouts["channels_last" if channels_last else "contiguous"][backward]
+    in_forward, in_backward = layouts["channels_last" if channels_last else "contiguous"]
+    where = in_backward if backward else in_forward  # no index: in graphs of torch 2.10 a bool is none
     return where(_Sizes(n, c, weight.shape[0], h * w, channels_last))
 
 

@@ -313,7 +313,8 @@ def _arguments(
     _common.check_images("pointwise_conv2d", x)
     x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
-    return x, weight, bias, _common.pair("pointwise_conv2d", "stride", stride, 1)
+    stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
+    return x, weight, bias, [1, 1] if stride == [1, 1] else stride  # in graphs of torch 2.10 a 1 may be a symbol, too
 
 
 @remembered
