@@ -171,6 +171,23 @@ def test_flops_are_counted_as_of_stock_layers():
     assert said.startswith("channel_pool: reference runs, whose operators alone FlopCounterMode knows")
 
 
+def test_counters_that_wrap_convolutions_are_given_what_stock_layers_give(monkeypatch):
+    options = ({"kernel_size": 3, "groups": 16}, {"kernel_size": 3, "groups": 2, "dilation": 2}, {"kernel_size": 1})
+    stock = nn.Sequential(*(nn.Conv2d(16, 16, stride=stride, **of) for stride in (1, (2, 1)) for of in options))
+    fused, given, convolve = copy.deepcopy(stock), [], torch.nn.functional.conv2d
+
+    def counted(x, weight, bias, stride=1, padding=0, dilation=1, groups=1):
+        given.append([of if type(of) is tuple else (of, of) for of in (stride, padding, dilation)])
+        return convolve(x, weight, bias, stride, padding, dilation, groups)
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", counted)
+    assert len(fusedtrain.fuse(fused).swapped) == len(stock)
+    with fusedtrain.use_backend("reference"):
+        for model in (stock, fused):
+            model(torch.ones(2, 16, 24, 24))
+    assert given[: len(stock)] == given[len(stock) :]
+
+
 def test_explain_agrees_with_the_automatic_choice(capsys):
     for op, arguments in CALLS.items():
         with OperatorsCalled() as called:

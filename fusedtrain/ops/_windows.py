@@ -79,6 +79,7 @@ def _contiguous(t: Tensor) -> Tensor:
 
 def stock_forward(x, weight, bias, stride, padding, dilation, groups: int) -> Tensor:
     padded, rest, steps, _ = _for_stock(x, weight, padding, stride, dilation)
+    steps, dilation = tuple(steps), tuple(dilation)  # as layers give them: those who count FLOPs ask for tuples
     if not _garbles(x, weight, stride, dilation, groups):
         return F.conv2d(padded, weight, bias, steps, rest, dilation, groups)
     y = F.conv2d(_contiguous(padded), _contiguous(weight), bias, steps, rest, dilation, groups)

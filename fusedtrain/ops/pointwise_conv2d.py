@@ -23,9 +23,13 @@ def _read_pixels(x: Tensor, stride: list[int]) -> tuple[Tensor, list[int]]:
     return F.avg_pool2d(x, 1, stride), [1, 1]  # unlike a slice's, its gradient is in the format of x
 
 
+def _stock(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
+    return F.conv2d(x, weight, bias, tuple(stride))  # as layers give it: those who count FLOPs ask for a tuple
+
+
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     read, stride = (x, stride) if max(stride) == 1 else _read_pixels(x, stride)
-    y = F.conv2d(read, weight, bias, stride)
+    y = _stock(read, weight, bias, stride)
     return y if read is x else y.contiguous(memory_format=_common.format_of(read))  # without a stride ATen takes others
 
 
@@ -69,13 +73,13 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -
     if torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():
         bias = None if bias is None else bias.contiguous()  # whose strides the operator does not look at
         return torch.ops.aten.mkldnn_convolution(x, weight, bias, [0, 0], stride, [1, 1], 1)
-    return F.conv2d(x, weight, bias, stride)
+    return _stock(x, weight, bias, stride)
 
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> Tensor:
     """The product of a dtype that the CPU does not multiply, a few images at a time."""
     y = _empty(x, weight, stride, _common.format_of(x))
-    convolve = F.conv2d if _rules.mkl_is_faster() else _onednn
+    convolve = _stock if _rules.mkl_is_faster() else _onednn
     weight, bias = weight.float(), None if bias is None else bias.float()
     read = _read_by(x, stride)
     images = max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(1, read.numel() + y.numel()))
@@ -89,7 +93,7 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int
     library = _rules.library(x, weight, stride)
     if library == "float32":
         return _in_float32(x, weight, bias, stride)
-    y = (_onednn if library == "onednn" else F.conv2d)(x, weight, bias, stride)
+    y = (_onednn if library == "onednn" else _stock)(x, weight, bias, stride)
     return y.contiguous(memory_format=_common.format_of(x))
 
 
@@ -154,7 +158,7 @@ def _multiply(way: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: 
         return _KERNEL_ON_PLANES(x, weight, bias)
     if way == "product":
         return _product_of(x, weight, bias)
-    return (_BY_LIBRARY if way == "library" else F.conv2d)(x, weight, bias, stride)
+    return (_BY_LIBRARY if way == "library" else _stock)(x, weight, bias, stride)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], plan: _rules.Plan) -> Tensor:
