@@ -171,6 +171,19 @@ def test_flops_are_counted_as_of_stock_layers():
     assert said.startswith("channel_pool: reference runs, whose operators alone FlopCounterMode knows")
 
 
+def test_the_counter_of_ptflops_sees_torchs_operators():
+    class FlopCounterMode(TorchDispatchMode):  # the name that ptflops has too
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(operator.namespace)
+            return operator(*args, **kwargs or {})
+
+    layer, seen = nn.Sequential(nn.Conv2d(32, 32, 5, padding=2, groups=32)), []
+    fusedtrain.fuse(layer)
+    with FlopCounterMode():
+        layer(torch.ones(2, 32, 16, 16)).sum().backward()
+    assert seen and "fusedtrain" not in seen
+
+
 def test_counters_that_wrap_convolutions_are_given_what_stock_layers_give(monkeypatch):
     options = ({"kernel_size": 3, "groups": 16}, {"kernel_size": 3, "groups": 2, "dilation": 2}, {"kernel_size": 1})
     stock = nn.Sequential(*(nn.Conv2d(16, 16, stride=stride, **of) for stride in (1, (2, 1)) for of in options))
