@@ -93,7 +93,13 @@ struct BatchNormBackward {
 };
 
 namespace cpu {
-// Items: n * reduce_chunks for channels_last, n * c for contiguous.
+// Few chunks of many channels are shared out over threads by channels too, in parts of this many and the rest.
+constexpr int64_t kPartChannels = 64;
+constexpr int64_t channel_parts(const Images& images) {
+  return images.c < 4 * kPartChannels ? 1 : images.c / kPartChannels;
+}
+
+// Items: n * reduce_chunks * channel_parts for channels_last, n * c for contiguous.
 template <Isa I>
 void batch_norm_act_stats_partial(const BatchNormStats& a, int64_t begin, int64_t end);
 // Items: c.
@@ -108,7 +114,7 @@ void batch_norm_act_update(const BatchNormUpdate& a, int64_t begin, int64_t end)
 // Items: n * hw rows for channels_last, n * c planes for contiguous.
 template <Isa I>
 void batch_norm_act(const BatchNormAct& a, int64_t begin, int64_t end);
-// Items: n * reduce_chunks for channels_last, n * c for contiguous.
+// Items: n * reduce_chunks * channel_parts for channels_last, n * c for contiguous.
 template <Isa I>
 void batch_norm_act_reduce_partial(const BatchNormReduce& a, int64_t begin, int64_t end);
 // Items: c.

@@ -135,10 +135,13 @@ static constexpr int64_t bands(const DepthwiseSizes& s) {
 }
 static constexpr int64_t first_row(const DepthwiseSizes& s, int64_t band) { return s.ho * band / bands(s); }
 
-// The bands of all images are shared out over this many groups, each with its own partial sums of dw and db.
+// The bands of all images are shared out over this many groups, each with its own partial sums of dw and db. With the
+// chunks of channels they make work for many threads, and a little less than a round number: one item more would make
+// some of 16, 32 or 64 threads wait for a second one.
 static constexpr int64_t groups(const DepthwiseSizes& s) {
   const int64_t parts = has_whole_pixels(s) ? 1 : ceil_div(s.c, kChunkChannels);
-  return std::max<int64_t>(1, std::min(ceil_div(32, parts), s.n * bands(s)));
+  const int64_t wanted = parts == 1 || s.kh * s.kw > 49 ? 32 : 64;
+  return std::max<int64_t>(1, std::min(wanted / std::max<int64_t>(1, parts), s.n * bands(s)));
 }
 
 // Elements of acc: the weights by blocks of lanes, and `partial`.

@@ -70,20 +70,26 @@ constexpr int64_t pixel_blocks(const PointwiseConv2d& a) { return chunks(a.n * a
 constexpr int64_t packed_size(const PointwiseConv2d& a, int64_t columns) {
   return round_up(columns, kWideLanes) * (a.dtype == DType::kFloat32 ? a.c : chunks(a.c, 2)) * 4;
 }
-// Pixels of an image that are whole vectors, and of its strips, which are nearly the same size. The rest of all images
-// makes strips of its own.
+// Pixels of an image that are whole vectors, and of its strips, which are nearly the same size: few images have more,
+// for many threads. The rest of all images makes strips of its own.
 constexpr int64_t whole_pixels(const PointwiseConv2d& a) { return a.h * a.w / kWideLanes * kWideLanes; }
 constexpr int64_t strip_pixels(const PointwiseConv2d& a) {
   const int64_t most =
       std::clamp(kBlockBytes / std::max<int64_t>(1, bytes_per_pixel(a)), kStripPixels, 8 * kStripPixels);
-  const int64_t count = std::max<int64_t>(1, chunks(whole_pixels(a), most));
+  const int64_t shared = std::min(chunks(128, std::max<int64_t>(1, a.n)), whole_pixels(a) / kStripPixels);
+  const int64_t count = std::max<int64_t>({1, chunks(whole_pixels(a), most), shared});
   return std::max(kWideLanes, round_up(chunks(whole_pixels(a), count), kWideLanes));
 }
 constexpr int64_t strips(const PointwiseConv2d& a) {
   return a.n * chunks(whole_pixels(a), strip_pixels(a)) + chunks(a.n * (a.h * a.w - whole_pixels(a)), kStripPixels);
 }
+// Blocks and strips are shared out over threads by output channels too, in so many parts.
+constexpr int64_t kPartOutputs = 24;
+constexpr int64_t output_parts(const PointwiseConv2d& a) {
+  return a.layout == Layout::kContiguous ? std::max<int64_t>(1, a.o / kPartOutputs) : chunks(a.o, kPartOutputs);
+}
 constexpr int64_t pointwise_conv2d_items(const PointwiseConv2d& a) {
-  return a.layout == Layout::kContiguous ? strips(a) : pixel_blocks(a);
+  return (a.layout == Layout::kContiguous ? strips(a) : pixel_blocks(a)) * output_parts(a);
 }
 // Bytes of working memory per thread: a packed strip, and channels of pixels before and after; or the moments of a
 // block of pixels, and the block itself.
@@ -99,14 +105,16 @@ constexpr int64_t pointwise_conv2d_scratch(const PointwiseConv2d& a) {
 // Items: output channels, by kWideLanes. Writes packed; not for contiguous images.
 template <Isa I>
 void pointwise_conv2d_pack(const PointwiseConv2d& a, int64_t begin, int64_t end);
-// Items: blocks or strips of pixels. Writes y and moments, whose bits do not depend on how the items are shared out.
+// Items: blocks or strips of pixels, by output_parts. Writes y and moments, whose bits do not depend on how the items
+// are shared out.
 template <Isa I>
 void pointwise_conv2d(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end);
 
 // ---- dw: the channels of one operand, the wide one, lie along vectors; those of the other, the narrow one, are
 // broadcast. All of it depends on the shapes alone, so results do not depend on the number of threads ----
 
-constexpr int64_t kMostChunk = 576;  // channels of an operand per unit of work
+constexpr int64_t kMostChunk = 576;  // channels of an operand that are worked on together
+constexpr int64_t kPartWide = 48;    // of the wide one that threads share out
 constexpr int64_t kSteps = 128;      // at most of a block, each of a pixel, or of two as a pair
 constexpr int64_t kGroupPixels = 1024, kMostGroups = 32;
 
@@ -122,13 +130,12 @@ constexpr int64_t groups(const PointwiseConv2dDw& a) {
   const int64_t pixels = a.n * a.h * a.w;
   return pixels == 0 ? 0 : std::min(round_up(pixels, kGroupPixels) / kGroupPixels, kMostGroups);
 }
-// Few groups are made up for by more chunks.
-constexpr int64_t wide_chunk(const PointwiseConv2dDw& a) {
-  return kMostChunk / (groups(a) >= 8 ? 1 : groups(a) >= 2 ? 2 : 4);
-}
-constexpr int64_t units(const PointwiseConv2dDw& a) {
-  return groups(a) * chunks(wide_channels(a), wide_chunk(a)) * chunks(narrow_channels(a), kMostChunk);
-}
+// A group's wide channels in parts, and its units of work: those of each chunk of narrow channels. A thread takes
+// neighbours together.
+constexpr int64_t wide_parts(const PointwiseConv2dDw& a) { return std::max<int64_t>(1, wide_channels(a) / kPartWide); }
+constexpr int64_t narrow_chunks(const PointwiseConv2dDw& a) { return chunks(narrow_channels(a), kMostChunk); }
+constexpr int64_t units(const PointwiseConv2dDw& a) { return groups(a) * narrow_chunks(a) * wide_parts(a); }
+constexpr int64_t finish_rows(const PointwiseConv2dDw& a) { return chunks(narrow_channels(a), kWideLanes); }
 
 // Elements of acc in `partial`: [group][narrow channel][wide channel].
 constexpr int64_t partial_pitch(const PointwiseConv2dDw& a) { return round_up(wide_channels(a), kWideLanes); }
@@ -142,7 +149,7 @@ constexpr int64_t pointwise_conv2d_dw_scratch(const PointwiseConv2dDw& a) {
 // Items: units. Writes partial.
 template <Isa I>
 void pointwise_conv2d_dw(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end);
-// Items: narrow channels, by kWideLanes. Writes dw.
+// Items: finish_rows, kWideLanes narrow channels each, by wide_parts. Writes dw.
 template <Isa I>
 void pointwise_conv2d_dw_finish(const PointwiseConv2dDw& a, int64_t begin, int64_t end);
 

@@ -285,10 +285,12 @@ def test_repeats_bitwise_and_writes_every_element(device, backend, layout, train
 
 
 @dense_layouts
-def test_threads_change_nothing(device, kernels, layout):
+@pytest.mark.parametrize("dtype", harness.DTYPES[:2])
+@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (4, 700, 9, 9)], ids=["many pixels", "many channels"])
+def test_threads_change_nothing(device, kernels, layout, shape, dtype):
     if kernels != "cpu":
         pytest.skip("only the CPU kernels run on threads")
-    inputs = make(device, (5, 24, 33, 31), layout, residual="before")
+    inputs = make(device, shape, layout, dtype, residual="before")
     properties.assert_threads_change_nothing(function(inputs, residual="before", running=True), inputs)
 
 

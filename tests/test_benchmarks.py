@@ -187,6 +187,22 @@ print(report.python_section("train_loop", rows))
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count each thread's time")
+def test_many_threads_share_few_pixels_of_many_channels():
+    if reason := harness.why_not("cpu", "cpu", "batch_norm_act"):
+        pytest.skip(reason)
+    case = ["batch_norm_act", "--case", "blocks.5.1.bn1", "--layout", "channels_last", "--threads", "32"]
+    command = [sys.executable, "threads.py", *case]
+    done = forked.run(command, cwd=FOLDER, env=harness.environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[-6:] == ["most", "mean", "fill", "stock", "fill", "ratio"]
+    of_b0 = {line.split()[2]: float(line.split()[5]) for line in lines if line.startswith("efficientnet_b0")}
+    assert of_b0.keys() == {"forward", "backward"}
+    # Four threads of 32 did half of the work of both passes: 0.14.
+    assert of_b0["backward"] > 0.3
+
+
 def test_the_cost_of_the_training_loop_is_measured_and_a_missing_peer_named(run_code):
     text = run_code(LOOPS)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| raw loop", "| Trainer, "))]

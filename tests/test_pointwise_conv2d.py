@@ -211,8 +211,9 @@ def test_pixels_of_a_strip_do_not_mix(kernel_dtype):
     assert y[2, :, 6, 6].isnan().all() and y.isnan().sum() == y.shape[1]
 
 
-def test_kernel_on_planes_does_not_depend_on_threads(kernel_dtype):
-    inputs = make("cpu", (7, 40, 23, 21), "contiguous", kernel_dtype, 70).values()
+@pytest.mark.parametrize(("shape", "out"), [((7, 40, 23, 21), 70), ((2, 90, 7, 7), 301)])
+def test_kernel_on_planes_does_not_depend_on_threads(kernel_dtype, shape, out):
+    inputs = make("cpu", shape, "contiguous", kernel_dtype, out).values()
     assert torch.equal(KERNEL_ON_PLANES(*inputs), with_more_threads(lambda: KERNEL_ON_PLANES(*inputs)))
 
 
@@ -247,15 +248,21 @@ def test_kernel_spreads_nan_and_infinity_as_torch(kernel_dtype, value):
 
 def with_more_threads(function):
     before = torch.get_num_threads()
-    torch.set_num_threads(before + 2)
+    torch.set_num_threads(before + 4)
     try:
         return function()
     finally:
         torch.set_num_threads(before)
 
 
-def test_kernel_does_not_depend_on_threads(kernel_dtype):
-    inputs = (*make("cpu", (3, 40, 23, 21), dtype=kernel_dtype, out=70).values(), [1, 1])
+# Of the second the threads share out y's channels too.
+for_threads = pytest.mark.parametrize(("shape", "out"), [((3, 40, 23, 21), 70), ((2, 200, 9, 10), 301)])
+
+
+@for_threads
+@pytest.mark.parametrize("stride", [1, 2])
+def test_kernel_does_not_depend_on_threads(kernel_dtype, shape, out, stride):
+    inputs = (*make("cpu", shape, dtype=kernel_dtype, out=out).values(), [stride, stride])
     assert torch.equal(KERNEL(*inputs), with_more_threads(lambda: KERNEL(*inputs)))
 
 
@@ -290,8 +297,9 @@ def test_a_large_mean_hides_no_variance(kernel_dtype):
     assert_moments_are_as_good_as_torch(draws)
 
 
-def test_mean_and_variance_do_not_depend_on_threads(kernel_dtype):
-    inputs = (*make("cpu", (3, 40, 23, 21), dtype=kernel_dtype, out=70).values(), [1, 1])
+@for_threads
+def test_mean_and_variance_do_not_depend_on_threads(kernel_dtype, shape, out):
+    inputs = (*make("cpu", shape, dtype=kernel_dtype, out=out).values(), [1, 1])
     for few, many in zip(KERNEL_STATS(*inputs), with_more_threads(lambda: KERNEL_STATS(*inputs))):
         assert torch.equal(few, many)
 
@@ -425,20 +433,15 @@ def test_repeats_bitwise_and_writes_every_element(device, backend, layout, dtype
     properties.assert_writes_every_element(function(), make(device, layout=layout, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (1, 96, 90, 40), (16, 200, 7, 7)])
+@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (1, 96, 90, 40), (16, 200, 7, 7), (8, 1250, 7, 7)])
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
 def test_threads_do_not_change_the_weight_gradient(shape, dtype):
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
         pytest.skip(reason)
     x = harness.images(shape, "channels_last", dtype)
     dy = harness.images((shape[0], 40, *shape[2:]), "channels_last", dtype, seed=1)
-    few, before = torch.ops.fusedtrain.pointwise_conv2d_dw(dy, x, [1, 1]), torch.get_num_threads()
-    torch.set_num_threads(before + 2)
-    try:
-        many = torch.ops.fusedtrain.pointwise_conv2d_dw(dy, x, [1, 1])
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(few, many)
+    few = torch.ops.fusedtrain.pointwise_conv2d_dw(dy, x, [1, 1])
+    assert torch.equal(few, with_more_threads(lambda: torch.ops.fusedtrain.pointwise_conv2d_dw(dy, x, [1, 1])))
 
 
 def test_images_do_not_mix(device, backend):

@@ -38,7 +38,9 @@ Batch batch_of(const Tensor& x) {
   return b;
 }
 
-int64_t reduce_items(const Images& m) { return m.layout == Layout::kContiguous ? m.n * m.c : m.n * reduce_chunks(m); }
+int64_t reduce_items(const Images& m) {
+  return m.n * (m.layout == Layout::kContiguous ? m.c : reduce_chunks(m) * cpu::channel_parts(m));
+}
 int64_t map_items(const Images& m) { return m.n * (m.layout == Layout::kContiguous ? m.c : m.hw); }
 
 // Channels [begin, end), all of them or some of contiguous images.
@@ -56,11 +58,10 @@ void parallel_images(const Batch& b, int64_t items, Channels channels, F&& f) {
   for (int64_t n = 0; n < m.n; ++n) parallel_items(n * m.c + channels.begin, n * m.c + channels.end, m.hw, f);
 }
 
-// Whether images go through all passes a few channels at a time: their planes lie together in memory, and there are
-// channels for every thread.
+// Whether images go through all passes a few channels at a time: their planes lie together in memory, and threads share
+// the channels evenly.
 bool by_channel_groups(const Tensor& x, const Batch& b) {
-  return groups_channels && x.is_cpu() && b.images.layout == Layout::kContiguous &&
-         b.images.c >= torch::stable::get_num_threads();
+  return groups_channels && x.is_cpu() && b.images.layout == Layout::kContiguous && shares_evenly(b.images.c);
 }
 
 // Takes such images through `passes(channels)`, all passes before the next channels, so that the `tensors` tensors like

@@ -18,7 +18,7 @@ inline int64_t map_items(const Images& m) { return m.layout == Layout::kContiguo
 
 // Takes groups of samples through `passes(begin, end)`, all passes of one group before the next group, so that the
 // `tensors` tensors of images that one pass reads are still in the last cache for the next. Threads take whole groups
-// where there are enough samples, else they share the work inside a pass. No result depends on the grouping.
+// where these share evenly, else they share the work inside a pass. No result depends on the grouping.
 template <class F>
 void for_sample_groups(const Images& m, int64_t tensors, F&& passes) {
   constexpr int64_t kCacheBytes = 8 << 20;
@@ -31,8 +31,7 @@ void for_sample_groups(const Images& m, int64_t tensors, F&& passes) {
       passes(begin + (end - begin) * g / groups, begin + (end - begin) * (g + 1) / groups);
     }
   };
-  const int64_t threads = torch::stable::get_num_threads();
-  if (threads > 1 && m.n >= threads) {
+  if (torch::stable::get_num_threads() > 1 && shares_evenly(m.n)) {
     torch::stable::parallel_for(0, m.n, std::max<int64_t>(1, kGrain / sample), in_groups);
   } else {
     in_groups(0, m.n);

@@ -116,6 +116,12 @@ inline Tensor empty_acc(const Tensor& x, std::initializer_list<int64_t> shape) {
 // Null for the [0] tensor that stands for "not needed".
 inline void* data_or_null(const Tensor& t) { return t.numel() == 0 ? nullptr : t.mutable_data_ptr(); }
 
+// Whether the threads have nearly the same to do when each takes whole items of `count`.
+inline bool shares_evenly(int64_t count) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return 4 * count >= 3 * ((count + threads - 1) / threads * threads);
+}
+
 // A thread gets at least this many elements of the large tensors.
 constexpr int64_t kGrain = 32768;
 

@@ -124,8 +124,8 @@ PointwiseConv2dDw dw_contract_of(const Tensor& dy, const Tensor& x, const std::v
 }
 
 void finish_dw(const PointwiseConv2dDw& a) {
-  const int64_t rows = cpu::chunks(cpu::narrow_channels(a), cpu::kWideLanes);
-  parallel_items(0, rows, cpu::partial_size(a) / rows,
+  const int64_t items = cpu::finish_rows(a) * cpu::wide_parts(a);
+  parallel_items(0, items, cpu::partial_size(a) / items,
                  [&]<Isa I>(int64_t begin, int64_t end) { cpu::pointwise_conv2d_dw_finish<I>(a, begin, end); });
 }
 
@@ -136,10 +136,13 @@ Tensor pointwise_conv2d_dw(const Tensor& dy, const Tensor& x, const std::vector<
   const Tensor partial = empty_acc(x, {cpu::partial_size(a)});
   a.dw = dw.mutable_data_ptr();
   a.partial = data_or_null(partial);
-  parallel_items(0, cpu::units(a), kGrain, [&]<Isa I>(int64_t begin, int64_t end) {
-    const Scratch scratch(cpu::pointwise_conv2d_dw_scratch(a));
-    cpu::pointwise_conv2d_dw<I>(a, scratch.data(), begin, end);
-  });
+  // A vector of products is an element's work.
+  const int64_t products = a.n * a.h * a.w * a.o * a.c, units = cpu::units(a);
+  parallel_items(0, units, products / cpu::kWideLanes / std::max<int64_t>(1, units),
+                 [&]<Isa I>(int64_t begin, int64_t end) {
+                   const Scratch scratch(cpu::pointwise_conv2d_dw_scratch(a));
+                   cpu::pointwise_conv2d_dw<I>(a, scratch.data(), begin, end);
+                 });
   finish_dw(a);
   return dw;
 }
@@ -231,7 +234,7 @@ std::tuple<Tensor, Tensor> pointwise_conv2d_norm_backward(const Tensor& dy, cons
         cpu::pointwise_conv2d_dw<I>(sums, dw_room.data(), 0, cpu::units(sums));
         if (!need_dx) continue;
         part.y = static_cast<char*>(dx.mutable_data_ptr()) + begin * whole.c * size;
-        cpu::pointwise_conv2d<I>(part, product_room.data(), 0, cpu::pixel_blocks(part));
+        cpu::pointwise_conv2d<I>(part, product_room.data(), 0, cpu::pointwise_conv2d_items(part));
       }
     }
   });

@@ -47,4 +47,15 @@ constexpr int64_t reduce_chunks(const Images& images) {
   return images.hw > kReduceChunk ? (images.hw + kReduceChunk - 1) / kReduceChunk : 1;
 }
 
+// Items that are parts of wholes, so that threads share out few wholes: f(whole, first, last) for the parts
+// [first, last) that items [begin, end) have of each.
+template <class F>
+void for_wholes(int64_t begin, int64_t end, int64_t parts, F&& f) {
+  while (begin < end) {
+    const int64_t first = begin % parts, last = first + end - begin < parts ? first + end - begin : parts;
+    f(begin / parts, first, last);
+    begin += last - first;
+  }
+}
+
 }  // namespace fusedtrain

@@ -77,7 +77,8 @@ struct PreActivation {
 
 constexpr int kGroup = 8;
 
-// Sums over rows [begin, end) of [rows, c] into out [kSums, c]. F::State is the sums of one vector of channels:
+// Sums over rows [begin, end) of [rows, c] into out [kSums, c], of channels [from, to), which begin and end with parts
+// (channel_parts) and on which no sum depends. F::State is the sums of one vector of channels:
 //   State s; s.start(f, i, rows, c, lanes)                  before the first row, element i
 //   s.add(f, i, params, lanes)                              one element of one row
 //   s.load(out + ch, c, lanes), s.store(out + ch, c, lanes)
@@ -85,10 +86,12 @@ constexpr int kGroup = 8;
 // that the registers hold as a whole are read from end to end and summed at the speed of the memory; kRegisterColumns
 // in bindings/batch_norm_act.cpp makes such rows.
 template <class F>
-void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, bool in_groups, typename F::Lane* out) {
+void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, int64_t from, int64_t to, bool in_groups,
+               typename F::Lane* out) {
   using V = typename F::V;
   const F f = by_reference;  // its pointers stay in registers, whatever is written through `out` and by f
-  for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
+  for_each_vector<V>(to - from, [&](int64_t k, auto lanes) {
+    const int64_t ch = from + k;
     typename F::State s;
     s.start(f, begin * c + ch, end - begin, c, lanes);
     s.store(out + ch, c, lanes);
@@ -122,22 +125,23 @@ void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, boo
   constexpr int64_t kLong = 2048 / sizeof(typename F::Element);
   if (F::kStreams == 1 && c >= kLong) {  // strips of two vectors from all rows of a group
     return for_sum_groups(begin, end, [&](int64_t first, int64_t last) {
-      int64_t ch = 0;
-      for (; ch + 2 * V::kLanes <= c; ch += 2 * V::kLanes) {
+      int64_t ch = from;
+      for (; ch + 2 * V::kLanes <= to; ch += 2 * V::kLanes) {
         add_strip.template operator()<2>(first, last, ch, AllLanes{});
       }
-      for_each_vector<V>(c - ch,
+      for_each_vector<V>(to - ch,
                          [&](int64_t k, auto lanes) { add_strip.template operator()<1>(first, last, ch + k, lanes); });
     });
   }
   const auto add = [&]<int kRows>(int64_t row) {
-    for_each_vector<V>(c, [&](int64_t ch, auto lanes) {
+    for_each_vector<V>(to - from, [&](int64_t k, auto lanes) {
+      const int64_t ch = from + k;
       const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
       const int64_t i = row * c + ch;
       typename F::State s, group;
       s.load(out + ch, c, lanes);
       group.clear(s);
-      if (kRows > 1) {
+      if (kRows > 1 && to - from == c) {
         fetch_rows<typename F::Element>((row + kRows) * c, ch, kRows, [&](int64_t next) { f.prefetch(next); });
       }
       if constexpr (kRows == kTogether && in_turn<F, decltype(lanes)>) {
@@ -155,24 +159,25 @@ void walk_rows(const F& by_reference, int64_t begin, int64_t end, int64_t c, boo
   for (; row < end; ++row) add.template operator()<1>(row);
 }
 
-// The sums of items [begin, end), chunks of rows or planes, into partial [items or n, kSums, c].
+// The sums of items [begin, end), parts of chunks of rows or planes, into partial [chunks or n, kSums, c].
 template <class F>
 void walk_items(const Images& m, const F& f, typename F::Lane* partial, int64_t begin, int64_t end) {
-  const int64_t chunks = reduce_chunks(m);
+  if (m.layout == Layout::kContiguous) {
+    Split at(begin, m.c);
+    for (int64_t item = begin; item < end; ++item, ++at) {
+      f.plane(item * m.hw, at.remainder, m.hw, partial + at.quotient * F::kSums * m.c + at.remainder, m.c);
+    }
+    return;
+  }
   const bool in_groups = F::kStreams == 1 || (!rows_collide<typename F::Element>(m) &&
                                               (in_turn<F, AllLanes> || !row_by_row<typename F::Element>(m)));
-  const bool planes = m.layout == Layout::kContiguous;
-  Split at(begin, planes ? m.c : chunks);
-  for (int64_t item = begin; item < end; ++item, ++at) {
-    const int64_t n = at.quotient;
-    if (planes) {
-      f.plane(item * m.hw, at.remainder, m.hw, partial + n * F::kSums * m.c + at.remainder, m.c);
-    } else {
-      const int64_t first = n * m.hw + at.remainder * kReduceChunk;
-      const int64_t last = std::min(first + kReduceChunk, (n + 1) * m.hw);
-      walk_rows(f, first, last, m.c, in_groups, partial + item * F::kSums * m.c);
-    }
-  }
+  const int64_t chunks = reduce_chunks(m), parts = channel_parts(m);
+  for_wholes(begin, end, parts, [&](int64_t chunk, int64_t part, int64_t stop) {
+    const int64_t first = chunk / chunks * m.hw + chunk % chunks * kReduceChunk;
+    const int64_t last = std::min(first + kReduceChunk, (chunk / chunks + 1) * m.hw);
+    walk_rows(f, first, last, m.c, part * kPartChannels, stop == parts ? m.c : stop * kPartChannels, in_groups,
+              partial + chunk * F::kSums * m.c);
+  });
 }
 
 // f(offset, part, size) for the parts that walk_items leaves of a channel, size positions each. A row of `fold * c`

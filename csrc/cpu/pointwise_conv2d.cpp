@@ -215,14 +215,15 @@ struct Block {
   float* moments;  // [3, moments_pitch(a)], or null
 };
 
+// All rows, and panels [first_panel, last_panel) of the columns.
 template <class T>
-void multiply_block(const PointwiseConv2d& a, const Block<T>& b) {
+void multiply_block(const PointwiseConv2d& a, const Block<T>& b, const Panels& panels, int64_t first_panel,
+                    int64_t last_panel) {
   alignas(64) float before[kMostSums * kLanes];
-  const Panels panels(b.columns);
   const int64_t steps = chunks(a.c, kChannels<T>);
   const int64_t chains = std::max<int64_t>(1, chunks(steps, kChain)), chain = chunks(steps, chains);
   const bool bias_of_rows = a.layout == Layout::kContiguous;
-  for (int64_t panel = 0; panel < panels.count(); ++panel) {
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
     const int64_t from = panels.begin(panel), to = panels.begin(panel + 1);
     const float* const bias = b.bias == nullptr || bias_of_rows ? b.bias : b.bias + from * kLanes;
     Tile<T> tile{.x = b.x,
@@ -264,13 +265,15 @@ void multiply_block(const PointwiseConv2d& a, const Block<T>& b) {
 
 // Blocks of pixels of channels_last images.
 template <class T>
-void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int64_t block_end) {
+void multiply(const PointwiseConv2d& a, void* scratch, int64_t items_begin, int64_t items_end) {
   const Side<T> x(a.x, a.c, a.x_strides, a.n, a.h, a.w);
   const int64_t all = a.n * a.h * a.w, most = block_pixels(a);
   const int64_t row = moments_pitch(a);
   auto* const moments = static_cast<float*>(scratch);
   auto* const copies = reinterpret_cast<T*>(moments + 3 * row);
-  for (int64_t block = block_begin; block < block_end; ++block) {
+  const Panels panels(a.o);
+  const int64_t parts = output_parts(a);
+  for_wholes(items_begin, items_end, parts, [&](int64_t block, int64_t part, int64_t stop) {
     const int64_t begin = block * most, end = std::min(all, begin + most);
     Block<T> b{.x = copies,
                .rows = end - begin,
@@ -295,11 +298,13 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t block_begin, int6
         }
       }
     }
-    multiply_block(a, b);
+    const int64_t first = panels.count() * part / parts, last = panels.count() * stop / parts;
+    multiply_block(a, b, panels, first, last);
+    const int64_t from = panels.begin(first) * kLanes, to = std::min(panels.begin(last) * kLanes, a.o);
     for (int k = 0; a.moments != nullptr && k < 3; ++k) {
-      std::copy_n(moments + k * row, a.o, a.moments + (3 * block + k) * a.o);
+      std::copy(moments + k * row + from, moments + k * row + to, a.moments + (3 * block + k) * a.o + from);
     }
-  }
+  });
   if (streams<T>(a)) stream_fence();
 }
 
@@ -388,6 +393,12 @@ void pack_strip(const Columns<T>& a, T* packed) {
   }
 }
 
+// The first output channel of a part of a strip: tiles are as high as in a whole one.
+int64_t first_output(const PointwiseConv2d& a, int64_t part) {
+  constexpr int64_t kTall = 24;  // every height of a tile divides it
+  return part == output_parts(a) ? a.o : a.o * part / output_parts(a) / kTall * kTall;
+}
+
 // Strips of pixels of contiguous images. What is left of an image's whole vectors shares strips with that of others.
 template <class T>
 void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int64_t end) {
@@ -397,23 +408,28 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
   auto* const copies = reinterpret_cast<T*>(static_cast<char*>(scratch) + packed_size(a, std::max(most, kStripPixels)));
   const auto* const x = static_cast<const T*>(a.x);
   auto* const y = static_cast<T*>(a.y);
-  Block<T> b{.x = static_cast<const T*>(a.weight),
-             .rows = a.o,
-             .pitch = a.weight_strides[0],
-             .packed = static_cast<const float*>(scratch),
-             .columns = 0,
-             .y = nullptr,
-             .y_pitch = pixels,
-             .bias = a.bias,
-             .moments = nullptr};
-  for (int64_t strip = begin; strip < std::min(end, a.n * count); ++strip) {
-    const int64_t image = strip / count, first = strip % count * most;
-    b.columns = std::min(most, whole - first);
-    b.y = y + image * a.o * pixels + first;
-    pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, packed);
-    multiply_block(a, b);
-  }
-  for (int64_t strip = std::max(begin, a.n * count); strip < end; ++strip) {
+  for_wholes(begin, end, output_parts(a), [&](int64_t strip, int64_t part, int64_t stop) {
+    const int64_t row = first_output(a, part), rows = first_output(a, stop) - row;
+    Block<T> b{.x = static_cast<const T*>(a.weight) + row * a.weight_strides[0],
+               .rows = rows,
+               .pitch = a.weight_strides[0],
+               .packed = static_cast<const float*>(scratch),
+               .columns = 0,
+               .y = nullptr,
+               .y_pitch = pixels,
+               .bias = a.bias == nullptr ? nullptr : a.bias + row,
+               .moments = nullptr};
+    const auto multiply_all = [&] {
+      const Panels panels(b.columns);
+      multiply_block(a, b, panels, 0, panels.count());
+    };
+    if (strip < a.n * count) {
+      const int64_t image = strip / count, first = strip % count * most;
+      b.columns = std::min(most, whole - first);
+      b.y = y + (image * a.o + row) * pixels + first;
+      pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, packed);
+      return multiply_all();
+    }
     const int64_t first = (strip - a.n * count) * kStripPixels;
     b.columns = std::min(kStripPixels, a.n * rest - first);
     const auto each = [&](auto f) {  // (column, image, pixel)
@@ -426,12 +442,12 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
     pack_strip<T>({copies, b.columns, a.c, 1, kStripPixels}, packed);
     b.y = copies;
     b.y_pitch = kStripPixels;
-    multiply_block(a, b);
+    multiply_all();
     each([&](int64_t i, int64_t image, int64_t pixel) {
-      T* const to = y + image * a.o * pixels + pixel;
-      for (int64_t k = 0; k < a.o; ++k) to[k * pixels] = copies[k * kStripPixels + i];
+      T* const to = y + (image * a.o + row) * pixels + pixel;
+      for (int64_t k = 0; k < rows; ++k) to[k * pixels] = copies[k * kStripPixels + i];
     });
-  }
+  });
   if (streams<T>(a)) stream_fence();
 }
 

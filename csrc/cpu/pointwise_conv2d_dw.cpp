@@ -445,22 +445,32 @@ class NextBlock {
 
 constexpr int64_t kOften = 4;
 
-// The first channel of a chunk, and how many.
-std::pair<int64_t, int64_t> chunk(int64_t channels, int64_t chunks, int64_t i) {
-  const auto bound = [&](int64_t j) { return std::min(channels, round_up(channels * j / chunks, kWideLanes)); };
+// Channels of an operand.
+struct Chunk {
+  int64_t begin, count;
+};
+
+// Chunk i of `chunks` of channels [begin, end), of nearly the same size.
+Chunk chunk(int64_t begin, int64_t end, int64_t chunks, int64_t i) {
+  const auto bound = [&](int64_t j) {
+    return begin + std::min(end - begin, round_up((end - begin) * j / chunks, kWideLanes));
+  };
   return {bound(i), bound(i + 1) - bound(i)};
+}
+
+// The first channel of a part of the wide operand.
+int64_t first_wide(const PointwiseConv2dDw& a, int64_t part) {
+  return part == wide_parts(a) ? wide_channels(a) : part * kPartWide;
 }
 
 // A chunk of either side over the pixels of a group.
 template <class T, class E, bool kAmx>
-void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
+void add_chunks(const PointwiseConv2dDw& a, int64_t group, const Chunk& of_wide, const Chunk& of_narrow, E* scratch) {
   constexpr int64_t kWidth = kLanes<E>, kRows = kAmx ? kTileSteps : kTileRows<E>;
   const Side<T> dy(a.dy, a.o, a.dy_strides, a.n, a.h, a.w), x(a.x, a.c, a.x_strides, a.n, a.h, a.w);
   const Side<T>&wide = wide_is_dy(a) ? dy : x, &narrow = wide_is_dy(a) ? x : dy;
-  const int64_t wide_chunks = chunks(wide.channels, wide_chunk(a)), narrow_chunks = chunks(narrow.channels, kMostChunk);
-  const int64_t group = unit / (wide_chunks * narrow_chunks);
-  const auto [wide_begin, wide_count] = chunk(wide.channels, wide_chunks, unit / narrow_chunks % wide_chunks);
-  const auto [narrow_begin, narrow_count] = chunk(narrow.channels, narrow_chunks, unit % narrow_chunks);
+  const auto [wide_begin, wide_count] = of_wide;
+  const auto [narrow_begin, narrow_count] = of_narrow;
   const int64_t vecs = (wide_count + kWidth - 1) / kWidth, panels = (vecs + kTileVecs - 1) / kTileVecs;
   const int64_t tiles = panels * ((narrow_count + kRows - 1) / kRows);
 
@@ -476,7 +486,8 @@ void add_unit(const PointwiseConv2dDw& a, int64_t unit, E* scratch) {
 
   // The blocks of the group, of nearly the same size; of planes, each within an image.
   const int64_t all = a.n * a.h * a.w, first = all * group / groups(a), pixels = all * (group + 1) / groups(a) - first;
-  const int64_t last_asked = wide_chunks * narrow_chunks == 1 ? all : first + pixels;  // else a chunk comes next
+  const bool whole = wide_count == wide.channels && narrow_count == narrow.channels;
+  const int64_t last_asked = whole ? all : first + pixels;  // else a chunk comes next
   const bool planes = wide.has_planes() || narrow.has_planes();
   const auto end_of_block = [&](int64_t begin) {
     int64_t rest = first + pixels - begin;
@@ -572,7 +583,14 @@ template <>
 void pointwise_conv2d_dw<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a, void* scratch, int64_t begin, int64_t end) {
   visit_elements(a.dtype, [&]<class T, class E, bool kAmx>() {
     [[maybe_unused]] const std::conditional_t<kAmx, TileRegisters, int> registers{};
-    for (int64_t unit = begin; unit < end; ++unit) add_unit<T, E, kAmx>(a, unit, static_cast<E*>(scratch));
+    const int64_t narrow = narrow_chunks(a);
+    for_wholes(begin, end, wide_parts(a), [&](int64_t whole, int64_t part, int64_t stop) {
+      const int64_t from = first_wide(a, part), to = first_wide(a, stop), wide = chunks(to - from, kMostChunk);
+      for (int64_t i = 0; i < wide; ++i) {
+        add_chunks<T, E, kAmx>(a, whole / narrow, chunk(from, to, wide, i),
+                               chunk(0, narrow_channels(a), narrow, whole % narrow), static_cast<E*>(scratch));
+      }
+    });
   });
 }
 
@@ -583,9 +601,9 @@ void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a,
     const int64_t narrow = narrow_channels(a), wide = wide_channels(a), pitch = partial_pitch(a), parts = groups(a);
     const auto* partial = static_cast<const Acc<T>*>(a.partial);
     auto* dw = static_cast<T*>(a.dw);
-    for (int64_t row = begin * kWideLanes; row < std::min(end * kWideLanes, narrow); row += V::kLanes) {
+    const auto finish = [&](int64_t row, int64_t from, int64_t to) {
       const int64_t rows = std::min<int64_t>(V::kLanes, narrow - row);
-      for (int64_t col = 0; col < wide; col += V::kLanes) {
+      for (int64_t col = from; col < to; col += V::kLanes) {
         const int64_t cols = std::min<int64_t>(V::kLanes, wide - col);
         V sums[V::kLanes];
         for (int i = 0; i < V::kLanes; ++i) sums[i] = V(0);
@@ -609,7 +627,12 @@ void pointwise_conv2d_dw_finish<Isa::FUSEDTRAIN_ISA>(const PointwiseConv2dDw& a,
           put(dw + row * a.c + col, a.c, rows, cols);
         }
       }
-    }
+    };
+    for_wholes(begin, end, wide_parts(a), [&](int64_t whole, int64_t part, int64_t stop) {
+      for (int64_t i = whole * kWideLanes; i < std::min((whole + 1) * kWideLanes, narrow); i += V::kLanes) {
+        finish(i, first_wide(a, part), first_wide(a, stop));
+      }
+    });
   });
 }
 
