@@ -824,6 +824,16 @@ def test_the_whole_model_may_be_one_layer(zoo):
     assert isinstance(layer, (fusedtrain.nn.EcaModule, zoo.timm.layers.EcaModule))
 
 
+def test_what_python_adds_to_a_class_does_not_keep_its_layers(monkeypatch):
+    """Python 3.14 keeps annotations in a function and what it returned."""
+    names = ["__annotate_func__", "__annotations_cache__"]
+    for name in names:
+        monkeypatch.setattr(nn.Conv2d, name, None, raising=False)
+    model = nn.Sequential(type("Conv", (nn.Conv2d,), dict.fromkeys(names))(8, 8, 3, groups=8))
+    fusedtrain.fuse(model)
+    assert isinstance(model[0], fusedtrain.nn.DepthwiseConv2d)
+
+
 def derived(zoo, layer):
     class Doubled(type(layer)):
         def forward(self, x):

@@ -399,7 +399,8 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
 
 # What a class may define and still compute what the class does that it is derived from.
 _HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__constants__", "__repr__"}
-_HARMLESS |= {"__static_attributes__", "__firstlineno__", "extra_repr", "reset_parameters"}
+_HARMLESS |= {"extra_repr", "reset_parameters"}
+_HARMLESS |= {"__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"}  # Python's own
 
 
 @functools.cache
