@@ -59,7 +59,8 @@ tests() {
 sanitize() {
   local images="(odd or long or vectors or one_pixel) and not (sliced or transposed or expanded or float64)"
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --kernel-name kns=fusedtrain --error-exitcode 9 \
-    pytest -n0 -v -p no:cacheprovider tests/test_channel_pool.py tests/test_channel_scale.py \
+    pytest -n0 -v -p no:cacheprovider tests/test_global_response_norm.py \
+    tests/test_channel_pool.py tests/test_channel_scale.py \
     tests/test_squeeze_excite.py tests/test_depthwise_conv2d.py tests/test_batch_norm_act.py \
     tests/test_depthwise_bn_act_se.py tests/test_optimizer_step.py tests/test_grad_norm.py \
     -k "cuda-cuda and (large_mean or any_list or skipped and change0 or as_good_as_torch and $images)"

@@ -364,8 +364,11 @@ def test_the_check_on_a_gpu_keeps_what_each_stage_says(tmp_path):
     assert done.returncode == 2 and all(f"{name} exit" in " ".join(lines[name].split()) for name in lines)
     for name in ("tests", "triton"):  # pytest fails here, and the next stage runs all the same
         assert "exit   1" in lines[name] and "-v" in (tmp_path / "out" / f"{name}.log").read_text()
+    tests = [f"tests/test_{kernels.stem}.py" for kernels in FOLDER.parent.glob("csrc/cuda/*.cu")]
+    tests = {test for test in tests if (FOLDER.parent / test).exists()}
     for name in ("memcheck", "racecheck"):
         log = (tmp_path / "out" / f"{name}.log").read_text()
+        assert "tests/test_batch_norm_act.py" in tests <= {*log.split()}
         assert log.startswith("caching 1, compute-sanitizer") and "--kernel-name kns=fusedtrain" in log
 
 
