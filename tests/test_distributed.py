@@ -15,9 +15,11 @@ import harness
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fusedtrain.train import Callback, CheckpointStore
+from fusedtrain.train import Callback, CheckpointStore, Distributed
+from fusedtrain.train.distributed import World
 
 TORCHRUN = [sys.executable, str(Path(__file__).parent / "torchrun.py"), "--standalone", "--nproc_per_node=2"]
 
@@ -55,6 +57,18 @@ def check_steps(steps, groups, what: str) -> None:
     assert len(steps) == len(groups), what
     for got, (single, truth) in zip(steps, union(groups)):
         harness.assert_as_good_as_torch(torch.tensor(got), single, truth, what)
+
+
+def test_the_device_is_the_current_one_also_where_the_group_was_there(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for device in ("cpu", "cuda:1"):
+            World(Distributed(), torch.device(device))
+        assert current == [torch.device("cuda", 1)]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_process_goes_on_before_all_have_found_each_other(two):

@@ -126,9 +126,9 @@ class World:
         self.rank, self.size = 0, 1
         if dist.is_initialized() or in_torchrun():
             timeout = datetime.timedelta(seconds=config.timeout)
+            if device.type == "cuda":  # from where NCCL sends objects, such as plans of who writes what of a checkpoint
+                torch.cuda.set_device(device)
             if not dist.is_initialized():
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
                 _join("nccl" if device.type == "cuda" else "gloo", timeout)
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size > 1 and (World._control is None or World._control[0] is not dist.group.WORLD):
