@@ -237,3 +237,11 @@ def test_rng_state_brings_every_generator_back(device):
     assert draw() != first
     set_rng_state(pickle.loads(pickle.dumps(state)))
     assert draw() == first
+
+
+def test_the_states_of_a_run_on_the_cpu_leave_gpus_alone(monkeypatch):
+    for name in ("is_available", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("a GPU was asked for"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    SeededDataset([1, 2]).__getitems__([0, 1])
+    set_rng_state(rng_state())

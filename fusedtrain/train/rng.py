@@ -13,7 +13,7 @@ def rng_state() -> dict:
     """Returns the state of Python's, NumPy's (where it is imported), torch's and all CUDA devices' default generators,
     as plain values and tensors that a checkpoint holds."""
     state = cpu_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # is_available() would start the driver
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -27,8 +27,9 @@ def set_rng_state(state: dict) -> None:
 
         kind, key, *rest = state["numpy"]
         np.random.set_state((kind, key.cpu().numpy().astype(np.uint32), *rest))
-    for device, value in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(value.cpu(), device)
+    for device, value in enumerate(state.get("cuda", ())):  # without one, GPUs are not counted: that asks NVML
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value.cpu(), device)
 
 
 def cpu_state() -> dict:
