@@ -97,10 +97,13 @@ def _build() -> dict:
 
 def _backends() -> dict[str, str]:
     """Name -> "available", or why it is not; asked of the same functions that choose a backend for an op."""
-    cpu = torch.empty(1, 1, 1, 1)
-    gpu = cpu.cuda() if torch.cuda.is_available() else None
-    if gpu is None:
-        no_gpu = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is visible"
+    cpu, gpu = torch.empty(1, 1, 1, 1), None
+    no_gpu = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is visible"
+    if torch.cuda.is_available():
+        try:
+            gpu = cpu.cuda()
+        except RuntimeError as error:  # others may have filled it, or have it for themselves
+            no_gpu = f"the GPU takes no tensor: {str(error).partition(chr(10))[0]}"
     reasons = {
         "cuda": no_gpu if gpu is None else _common.why_not_cuda(gpu),
         "cpu": _common.why_not_cpu(cpu),

@@ -68,6 +68,15 @@ def test_a_backend_is_called_available_exactly_where_it_can_be_forced(name, monk
                 fusedtrain.ops.channel_pool(x)
 
 
+def test_a_gpu_that_others_have_filled_is_told(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", full)
+    assert _info.collect()["backends"]["cuda"] == "the GPU takes no tensor: CUDA error: out of memory"
+
+
 def test_info_needs_nothing_but_torch():
     extras = ["tyro", "rich", "sklearn", "numpy", "matplotlib", "tensorboard", "yaml", "triton"]
     found = json.loads(info_of_a_process("--json", without=extras))
