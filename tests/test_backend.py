@@ -299,6 +299,19 @@ def test_kernels_that_are_too_new_for_the_driver_are_not_taken(on_a_gpu, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("built", "driver", "runs"),
+    [("12.8", 12010, True), ("12.0", 12000, True), ("12.8", None, True), ("12.1", 12000, False)],
+)
+def test_lists_of_tensors_are_no_arguments_of_drivers_that_take_short_ones(on_a_gpu, monkeypatch, built, driver, runs):
+    monkeypatch.setitem(_extension.BUILD_INFO, "cuda_version", built)
+    monkeypatch.setattr(_extension, "CUDA_OF_DRIVER", driver)
+    assert _common.why_not_cuda(on_a_gpu) is None
+    for op in ("grad_norm", "optimizer_step", "optimizer_step_narrow"):
+        reason = backend._OPS[op]["cuda"].why_not(on_a_gpu, on_a_gpu)
+        assert reason is None if runs else "need a driver of CUDA 12.1, and this one runs up to 12.0" in reason
+
+
+@pytest.mark.parametrize(
     ("archs", "runs", "runs_not"),
     [
         (["7.5", "8.0", "9.0+PTX"], [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)], [(7, 0)]),

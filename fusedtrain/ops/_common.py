@@ -487,6 +487,20 @@ def why_not_cuda(x: Tensor, *_) -> str | None:
     return why_not_gpu(x.get_device())
 
 
+_LONG_ARGUMENTS = (12, 1)  # CUDA, from which on a kernel's take more than 4 KiB: core/cuda_lists.h
+
+
+def why_not_cuda_lists(*tensors: Tensor) -> str | None:
+    """For ops on lists, which travel as arguments: those of a toolkit that has long ones need a driver that has."""
+    reason, driver = why_not_cuda(tensors[0]), _extension.CUDA_OF_DRIVER
+    if reason is not None or driver is None or _version_of(driver) >= _LONG_ARGUMENTS:
+        return reason
+    built = _extension.BUILD_INFO["cuda_version"]
+    if tuple(map(int, built.split("."))) < _LONG_ARGUMENTS:
+        return None
+    return f"arguments of more than 4 KiB need a driver of CUDA 12.1, and this one runs up to {_text_of(driver)}"
+
+
 _GPUS: dict[int, str | None] = {}
 
 
@@ -500,10 +514,18 @@ def why_not_gpu(index: int) -> str | None:
 def _why_not_driver() -> str | None:
     """CUDA's runtime comes with the kernels. A driver runs one of its own major version, or an older one."""
     built, driver = _extension.BUILD_INFO["cuda_version"], _extension.CUDA_OF_DRIVER
-    if driver is None or int(built.split(".")[0]) <= driver // 1000:
+    if driver is None or int(built.split(".")[0]) <= _version_of(driver)[0]:
         return None
-    runs = f"{driver // 1000}.{driver % 1000 // 10}"
+    runs = _text_of(driver)
     return f"this build has CUDA kernels of CUDA {built}, and the driver runs up to {runs}: build it with that nvcc"
+
+
+def _version_of(driver: int) -> tuple[int, int]:
+    return driver // 1000, driver % 1000 // 10
+
+
+def _text_of(driver: int) -> str:
+    return ".".join(map(str, _version_of(driver)))
 
 
 def _why_not_arch(index: int) -> str | None:

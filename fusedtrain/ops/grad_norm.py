@@ -25,7 +25,7 @@ _OP = torch.ops.fusedtrain.grad_norm
 IMPLS = register(
     "grad_norm",
     {
-        "cuda": Impl(_OP.default, None, _common.why_not_cuda),
+        "cuda": Impl(_OP.default, None, _common.why_not_cuda_lists),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
         "triton": Impl(_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),

@@ -343,7 +343,7 @@ _OP = torch.ops.fusedtrain.optimizer_step_
 IMPLS = register(
     "optimizer_step",
     {
-        "cuda": Impl(_OP.default, None, _common.why_not_cuda),
+        "cuda": Impl(_OP.default, None, _common.why_not_cuda_lists),
         "cpu": Impl(_OP.default, None, _common.why_not_cpu),
         "triton": Impl(_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
@@ -355,7 +355,7 @@ _NARROW_OP = torch.ops.fusedtrain.optimizer_step_narrow_
 NARROW_IMPLS = register(
     "optimizer_step_narrow",
     {
-        "cuda": Impl(_NARROW_OP.default, None, _common.why_not_cuda),
+        "cuda": Impl(_NARROW_OP.default, None, _common.why_not_cuda_lists),
         "cpu": Impl(_NARROW_OP.default, None, _common.why_not_cpu),
         "triton": Impl(_NARROW_OP.triton, None, _common.why_not_triton_lists, _common.triton_slower),
         "reference": Impl(reference, None, _common.never_why_not),
