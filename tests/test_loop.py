@@ -1620,6 +1620,14 @@ def test_parameters_that_are_frozen_stay(extras):
     assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
 
 
+def test_gradients_that_the_step_zeroes_are_not_zeroed_again(monkeypatch):
+    model, calls = net(), []
+    optimizer = optim.AdamW(model.parameters(), zero_grads=True)
+    monkeypatch.setattr(optimizer, "zero_grad", lambda set_to_none=True: calls.append(set_to_none))
+    make(model, optimizer).fit(data())
+    assert False not in calls and all(not p.grad.any() for p in model.parameters())
+
+
 def test_gradients_of_what_another_optimizer_steps_are_summed_until_it_does():
     class Other(Callback):
         def on_fit_end(self, trainer, error):

@@ -85,8 +85,8 @@ class Update:
 
     def _clear(self) -> None:
         if self._zeroes():
-            self.optimizer.zero_grad(set_to_none=False)
-        elif self._clears:
+            return  # in the pass of the step
+        if self._clears:
             for p in self.params:  # what zero_grad does, without its profiling
                 p.grad = None
         else:
