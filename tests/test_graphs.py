@@ -209,6 +209,28 @@ def test_the_side_stream_is_one_of_the_runs_device_and_waited_for_after_an_error
     assert calls == ["cuda:1", "cuda:1", f"{side} waits for {current}", f"{current} waits for {side}"]
 
 
+def test_the_current_stream_stays_where_a_capture_fails(monkeypatch):
+    current = ["main"]
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, current[0] = current[0], stream
+        yield
+        current[0] = before
+
+    @contextlib.contextmanager
+    def capture(graph, stream, capture_error_mode):
+        current[0] = stream
+        yield
+
+    for name, fake in (("device", contextlib.nullcontext), ("stream", on), ("graph", capture)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name, value in (("Stream", "side"), ("current_stream", "main"), ("CUDAGraph", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    graphs.Recorder(torch.device("cuda:1")).record(lambda: None)
+    assert current == ["main"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -290,14 +312,20 @@ def test_optimizers_and_processes_that_cannot_be_captured_are_refused():
 def test_a_step_that_fails_to_be_captured_ends_the_run_with_the_reason(monkeypatch):
     class Stuck(Fake):
         def record(self, work):
-            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors ...")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors ...")
+            finally:  # as torch ends a capture
+                raise RuntimeError("operation failed due to a previous error during capture\nCUDA kernel errors ...")
 
     run = make()
     monkeypatch.setattr(graphs, "check", lambda trainer: None)
     monkeypatch.setattr(graphs, "Recorder", lambda device: Stuck(run.optimizer.param_groups))
     run.config = make(cuda_graphs=True).config
     with pytest.raises(InputError, match=r"this step cannot be captured: operation not permitted .*capturing$"):
-        run.fit(data())
+        try:
+            raise ValueError("of before")
+        except ValueError:
+            run.fit(data())
     assert [type(group["lr"]) for group in run.optimizer.param_groups] == [float]
 
 

@@ -5,6 +5,7 @@ copy of its batches into these buffers and a replay. Source: https://docs.pytorc
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -68,7 +69,8 @@ class Recorder:
 
     def record(self, work: Callable) -> Callable:
         """Returns what replays ``work``, and returns each time the same tensors with new values."""
-        with torch.cuda.device(self.device):
+        # Torch leaves the current stream to be the side stream where the capture fails.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             graph = torch.cuda.CUDAGraph()
             # thread_local: the threads of a loader go on to copy batches meanwhile
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -161,7 +163,7 @@ class Graphs:
         # Where zero_grads keeps gradients the graph adds to these, whatever becomes of the parameters' own.
         self._grads = [p.grad for p in (*t.update.params, *t.model.parameters())]
         groups = t.optimizer.param_groups
-        own = [group["lr"] for group in groups]
+        own, outer = [group["lr"] for group in groups], sys.exc_info()[1]
         # A graph holds numbers as they were, so it reads the rates of the schedule from the device.
         self._rates = [torch.full((), float(lr), device=t.device) for lr in own]
         for group, rate in zip(groups, self._rates):
@@ -169,7 +171,10 @@ class Graphs:
         try:
             self._replay = self._recorder.record(work)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            first = error  # the last one may say no more than that there was another, at the end of the capture
+            while first.__context__ not in (None, outer):
+                first = first.__context__
+            reason = str(first).partition("\n")[0]
             raise InputError(f"cuda_graphs: this step cannot be captured: {reason}") from error
         finally:
             for group, lr in zip(groups, own):
