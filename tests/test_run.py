@@ -138,6 +138,12 @@ def test_the_parts_of_a_dataset_are_known_by_their_names(photos, names, capsys):
     assert "2 classes: bright, dark\n" in capsys.readouterr().out
 
 
+def test_a_run_on_the_cpu_pins_no_batches(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    world = World(TrainConfig().distributed, torch.device("cpu"))
+    assert not run._loader(torch.arange(8), run.Options(), world, training=True).batches.pin_memory
+
+
 @pytest.mark.parametrize("augment", [True, False])
 @pytest.mark.parametrize("part", ["", "train"])
 def test_decoded_images_are_kept_on_the_disk(photos, tmp_path, monkeypatch, augment, part):

@@ -393,7 +393,8 @@ def _loader(dataset, options: Options, world: World, training: bool):
     seeded = SeededDataset(dataset, options.train.seed) if training else dataset
     images = options.data != "digits"
     workers = int(options.workers) if options.workers.isdecimal() else ("auto" if images else 0)
-    loader = fdata.loader(seeded, batch_sampler=sampler, num_workers=workers)
+    pins = world.device.type == "cuda"  # else a GPU that is left alone would lend its context
+    loader = fdata.loader(seeded, batch_sampler=sampler, num_workers=workers, pin_memory=pins)
     return fdata.DevicePrefetcher(
         loader, world.device, channels_last=options.train.channels_last, normalize=(MEAN, STD) if images else None
     )
