@@ -36,6 +36,7 @@ from fusedtrain.train import (
     Trainer,
     load_digits,
 )
+from fusedtrain.train.config import resolve_device
 from fusedtrain.train.memory import PeakMemory, resident
 from fusedtrain.train.model import LAYERS
 
@@ -172,6 +173,17 @@ def test_a_step_does_not_wait_for_the_gpu():
         run.step([(batch, True, True)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("rank", "chosen", "index"), [(None, None, 0), (None, 2, 2), ("1", 2, 1), ("5", None, 1)])
+def test_the_gpu_of_a_process_is_by_its_rank_or_the_current_one(rank, chosen, index, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    told = {"is_available": True, "device_count": 4, "is_initialized": chosen is not None, "current_device": chosen}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", index)
 
 
 def test_warmup_rises_linearly_and_the_cosine_ends_at_zero():

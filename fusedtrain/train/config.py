@@ -29,7 +29,8 @@ class TrainConfig:
 
     Args:
         epochs: passes over the training data.
-        device: where to train: "auto" takes the GPU of this process, or the CPU where there is none.
+        device: where to train: "auto" takes the GPU of this process (by its rank, else torch's current one), or the CPU
+            where there is none.
         seed: of everything random in the loop; the model and the order of the data are seeded by who makes them.
         channels_last: keep the model and the images in channels_last memory, the faster one for convolutions; of
             several processes with strategy fsdp the images alone.
@@ -141,8 +142,9 @@ def resolve_device(name: str) -> torch.device:
     """Returns the device that ``name`` ("auto", "cpu", "cuda", "cuda:1") means here; InputError where there is none."""
     name = str(name)  # of a torch.device, too
     if name in ("auto", "cuda") and torch.cuda.is_available():
-        # one process per GPU, as torchrun numbers them
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        # one process per GPU, as torchrun numbers them, or as torch.cuda.set_device() says
+        own = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", own)) % torch.cuda.device_count())
     if name == "auto":
         return torch.device("cpu")
     try:
