@@ -45,6 +45,14 @@ def test_the_digits_are_learnt_to_97_percent_with_fused_and_with_stock_layers(ma
         assert len(result["history"]["epochs"]) == 5 and len(result["history"]["step_losses"]) == 5 * 23
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_digits_are_trained_on_a_gpu(tmp_path):
+    done = command("train", "--epochs", "1", "--device", "cuda", "--output", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert all(result["peak_memory"] > 0 for result in results.values())
+
+
 def test_the_output_ends_in_a_table_of_both_variants(main_run):
     output, text = main_run
     for word in ("layers", "val accuracy", "val loss", "train loss", "images/s", "peak memory"):

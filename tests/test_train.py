@@ -175,6 +175,14 @@ def test_a_step_does_not_wait_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_peak_memory_of_a_gpu_may_be_the_first_that_is_asked_of_it(monkeypatch):
+    called = []
+    for name in ("init", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: called.append(name) or len(called))
+    assert PeakMemory(torch.device("cuda", 0)).bytes() == 1
+    assert called[:2] == ["init", "reset_peak_memory_stats"]
+
+
 @pytest.mark.parametrize(("rank", "chosen", "index"), [(None, None, 0), (None, 2, 2), ("1", 2, 1), ("5", None, 1)])
 def test_the_gpu_of_a_process_is_by_its_rank_or_the_current_one(rank, chosen, index, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -29,6 +29,7 @@ class PeakMemory:
         self.device = device
         free_unheld()  # it would count as held now and make room later
         if device.type == "cuda":
+            torch.cuda.init()  # before that the allocator knows no device, and resetting fails
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
             return
