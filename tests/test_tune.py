@@ -205,6 +205,20 @@ def test_what_fits_one_gpu_is_not_known_of_another(models, monkeypatch):
         assert (not trial.sizes) is known
 
 
+def test_what_may_be_had_of_a_gpu_is_the_part_of_it_that_tensors_get(monkeypatch):
+    parts = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: parts.append(args))
+    monkeypatch.setattr(tune.Target, "resolve_device", lambda target: torch.device("cuda", 1))
+    monkeypatch.setattr(sizes, "_run", lambda *_: {"fits": True})
+    monkeypatch.setattr(sizes, "end_with_parent", lambda: None)
+    for memory in (20, 100, None):
+        results = types.SimpleNamespace(send=lambda found: parts.append(found["fits"]))
+        sizes._child(tune.Target(image=(1, 16, 16)), 8, 1, memory, results, dict(os.environ))
+    device = torch.device("cuda", 1)
+    assert parts == [(0.25, device), True, (1.0, device), True, True]
+
+
 # --- learning rate ----------------------------------------------------------------------------------------------------
 
 

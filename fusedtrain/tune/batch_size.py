@@ -47,8 +47,8 @@ def tune_batch_size(
     Args:
         target: what is trained, on random images, by the steps of ``fusedtrain train`` on one process.
         smallest, largest: sizes to look between, of micro-batches where ``accumulate`` is more than 1.
-        memory: bytes that the process may have; None allows nine tenths of what is free on a CPU (so that its end does
-            not come from the system's choice of a victim), and all of a GPU.
+        memory: bytes that the process may have, on a GPU its tensors; None allows nine tenths of what is free on a CPU
+            (so that its end does not come from the system's choice of a victim), and all of a GPU.
         steps: timed ones, after two to warm up.
         fresh: measure again what an earlier run, killed or not, has measured.
         progress: is called with a line per size.
@@ -141,9 +141,8 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results, v
     _processes.take_over(variables)
     end_with_parent()
     try:
-        limited = memory is not None and target.resolve_device().type == "cpu"
         importlib.import_module("torch._dynamo")  # by optimizers; cut short, an import may raise anything
-        with _within(memory) if limited else contextlib.nullcontext():
+        with contextlib.nullcontext() if memory is None else _within(memory, target.resolve_device()):
             found = _run(target, size, steps)
         results.send(found)
     except Exception as caught:
@@ -160,9 +159,15 @@ def _child(target: Target, size: int, steps: int, memory: int | None, results, v
 
 
 @contextlib.contextmanager
-def _within(memory: int):
+def _within(memory: int, device: torch.device):
     """Limits private memory in the ``with`` block, and not what is said of it afterwards; mapped libraries and files do
-    not count. MemoryError where as much is in use already: what the heap has left would hide it."""
+    not count. MemoryError where as much is in use already: what the heap has left would hide it. Of a GPU's memory
+    tensors alone count."""
+    if device.type == "cuda":
+        all_of_it = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / all_of_it), device)
+        yield
+        return
     import resource
 
     with contextlib.suppress(OSError):
