@@ -45,6 +45,7 @@ from fusedtrain.diagnose import (
     growth,
     instrument,
     lines,
+    machine,
     measure,
     places,
     remedies,
@@ -1338,6 +1339,21 @@ def test_copies_of_what_the_step_makes_itself_are_no_matter_of_the_loader(monkey
     assert found.lines == ((line, 0.25),) and "device=" in found.advice
     facts.parts["copy"] = 0.25
     assert loading.copies(facts, driver).endswith("; 25% of the step are copies of what it makes itself")
+
+
+def test_the_gpus_that_a_script_uses_need_not_be_the_current_one(monkeypatch):
+    memory, waited = [0, 5, 7], []
+    told = {"is_initialized": True, "device_count": 3, "current_device": 0}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu=0: memory[gpu])
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    machine.settle()
+    assert waited == [1, 2] and growth._taken() == 12 and measure._device() == torch.device("cuda", 1)
+    memory[:] = [0, 0, 0]
+    assert machine.gpus() == [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert machine.gpus() == [] and measure._device() == torch.device("cpu")
 
 
 KEEPS = """

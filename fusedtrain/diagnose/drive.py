@@ -34,6 +34,7 @@ from fusedtrain.data.dataloader import Loader
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.batches import CachedSource, LoaderSource, batch_bytes, copy_batch
 from fusedtrain.diagnose.instrument import PARTS, Instrument, Step
+from fusedtrain.diagnose.machine import settle
 from fusedtrain.diagnose.plan import Arm, Plan, Run, leave_out_others, left_alone, spread_waits
 
 _clock = time.perf_counter
@@ -483,7 +484,7 @@ class Driver:
             return
         last = len(self._records) + 1 == self._run.steps
         if last or self._discard == 1:
-            _settle_device()
+            settle()  # a run pays for all its work and for none of another's
         step.end = _clock()
         if self._waited is not None:
             # A whole switch of threads may lie between the two clocks.
@@ -503,7 +504,7 @@ class Driver:
         if not times:  # nothing is open: the loader failed
             return
         if len(times) + 1 == self._full:
-            _settle_device()
+            settle()
         times.append(_clock() - self._shift)
         if self._step_waits is not None:
             self._step_waits.append(self._waits.read())
@@ -619,12 +620,6 @@ class Driver:
         self.instrument.detach()
         self.use(())
         self.instrument.step = None
-
-
-def _settle_device() -> None:
-    """A run pays for all its work and for none of another's."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _nothing() -> None:

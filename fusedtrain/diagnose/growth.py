@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedtrain.diagnose.instrument import graph_of
+from fusedtrain.diagnose.machine import gpus
 from fusedtrain.diagnose.places import Site, is_users
 from fusedtrain.train.memory import available, free_unheld, resident
 
@@ -122,9 +123,9 @@ class Watch:
 
 
 def _taken() -> int:
-    """Returns the bytes that tensors on a GPU take, or this process; 0 where the system does not tell."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.memory_allocated()
+    """Returns the bytes that tensors on GPUs take, or this process; 0 where the system does not tell."""
+    if used := gpus():
+        return sum(map(torch.cuda.memory_allocated, used))
     try:
         return resident(exact=True)
     except OSError:

@@ -10,7 +10,8 @@ from fusedtrain.data.workers import cores
 
 def machine() -> dict:
     """Returns what a diagnosis was measured on, of plain types only."""
-    gpu = gpu_settings(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    used = gpus()
+    gpu = gpu_settings(used[0]) if used else None
     return {
         "torch": torch.__version__,
         "device": "cpu" if gpu is None else gpu["name"],
@@ -21,6 +22,22 @@ def machine() -> dict:
         "gpu": gpu,
         "environment": _info.environment(),
     }
+
+
+def gpus() -> list[int]:
+    """Returns the GPUs that hold tensors of this process, none of which need be the current one: that stands for them
+    where there are no tensors yet. Empty where none is in use."""
+    if not torch.cuda.is_initialized():
+        return []
+    count = torch.cuda.device_count()
+    holding = [gpu for gpu in range(count) if count > 1 and torch.cuda.memory_allocated(gpu)]
+    return holding or [torch.cuda.current_device()]
+
+
+def settle() -> None:
+    """Waits for the GPUs in use."""
+    for gpu in gpus():
+        torch.cuda.synchronize(gpu)
 
 
 def gpu_settings(index: int) -> dict:

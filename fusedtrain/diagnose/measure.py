@@ -26,6 +26,7 @@ from fusedtrain.diagnose.drive import Driver, agree, ranks
 from fusedtrain.diagnose.growth import Growth, Watch
 from fusedtrain.diagnose.host import HostTensors
 from fusedtrain.diagnose.instrument import PARTS, Step
+from fusedtrain.diagnose.machine import gpus, settle
 from fusedtrain.diagnose.places import Site
 from fusedtrain.diagnose.plan import Arm, Run, leave_out_others, left_alone
 from fusedtrain.diagnose.remedies import NoExchange, Remedy, WholeBatches, clone_loader, models, why_not_clone
@@ -513,6 +514,11 @@ def fault_cost() -> float:
     return agree(max(0.0, fresh - again) / (size / mmap.PAGESIZE))
 
 
+def _device() -> torch.device:
+    used = gpus()
+    return torch.device("cuda", used[0]) if used else torch.device("cpu")
+
+
 def call_cost() -> float:
     """Returns the seconds of an operation on a few numbers, forward and backward, per call that torch.profiler counts.
 
@@ -521,7 +527,7 @@ def call_cost() -> float:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as Profiler
 
-    x = torch.ones(4, device="cuda" if torch.cuda.is_initialized() else "cpu", requires_grad=True)
+    x = torch.ones(4, device=_device(), requires_grad=True)
 
     def work() -> float:
         start, y = waits.start(), x
@@ -548,13 +554,11 @@ def fused_step(driver: Driver) -> float:
     step = inspect.unwrap(type(optimizer).step)  # no hook is told
     least, waits = math.inf, Waits()
     for _ in range(5):
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        settle()
         start = waits.start()
         with torch.no_grad():
             step(optimizer)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        settle()
         least = min(least, waits.seconds(start))
     return agree(least)
 
@@ -577,7 +581,7 @@ def larger_batches(driver: Driver, facts: Facts, sizes: Sizes, arm: Arm):
         arm = Arm((*arm.remedies, NoExchange()), arm.source)
     source = CachedSource([repeat_batch(batch, LARGER) for batch in driver.batches])
     steps, discard = sizes.block(arm)
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    device = _device()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     peaks = {False: 0, True: 0}
     for larger in (False, True, True, False):

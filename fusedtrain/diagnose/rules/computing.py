@@ -7,7 +7,7 @@ from torch import nn
 
 from fusedtrain.data.workers import cores
 from fusedtrain.diagnose.drive import Driver
-from fusedtrain.diagnose.machine import gpu_settings
+from fusedtrain.diagnose.machine import gpu_settings, gpus
 from fusedtrain.diagnose.measure import Facts, call_cost, fault_cost, fused_step
 from fusedtrain.diagnose.remedies import (
     COUNTERPARTS,
@@ -199,7 +199,7 @@ def tf32(facts: Facts, driver: Driver) -> Finding | str:
         return "autocast is in use"
     if not any(p.dtype is torch.float32 for model in models(driver) for p in model.parameters()):
         return "no weights are float32"
-    return without_tf32(gpu_settings(torch.cuda.current_device()))
+    return without_tf32(gpu_settings(gpus()[0]))
 
 
 def without_tf32(gpu: dict) -> Finding | str:
