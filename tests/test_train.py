@@ -34,6 +34,7 @@ from fusedtrain.train import (
     SmallNet,
     TrainConfig,
     Trainer,
+    check,
     load_digits,
 )
 from fusedtrain.train.config import resolve_device
@@ -181,6 +182,20 @@ def test_the_peak_memory_of_a_gpu_may_be_the_first_that_is_asked_of_it(monkeypat
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: called.append(name) or len(called))
     assert PeakMemory(torch.device("cuda", 0)).bytes() == 1
     assert called[:2] == ["init", "reset_peak_memory_stats"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 3)])
+def test_what_comes_from_a_gpu_to_the_cpu_is_waited_for(shape, dtype):
+    class OnAGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+        def to(self, *args, non_blocking=False, **named):
+            assert not non_blocking
+            return torch.Tensor.to(self, *args, **named)
+
+    moved = check.to_device([torch.ones(shape).as_subclass(OnAGpu)], torch.device("cpu"), torch.channels_last, dtype)
+    assert moved[0].shape == shape
 
 
 @pytest.mark.parametrize(("rank", "chosen", "index"), [(None, None, 0), (None, 2, 2), ("1", 2, 1), ("5", None, 1)])

@@ -239,7 +239,7 @@ def describe(batch) -> str:
 
 def to_device(batch, device: torch.device, memory_format: torch.memory_format, dtype: torch.dtype | None = None):
     """``batch`` with its tensors on ``device``, images in ``memory_format``, floating point ones in ``dtype`` where it
-    is given; copies do not make the CPU wait."""
+    is given; copies to a GPU do not make the CPU wait."""
     if type(batch) in (tuple, list) and len(batch) == 2 and type(batch[0]) is type(batch[1]) is Tensor:
         # the usual case, without a walk over a tree
         return [_move(batch[0], device, memory_format, dtype), _move(batch[1], device, memory_format, dtype)]
@@ -247,9 +247,9 @@ def to_device(batch, device: torch.device, memory_format: torch.memory_format, d
 
 
 def _move(t: Tensor, device: torch.device, memory_format: torch.memory_format, dtype: torch.dtype | None) -> Tensor:
-    floating = t.is_floating_point()
+    floating, ahead = t.is_floating_point(), device.type != "cpu"  # where the CPU would read what is yet to come
     if floating and t.dim() == 4:
-        return t.to(device, dtype, memory_format=memory_format, non_blocking=True)
+        return t.to(device, dtype, memory_format=memory_format, non_blocking=ahead)
     if floating and dtype is not None:
-        return t.to(device, dtype, non_blocking=True)
-    return t if t.device == device else t.to(device, non_blocking=True)
+        return t.to(device, dtype, non_blocking=ahead)
+    return t if t.device == device else t.to(device, non_blocking=ahead)
