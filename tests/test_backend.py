@@ -281,6 +281,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "cuda_archs", ["9.0"])
     monkeypatch.setitem(_extension.BUILD_INFO, "cuda_version", "13.0")
     monkeypatch.setattr(_common, "_GPUS", {})
+    monkeypatch.setattr(_common, "_TRITONS_GPUS", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(_extension, "CUDA_OF_DRIVER", 13000)
@@ -335,6 +336,16 @@ def test_kernels_that_were_not_built_for_a_gpu_are_not_taken_there(on_a_gpu, mon
             message = r"backend 'cuda' is forced by use_backend\(\) but cannot run channel_pool: this build has"
             with fusedtrain.use_backend("cuda"), pytest.raises(RuntimeError, match=message):
                 backend.select("channel_pool", impls, x)
+
+
+@pytest.mark.parametrize(("gpu", "chosen"), [((6, 1), "reference"), ((7, 0), "triton")])
+def test_gpus_that_triton_compiles_nothing_for_run_stock(on_a_gpu, monkeypatch, gpu, chosen):
+    monkeypatch.setattr(_common, "_HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu if index == 1 else None)
+    impls = backend._OPS["channel_pool"]
+    assert backend.select("channel_pool", impls, on_a_gpu) is impls[chosen]
+    if chosen == "reference":
+        assert _common.why_not_triton(on_a_gpu) == "Triton needs compute capability 7.0, and cuda:1 has 6.1"
 
 
 def test_automatic_choice_takes_the_first_that_can_or_stock_where_that_is_faster():

@@ -557,8 +557,25 @@ def why_not_triton(x: Tensor, *_) -> str | None:
     if not _HAS_TRITON:
         return "triton is not installed"
     if x.is_cuda or (x.is_cpu and triton_interpreted()):
-        return None if x.dtype != torch.float64 else "the Triton kernels have no float64"
+        if x.dtype == torch.float64:
+            return "the Triton kernels have no float64"
+        return why_not_triton_on(x.get_device()) if x.is_cuda else None
     return _CPU_NOT_TRITON if x.is_cpu else _CPU_NOT_TRITON.replace("cpu", str(x.device))
+
+
+_TRITONS_GPUS: dict[int, str | None] = {}
+
+
+def why_not_triton_on(index: int) -> str | None:
+    """Why Triton compiles nothing for that GPU, or None, also where only fake tensors are on one."""
+    if index not in _TRITONS_GPUS and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(index)
+        old = f"Triton needs compute capability 7.0, and cuda:{index} has {major}.{minor}"
+        _TRITONS_GPUS[index] = None if major >= 7 else old
+    return _TRITONS_GPUS.get(index)
+
+
+why_not_triton_on._dynamo_marked_constant = True  # as why_not_gpu
 
 
 def why_not_triton_lists(*tensors: Tensor) -> str | None:
