@@ -30,7 +30,7 @@ machine() {
   nvcc --version
   python -m pip list 2> /dev/null | grep -iE '^(torch|triton|timm|torchvision|numpy|pytest) '
   local module
-  for module in expecttest hypothesis xdist timm torchvision sklearn rich numpy pybind11 ninja setuptools wheel; do
+  for module in expecttest hypothesis xdist timm torchvision sklearn tyro rich numpy pybind11 ninja setuptools wheel; do
     python -c "import $module" 2> /dev/null || echo "missing: $module"
   done
   git log -1 --format='commit %H'

@@ -47,6 +47,8 @@ def test_the_digits_are_learnt_to_97_percent_with_fused_and_with_stock_layers(ma
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_digits_are_trained_on_a_gpu(tmp_path):
+    for package in ("tyro", "sklearn"):
+        pytest.importorskip(package)
     done = command("train", "--epochs", "1", "--device", "cuda", "--output", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
