@@ -1,5 +1,6 @@
 """Batch size, learning rate, options, workers and backends found by measurement, by processes that are killed."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -217,6 +218,16 @@ def test_what_may_be_had_of_a_gpu_is_the_part_of_it_that_tensors_get(monkeypatch
         sizes._child(tune.Target(image=(1, 16, 16)), 8, 1, memory, results, dict(os.environ))
     device = torch.device("cuda", 1)
     assert parts == [(0.25, device), True, (1.0, device), True, True]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("memory", "fits"), [(2**30, True), (2**20, False)])
+def test_the_batch_size_is_tuned_on_a_gpu(memory, fits):
+    options = {"smallest": 4, "largest": 4, "memory": memory, "steps": 1, "fresh": True}
+    refusal = pytest.raises(tune.TuneError, match=r"a batch of 4 does not fit: (?i:.*memory)")
+    with contextlib.nullcontext() if fits else refusal:
+        found = tune.tune_batch_size(tune.Target(image=(1, 64, 64), device="cuda"), **options)
+        assert found["largest"] == 4 and found["trials"][4]["peak_bytes"] > 0
 
 
 # --- learning rate ----------------------------------------------------------------------------------------------------
