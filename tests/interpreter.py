@@ -3,6 +3,8 @@ and what follows from types once, not for every operation of every program, whic
 
 import dataclasses
 import functools
+import inspect
+import types
 
 import numpy
 from triton import language
@@ -14,7 +16,7 @@ def as_compiled() -> None:
     """Integers overflow without a check after each operation. Only where ``TRITON_INTERPRET=1``."""
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    interpreter._patch_lang = _replace_once(interpreter._patch_lang)
+    interpreter._patch_lang = _replace_for_good(interpreter._patch_lang)
     interpreter._patch_attr = _replace_one
     interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
     core._unwrap_if_constexpr = _unwrap(core._unwrap_if_constexpr)
@@ -27,18 +29,23 @@ def as_compiled() -> None:
     rules.broadcast_impl_value = _broadcast(rules.broadcast_impl_value)
 
 
-def _replace_once(replace):
-    """Looks for what to replace in triton.language once per launch, not at each call of a function in a kernel."""
+def _replace_for_good(replace):
+    """Replaces what kernels use of triton.language at their first launch and leaves it so until the process ends, in
+    which nothing is compiled."""
+    kept = types.SimpleNamespace(restore=lambda: None)
 
     @functools.cache
     def languages(function):
+        function.__signature__ = inspect.signature(function)  # or each launch asks for it twice
         modules = (language, core)
         return [value for value in function.__globals__.values() if any(value is module for module in modules)]
 
-    def replace_once(function):
-        return replace(function) if any(core.is_builtin(m.load) for m in languages(function)) else None
+    def replace_for_good(function):
+        if any(core.is_builtin(module.load) for module in languages(function)):
+            replace(function)
+        return kept
 
-    return replace_once
+    return replace_for_good
 
 
 @functools.cache
