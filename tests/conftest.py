@@ -11,9 +11,11 @@ be taken back: a test that compiles kernels ahead of time does so in a subproces
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import os
+import sys
 from collections import Counter
 from importlib import metadata
 from unittest import mock
@@ -24,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 # Threads that spin while they wait starve each other on a machine with other work, for minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# glibc keeps what tests let go of; the next ones would get it from the kernel again, page by page.
+if sys.platform == "linux":
+    for option, size in ((-3, 2**25), (-1, 2**28)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+        getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)(option, size)
 
 import pytest
 import torch
