@@ -175,6 +175,8 @@ def assert_as_good_as_torch(ours: Tensor, stock: Tensor, truth: Tensor, what: st
     assert ours.dtype == stock.dtype, f"{what}: dtype {ours.dtype}, torch has {stock.dtype}"
     assert truth.dtype == torch.float64, f"{what}: the truth must be float64, got {truth.dtype}"
     ours, stock, truth = ours.detach(), stock.detach(), truth.detach()
+    if _all_good(ours, stock, truth):
+        return
     rounded = truth.to(ours.dtype).double()  # infinite where the dtype cannot hold the truth
     finite = rounded.isfinite()
     sound = finite & stock.isfinite()
@@ -197,6 +199,14 @@ def assert_as_good_as_torch(ours: Tensor, stock: Tensor, truth: Tensor, what: st
         f" truth {truth[tuple(index)].item()!r}; allowed error {bound:.3e}"
         f" (torch's own {stock_error:.3e}, max|truth| {scale:.3e})"
     )
+
+
+def _all_good(ours: Tensor, stock: Tensor, truth: Tensor) -> bool:
+    """The rule where everything is finite, in fewer passes; False says nothing."""
+    stock_error, scale = _largest(stock.double() - truth), _largest(truth)
+    info = torch.finfo(ours.dtype)
+    within = _largest(ours.double() - truth) <= 2 * stock_error + 2 * info.eps * scale
+    return within and stock_error < math.inf and scale <= info.max
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
