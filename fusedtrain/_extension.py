@@ -50,3 +50,15 @@ def _cuda_of_driver() -> int | None:
 
 
 CUDA_OF_DRIVER = _cuda_of_driver() if HAS_CUDA_KERNELS else None
+
+
+def _gatherer():
+    """What reads tensors in C++. None without the compiled half, and with a torch that has no DLPack exchange table."""
+    if not LOADED or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        return None
+    from fusedtrain import _host
+
+    return _host.Gatherer(torch.Tensor, torch.nn.Parameter) if hasattr(_host, "Gatherer") else None
+
+
+GATHERER = _gatherer()

@@ -1,13 +1,16 @@
 #pragma once
-// fusedtrain._host.Gatherer: the tensors of an optimizer step as one table of StepTensor.
+// fusedtrain._host.Gatherer: the tensors of an optimizer step as one table of StepTensor, and what the arguments of a
+// call are as bytes.
 //
 // A list of tensors costs the dispatcher a quarter of a microsecond each, several times what the update of a small
-// parameter takes. Here they are read through DLPack's C functions, which torch.Tensor offers from DLPack 1.3 on.
+// parameter takes, and Python as much for the sizes of one. Here they are read through DLPack's C functions, which
+// torch.Tensor offers from DLPack 1.3 on.
 #include <ATen/dlpack.h>  // DLPack's own header, a C interface
 #include <pybind11/pybind11.h>
 
 #include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings/dense.h"
@@ -70,6 +73,7 @@ class Gatherer {
     bool exact_is_float;
   };
   py::object gather(const py::list& params, const py::dict& state, const Names& names) const;
+  py::object describe(const py::tuple& args, bool grads) const;
 
  private:
   // False unless it is a tensor on the CPU or a CUDA device: on that of `like`, where there is one.
@@ -105,9 +109,12 @@ class Gatherer {
   // `p` is the parameter, `grad` and `own` what belongs to it.
   bool fill(StepTensor* row, const DLTensor& p, PyObject* grad, PyObject* own, const Names& names) const;
 
+  // Appends what `object` is; false where that is more than its bytes say.
+  bool append(std::string* to, PyObject* object, bool grads) const;
+
   PyTypeObject *tensor_, *parameter_;
   const DLPackExchangeAPI* api_;
-  py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"}, scale_{"_scale"};
+  py::str grad_{"grad"}, ema_{"ema"}, is_neg_{"is_neg"}, scale_{"_scale"}, requires_grad_{"requires_grad"};
 };
 
 bool Gatherer::fill_states(StepTensor* row, const DLTensor& p, PyObject* own, const Names& names) const {
@@ -196,6 +203,60 @@ py::object Gatherer::gather(const py::list& params, const py::dict& state, const
                         with_grad, grads);
 }
 
+// Each begins with what it is, and where it may have several lengths, with its own: no two descriptions are alike.
+bool Gatherer::append(std::string* to, PyObject* object, bool grads) const {
+  const auto add = [to](char kind, const auto&... values) {
+    to->push_back(kind);
+    (to->append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
+  };
+  if (object == Py_None) return add('n'), true;
+  if (PyBool_Check(object)) return add('b', char(object == Py_True)), true;
+  if (PyLong_CheckExact(object)) {
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return add('i', value), overflow == 0;
+  }
+  if (PyFloat_CheckExact(object)) return add('f', PyFloat_AS_DOUBLE(object)), true;
+  if (PyUnicode_CheckExact(object)) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+    if (text == nullptr) return PyErr_Clear(), false;
+    return add('s', size), to->append(text, size), true;
+  }
+  if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+    add(PyTuple_CheckExact(object) ? 't' : 'l', size);
+    for (Py_ssize_t k = 0; k < size; ++k) {
+      if (!append(to, PySequence_Fast_GET_ITEM(object, k), grads)) return false;
+    }
+    return true;
+  }
+  DLTensor t;
+  if (!read(object, nullptr, &t)) return false;
+  // One number, or whole ones, may stand for an option: their values would count.
+  if (numel_of(t) == 1 || (t.dtype.code != kDLFloat && t.dtype.code != kDLBfloat)) return false;
+  bool recorded = false;
+  if (grads) {
+    const py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, requires_grad_.ptr()));
+    if (!value) return PyErr_Clear(), false;
+    recorded = value.ptr() == Py_True;
+  }
+  add('T', recorded, t.device.device_type, t.device.device_id, t.dtype.code, t.dtype.bits, t.dtype.lanes, t.ndim);
+  to->append(reinterpret_cast<const char*>(t.shape), t.ndim * sizeof(int64_t));
+  to->append(reinterpret_cast<const char*>(t.strides), t.ndim * sizeof(int64_t));
+  return true;
+}
+
+py::object Gatherer::describe(const py::tuple& args, bool grads) const {
+  std::string description;
+  description.reserve(512);
+  for (const py::handle arg : args) {
+    if (!append(&description, arg.ptr(), grads)) return py::none();
+  }
+  description.push_back(grads);
+  return py::bytes(description);
+}
+
 void bind_step_table(py::module_& m) {
   py::class_<Gatherer>(m, "Gatherer", "Reads the tensors of an optimizer step without the dispatcher.")
       .def(py::init<const py::object&, const py::object&>(), py::arg("tensor"), py::arg("parameter"))
@@ -211,7 +272,11 @@ void bind_step_table(py::module_& m) {
           py::arg("params"), py::arg("state"), py::arg("states"), py::arg("scalars"), py::arg("step"),
           py::arg("narrow"), py::arg("ema"), py::arg("exact"), py::arg("exact_is_float"),
           "Returns (table, params, grads) of the parameters that have a gradient, or None where a tensor is missing, "
-          "a subclass, not dense, not on the CPU or the CUDA device of the first, or unlike its parameter.");
+          "a subclass, not dense, not on the CPU or the CUDA device of the first, or unlike its parameter.")
+      .def("describe", &Gatherer::describe, py::arg("args"), py::arg("grads"),
+           "Returns device, dtype, shape and strides of tensors, with `grads` whether they require a gradient, and the "
+           "values of numbers, texts and tuples or lists of such, as bytes; None where there is anything else, or a "
+           "tensor of a subclass, of one number or whole ones, or of another device than CPU and CUDA.");
 }
 
 }  // namespace

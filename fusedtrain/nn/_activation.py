@@ -118,25 +118,21 @@ def create(layer: Layer, inplace: bool | None = None, **options) -> nn.Module:
 
 def op_name(layer: nn.Module) -> str | None:
     """Returns the ops' name for what ``layer`` computes; None where they have none, or its calls must be seen."""
-    if observed(layer):
-        return None
     kind = type(layer)
     name = _OP_NAMES.get(kind)
     if name is None:
         name = _OF_PACKAGES.get(kind.__module__, {}).get(kind.__name__)
+    if name is None or observed(layer):
+        return None
     return None if name == "gelu" and getattr(layer, "approximate", "none") != "none" else name
 
 
 def observed(module: nn.Module) -> bool:
     """True when a hook or a patched method must see the calls of ``module``, so that they cannot be left out."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or "_conv_forward" in module.__dict__
-    )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    own = module.__dict__
+    return "forward" in own or "_conv_forward" in own
 
 
 _DROPS = {

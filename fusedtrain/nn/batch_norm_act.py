@@ -36,9 +36,15 @@ def arguments(layer: nn.Module) -> tuple:
         momentum, batches = 0.0, layer.num_batches_tracked
         if layer.training and layer.track_running_stats and batches is not None:
             momentum = 1.0 / float(batches.add_(1))
-    keeps = layer.track_running_stats or not layer.training
-    running = (layer.running_mean, layer.running_var) if keeps else (None, None)
-    return *running, layer.weight, layer.bias, takes_batch(layer), momentum, layer.eps
+    parameters, buffers = layer._parameters, layer._buffers  # nn.Module looks for a microsecond before it finds one
+    try:
+        affine = parameters["weight"], parameters["bias"]
+        running = buffers["running_mean"], buffers["running_var"]
+    except KeyError:  # something else stands for one of them, such as a parametrization
+        affine, running = (layer.weight, layer.bias), (layer.running_mean, layer.running_var)
+    if layer.training and not layer.track_running_stats:
+        running = (None, None)
+    return *running, *affine, takes_batch(layer), momentum, layer.eps
 
 
 def counter(layer: nn.Module) -> Tensor | None:

@@ -90,15 +90,14 @@ def _gate_layers(se: nn.Module | Gate) -> Sequence[nn.Module] | None:
 
 def _activation(layers: Sequence[nn.Module | None]) -> tuple[str, list[nn.Module]]:
     """Returns the op's name of the activation that ``layers`` begin with, and the layers left."""
-    act = "identity"
-    for i, layer in enumerate(layers):
-        if layer is None:
-            continue
-        name = None if type(layer) is Gate else op_name(layer)
+    act, left = "identity", [layer for layer in layers if layer is not None]
+    while left:
+        name = None if type(left[0]) is Gate else op_name(left[0])
         if name not in (INPUT_ACTIVATIONS if act == "identity" else ("identity",)):
-            return act, [left for left in layers[i:] if left is not None]
+            break
         act = act if name == "identity" else name
-    return act, []
+        left.pop(0)
+    return act, left
 
 
 def _gate(se: nn.Module | Gate) -> tuple | None:

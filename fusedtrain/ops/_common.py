@@ -220,10 +220,10 @@ def needed(ctx, *costly: int) -> tuple[bool, ...]:
     where ``torch.autograd.grad`` wants a leaf.
     """
     needs = ctx.needs_input_grad
-    if sum(needs) < 2 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or needs.count(True) < 2:
         return needs
     nodes = [node for node, _ in ctx.next_functions if node is not None]  # of those that require a gradient, in order
-    unused = [i for i in costly if needs[i] and not _is_used(nodes[sum(needs[:i])])]
+    unused = [i for i in costly if needs[i] and not _is_used(nodes[needs[:i].count(True)])]
     return tuple(need and i not in unused for i, need in enumerate(needs)) if unused else needs
 
 
@@ -262,6 +262,11 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast counts for ``x``."""
+    return torch._C._is_any_autocast_enabled() and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype that :func:`autocast` gives ``x``, on a CPU."""
     if not torch.is_autocast_enabled("cpu") or x.dtype == torch.float64:
@@ -281,11 +286,14 @@ def whole(value) -> int | None:
 
 def pair(op: str, name: str, value: int | tuple[int, int], least: int) -> list[int]:
     """Returns an option as [height, width]; ValueError unless it is an int or a pair of ints >= ``least``."""
+    if isinstance(value, tuple) and len(value) == 2:  # as of layers: calls cost what small images wait for
+        h, w = value
+        if isinstance(h, int) and isinstance(w, int) and h >= least <= w:
+            return [h, w]
     # An int is not asked for a length: torch.compile cannot ask those that it holds symbols for.
     both = value if not isinstance(value, int) and hasattr(value, "__len__") else (value, value)
     if len(both) == 2:
-        h, w = both  # ints, mostly: calls cost what small images wait for
-        h, w = h if isinstance(h, int) else whole(h), w if isinstance(w, int) else whole(w)
+        h, w = map(whole, both)
         if h is not None and w is not None and h >= least and w >= least:
             return [h, w]
     raise ValueError(f"{op}: {name} must be an int or a pair of ints >= {least}, got {value!r}")
@@ -355,19 +363,36 @@ def apply(function: type[torch.autograd.Function], *inputs):
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*inputs)
     # Tensors that have outlived a transform of torch.func are unwrapped there, too.
-    inputs = [torch._C._functorch.unwrap_if_dead(t) if type(t) is Tensor else t for t in inputs]
+    return record(function, *[torch._C._functorch.unwrap_if_dead(t) if type(t) is Tensor else t for t in inputs])
+
+
+def record(function: type[torch.autograd.Function], *inputs):
+    """:func:`apply` for a call of :func:`plain` tensors."""
     return super(torch.autograd.Function, function).apply(*inputs)
+
+
+def unwatched() -> bool:
+    """Outside of compiled code: true when nobody watches which operators run."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 def untraced(x: Tensor) -> bool:
     """True when nobody watches which operators a call on ``x`` runs: several may then be called as one."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return not torch.compiler.is_compiling() and type(x) in _PLAIN and unwatched()
+
+
+def plain(x: Tensor, *others: Tensor | None) -> bool:
+    """:func:`untraced`, and no tensor has outlived a transform of torch.func."""
+    return untraced(x) and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, *filter(_given, others))))
+
+
+def _given(t: Tensor | None) -> bool:
+    return t is not None
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -442,26 +467,26 @@ def once_differentiable(backward: Callable) -> Callable:
     gradient is a constant, as in gradient penalties.
     """
 
-    def run(ctx, dys: tuple[Tensor | None, ...]):
+    def recorded(ctx, dys: tuple[Tensor | None, ...]):
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return backward(ctx, *dys)
+        ctx = _Unpacked(ctx)
+        with torch.no_grad():
+            gradients = once(ctx, *dys)
+        inputs = [t for t in (*dys, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return _Once.apply(gradients, *inputs) if inputs else gradients
+
+    @functools.wraps(backward)
+    def once(ctx, *dys):
+        if torch.is_grad_enabled():
+            return recorded(ctx, dys)
         try:
             return backward(ctx, *dys)
         except RuntimeError as error:  # of what torch cannot run for one dy of a batch after another
             if not any(dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy) for dy in dys):
                 raise
             raise RuntimeError(f"fused ops have no gradient of a batch here; PyTorch's {_ELSEWHERE}") from error
-
-    @functools.wraps(backward)
-    def once(ctx, *dys):
-        if not torch.is_grad_enabled():
-            return run(ctx, dys)
-        if torch.compiler.is_compiling():
-            with torch.no_grad():
-                return backward(ctx, *dys)
-        ctx = _Unpacked(ctx)
-        with torch.no_grad():
-            gradients = run(ctx, dys)
-        inputs = [t for t in (*dys, *ctx.saved_tensors) if t is not None and t.requires_grad]
-        return _Once.apply(gradients, *inputs) if inputs else gradients
 
     return once
 

@@ -1,12 +1,13 @@
-"""What the rules of an op chose: asking them takes longer than the rest of a call."""
+"""What the checks and rules of an op found: asking them takes longer than the rest of a call."""
 
 import functools
 from collections.abc import Callable
 
-from torch import Tensor
+import torch
 
+from fusedtrain import _extension
 from fusedtrain.backend import is_automatic
-from fusedtrain.ops._common import records, untraced
+from fusedtrain.ops._common import unwatched
 
 _MOST = 4096  # calls
 _UNKNOWN = object()
@@ -14,26 +15,29 @@ _chosen: dict[tuple, object] = {}
 
 
 def remembered(choose: Callable) -> Callable:
-    """Decorator of ``choose(x, weight, bias, *options)``, which asks an op's rules; the options are lists of ints.
+    """Decorator of ``choose(*args)``, which checks the arguments of an op, tensors and numbers, and asks its rules.
 
-    It is asked once for all calls that are alike in what rules look at, and every time where calls are traced, or more
-    than rules decides (:func:`fusedtrain.backend.is_automatic`).
+    It is asked once for all calls that are alike in device, dtype, shape and strides of the tensors, in whether
+    gradients of them are recorded, and in all other arguments; every time where calls are traced, where more than rules
+    decides (:func:`fusedtrain.backend.is_automatic`), and for tensors and values that are more than these.
     """
 
     @functools.wraps(choose)
-    def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *options: list[int]):
-        if not (untraced(x) and is_automatic() and (x.is_cpu or x.is_cuda)):
-            return choose(x, weight, bias, *options)
-        key = (
-            *(choose, x.get_device(), x.dtype, x.shape, x.stride(), weight.shape, records(x, weight)),
-            *map(tuple, options),
-        )
-        found = _chosen.get(key, _UNKNOWN)  # another thread may clear it at any time
+    def ask(*args):
+        if torch.compiler.is_compiling() or not (unwatched() and is_automatic()):
+            return choose(*args)
+        reader = _extension.GATHERER
+        if reader is None:
+            return choose(*args)
+        about = reader.describe(args, torch.is_grad_enabled())
+        if about is None:
+            return choose(*args)
+        found = _chosen.get((choose, about), _UNKNOWN)  # another thread may clear it at any time
         if found is _UNKNOWN:
-            found = choose(x, weight, bias, *options)
+            found = choose(*args)
             if len(_chosen) >= _MOST:
                 _chosen.clear()
-            _chosen[key] = found
+            _chosen[choose, about] = found
         return found
 
     return ask

@@ -156,6 +156,11 @@ for _name, _signature in UNTRACED.items():
     LIBRARY.define(_name + _signature)
 
 
+def untraced(name: str):
+    """Returns what calls an operator of ``UNTRACED``, without the Python around it."""
+    return getattr(torch.ops.fusedtrain, name).default._op
+
+
 def register_fake(name: str):
     """Decorator: the function computes output shapes, dtypes and strides of operator ``name`` and its overloads.
 

@@ -16,17 +16,7 @@ from fusedtrain.ops.grad_norm import IMPLS as NORMS
 from fusedtrain.ops.optimizer_step import IMPLS as STEPS
 from fusedtrain.ops.optimizer_step import RULES, Options
 
-
-def _gatherer():
-    """None without the compiled half, and with a torch that has no DLPack exchange table."""
-    if not _extension.LOADED or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        return None
-    from fusedtrain import _host
-
-    return _host.Gatherer(torch.Tensor, torch.nn.Parameter) if hasattr(_host, "Gatherer") else None
-
-
-_GATHERER = _gatherer()
+_GATHERER = _extension.GATHERER
 
 
 class Table(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedtrain import _extension
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
+from fusedtrain.ops._remembered import remembered
 
 
 def reference(
@@ -199,7 +200,7 @@ def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     forward, backward, *others = (getattr(op, overload) for op in (*ops, *parts))
     whole = ()
     if overload == "default":
-        whole = (getattr(torch.ops.fusedtrain, f"batch_norm_act_train{part}").default for part in ("_", "_backward"))
+        whole = (_schema.untraced(f"batch_norm_act_train{part}") for part in ("_", "_backward"))
     return _BatchNormImpl(forward, backward, why_not, slower, *others, *whole)
 
 
@@ -232,11 +233,15 @@ def _own_passes(ctx, *vectors: int) -> tuple[int, ...]:
 
 class _BatchNormAct(torch.autograd.Function):
     """``count`` is the number of values per channel behind mean and rstd, or ``_OWN``, None where these are fixed;
-    ``y`` what has been made of them, or None."""
+    ``running`` what ``train`` takes to make mean and rstd, or None where they are given."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, mean, rstd, options):
-        ctx.count, act, residual_after, ctx.group, ctx.impl, y = options
+        ctx.count, act, residual_after, ctx.group, ctx.impl, running, y = *options, None
+        if running is not None:
+            *running, momentum, eps = running
+            tail = momentum, eps, act, residual_after
+            y, mean, rstd = ctx.impl.train(x, *running, weight, bias, residual, *tail)
         keeps_residual = residual is not None and not residual_after and act != 0
         ctx.save_for_backward(x, weight, bias, residual if keeps_residual else None, mean, rstd)
         ctx.codes = act, residual_after
@@ -303,27 +308,34 @@ def _gathered(mean: Tensor, m2: Tensor, count: float, group) -> tuple[Tensor, Te
 
 def _check(x: Tensor, channels: int, **vectors: Tensor | None) -> None:
     """Checks what belongs to so many channels of images that have the dtype and device of ``x``."""
-    of_x, device, kind = x.dtype, x.device, None
+    shape, device, kind = (channels,), x.device, None
     for name, vector in vectors.items():
         if vector is None:
             continue
         dtype = vector.dtype
-        if vector.shape != (channels,):
-            raise ValueError(
-                f"batch_norm_act: {name} must have shape [{channels}] or be None, got {list(vector.shape)}"
-            )
-        if dtype != of_x and dtype != _common.acc_dtype(x):
-            raise TypeError(
-                f"batch_norm_act: {name} must have the dtype of x ({of_x}) or {_common.acc_dtype(x)}, got {dtype}"
-            )
-        if vector.device != device:
-            raise _common.elsewhere("batch_norm_act", x, name, vector)
-        kind = dtype if kind is None else kind
-        if dtype != kind:
-            raise TypeError(
-                "batch_norm_act: weight, bias, running_mean and running_var must share one dtype,"
-                f" got {', '.join(sorted((str(kind), str(dtype))))}"
-            )
+        if kind is None:
+            kind = dtype
+        if dtype != kind or vector.shape != shape or vector.device != device:
+            _refuse(x, channels, name, vector, kind)
+    if kind is not None and kind != x.dtype and kind != _common.acc_dtype(x):
+        name = next(name for name, vector in vectors.items() if vector is not None)
+        _refuse(x, channels, name, vectors[name], kind)
+
+
+def _refuse(x: Tensor, channels: int, name: str, vector: Tensor, kind: torch.dtype) -> None:
+    dtype = vector.dtype
+    if vector.shape != (channels,):
+        raise ValueError(f"batch_norm_act: {name} must have shape [{channels}] or be None, got {list(vector.shape)}")
+    if dtype != x.dtype and dtype != _common.acc_dtype(x):
+        raise TypeError(
+            f"batch_norm_act: {name} must have the dtype of x ({x.dtype}) or {_common.acc_dtype(x)}, got {dtype}"
+        )
+    if vector.device != x.device:
+        raise _common.elsewhere("batch_norm_act", x, name, vector)
+    raise TypeError(
+        "batch_norm_act: weight, bias, running_mean and running_var must share one dtype,"
+        f" got {', '.join(sorted((str(kind), str(dtype))))}"
+    )
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:
@@ -424,39 +436,56 @@ def batch_norm_act(
         deterministic, and independent of threads where a kernel of this package runs.
     Source: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167; ``torch.nn.functional.batch_norm``
     """
+    group = process_group if training else None
+    vectors, options = (running_mean, running_var, weight, bias), (training, eps, act, residual_after)
+    impl, code, recording, at_once = _plan(x, *vectors, *options, residual, moments, process_group is not None)
+    counter = num_batches_tracked if training else None
+    if impl is None:
+        if counter is not None:  # _count_up, without a call
+            counter.add_(1)
+        return reference(x, *vectors, training, momentum, eps, act, residual, residual_after)
+    x = _common.dense(x)
+    residual = _residual_like(residual, x)
+    if at_once:
+        running = running_mean, running_var, counter, momentum, eps
+        if recording:
+            options = _OWN, code, residual_after, None, impl, running
+            return _common.record(_BatchNormAct, x, weight, bias, residual, None, None, options)
+        with _common.no_grad():
+            return impl.train(x, *running[:3], weight, bias, residual, momentum, eps, code, residual_after)[0]
+    with _common.no_grad():
+        _count_up(counter)
+        mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
+    if recording:
+        options = count, code, residual_after, group, impl, None
+        return _common.apply(_BatchNormAct, x, weight, bias, residual, mean, rstd, options)
+    return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after)
+
+
+@remembered
+def _plan(
+    x, running_mean, running_var, weight, bias, training, eps, act, residual_after, residual, moments, synchronised
+) -> tuple[_BatchNormImpl | None, int, bool, bool]:
+    """Checks the arguments of the op. Returns what runs, None for stock PyTorch, the activation's code, whether
+    gradients are recorded, and whether all of a direction is one call."""
     _common.check_images("batch_norm_act", x)
     _check(x, x.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    _check_statistics(x.shape, running_mean, running_var, training, process_group is not None, eps)
+    _check_statistics(x.shape, running_mean, running_var, training, synchronised, eps)
     if residual is not None:
         _check_residual(x, residual)
     if moments is not None:
         _check_moments(x, moments, training)
     code = _codes.code("act", act, _codes.ACTIVATIONS)
-    group = process_group if training else None
-    before, plain = residual is not None and not residual_after, residual is None and code == 0
-    impl = select("batch_norm_act", IMPLS, x, group is not None, before, plain)
-    counter = num_batches_tracked if training else None
-    if group is None and (impl.backward is None or x.numel() == 0):
-        if counter is not None:  # _count_up, without a call
-            counter.add_(1)
-        statistics = (running_mean, running_var, weight, bias, training, momentum, eps)
-        return reference(x, *statistics, act, residual, residual_after)
+    synchronised = synchronised and bool(training)
+    before, unchanged = residual is not None and not residual_after, residual is None and code == 0
+    impl = select("batch_norm_act", IMPLS, x, synchronised, before, unchanged)
+    if not synchronised and (impl.backward is None or x.numel() == 0):
+        return None, code, False, False
     if impl.backward is None:
         impl = _REFERENCE_PARTS
     recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
-    x = _common.dense(x)
-    residual, y = _residual_like(residual, x), None
-    with _common.no_grad():
-        if training and group is None and moments is None and impl.train is not None and _common.untraced(x):
-            running, tail = (running_mean, running_var, counter), (momentum, eps, code, residual_after)
-            (y, mean, rstd), count = impl.train(x, *running, weight, bias, residual, *tail), _OWN
-        else:
-            _count_up(counter)
-            mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
-    if recording:
-        options = count, code, residual_after, group, impl, y
-        return _common.apply(_BatchNormAct, x, weight, bias, residual, mean, rstd, options)
-    return impl.forward(x, mean, rstd, weight, bias, residual, code, residual_after) if y is None else y
+    alone = training and not synchronised and moments is None and impl.train is not None
+    return impl, code, recording, alone and _common.plain(x, weight, bias, residual)
 
 
 def _count_up(batches: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _codes, _common, _schema
+from fusedtrain.ops._remembered import remembered
 from fusedtrain.ops._windows import padded_first
 from fusedtrain.ops.batch_norm_act import (
     _OWN,
@@ -41,7 +42,7 @@ from fusedtrain.ops.depthwise_conv2d import _fake as _fake_convolved
 from fusedtrain.ops.depthwise_conv2d import _fake_backward as _fake_gradients
 from fusedtrain.ops.depthwise_conv2d import _geometry, choose, depthwise_conv2d
 from fusedtrain.ops.depthwise_conv2d import reference as conv_reference
-from fusedtrain.ops.pointwise_conv2d import _product
+from fusedtrain.ops.pointwise_conv2d import as_planned, unchecked
 from fusedtrain.ops.pointwise_conv2d import choose as choose_projection
 from fusedtrain.ops.pointwise_conv2d import gradients as projection_gradients
 from fusedtrain.ops.pointwise_conv2d import run as run_projection
@@ -124,7 +125,7 @@ def _impl(overload: str, norm: Impl, why_not, slower=None) -> _BlockImpl:
     whole = ()
     if overload == "default":
         parts = ("train_", "train_backward", "scale")
-        whole = (getattr(torch.ops.fusedtrain, f"depthwise_bn_act_se_{part}").default for part in parts)
+        whole = (_schema.untraced(f"depthwise_bn_act_se_{part}") for part in parts)
     return _BlockImpl(forward, backward, why_not, slower, *others, norm, *whole)
 
 
@@ -348,13 +349,13 @@ def _check_projection(x: Tensor, channels: int, weight: Tensor, bias: Tensor | N
 
 
 def _check(
-    x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, group, output, groups, eps
+    x, weight, bias, running_mean, running_var, norm_weight, norm_bias, se, training, synchronised, output, groups, eps
 ) -> None:
     _check_conv(x, weight, bias, groups)
     channels, vectors = weight.shape[0], {"norm_weight": norm_weight, "norm_bias": norm_bias}
     _check_norm(x, channels, running_mean=running_mean, running_var=running_var, **vectors)
     shape = (x.shape[0], channels, *output)
-    _check_statistics(shape, running_mean, running_var, training, group is not None, eps)
+    _check_statistics(shape, running_mean, running_var, training, synchronised, eps)
     if se is not None:
         _check_gate(x, channels, *se)
 
@@ -434,40 +435,33 @@ def depthwise_bn_act_se(
         and independent of threads where these are.
     Source: Sandler et al., https://arxiv.org/abs/1801.04381; Howard et al., https://arxiv.org/abs/1905.02244
     """
-    _common.check_images("depthwise_bn_act_se", x)
+    if torch._C._is_any_autocast_enabled():
+        _common.check_images("depthwise_bn_act_se", x)
     x, padding = padded_first(x, padding)
-    if se is not None and len(se) != 4:
-        raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
-    codes = [
-        _codes.code("act", act, _codes.INPUT_ACTIVATIONS),
-        _codes.code("se_act", se_act, _codes.ACTIVATIONS),
-        _codes.code("gate", gate, _codes.ACTIVATIONS),
-    ]
     apart = _common.untraced(x)
     cast = _common.autocast_apart if apart else _common.autocast
     conv = cast(x, weight, bias)
-    geometry, output = _geometry(*conv[:2], stride, padding, dilation)
     affine, running = (norm_weight, norm_bias), (running_mean, running_var)
-    _check(*conv, *running, *affine, se, training, process_group, output, groups, eps)
     after = () if projection is None else cast(x, *projection)[1:]
-    if after:
-        _check_projection(conv[0], conv[1].shape[0], *after)
+    own = (weight, bias) if apart else conv[1:]
+    names, window, autocast = (act, se_act, gate), (stride, padding, dilation), _common.is_autocast(x)
+    norm = (*running, *affine, training, eps, process_group is not None)
+    impl, geometry, codes, gate_dtype, convolutions, recording, plain = _plan(
+        *conv, own, norm, se, window, names, after, groups, autocast
+    )
     group, counter = (process_group, num_batches_tracked) if training else (None, None)
-    impl = select("depthwise_bn_act_se", IMPLS, *conv[:2], se)
-    if impl.backward is None or 0 in x.shape:
+    if impl is None:
         norm = (*running, *affine, training, momentum, eps)
         y = _single_ops(x, (weight, bias), norm, se, (stride, padding, dilation), act, se_act, gate, group, counter)
         return _project(y, projection) if after else y
-    own = (weight, bias) if apart else conv[1:]
     x, weight, bias = _common.dense(conv[0]), conv[1].contiguous(), None if bias is None else conv[2].contiguous()
     if se is not None:
-        se = _dense_weights(_weight_dtype(x, *se), se)
-    recording = _common.needs_autograd(x, *own, *affine, *(se or ()))
+        se = _dense_weights(gate_dtype, se)
     norm, moments, made = impl.norm, (), None
     with _common.no_grad():
         if torch.compiler._is_exporting_flag:
             x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))
-        convolve, conv_backward = _convolutions(impl, x, weight, bias, geometry)
+        convolve, conv_backward = convolutions or _convolutions(impl, x, weight, bias, geometry)
         gathers = training and (impl is not IMPLS["cpu"] or convolve is CONV_IMPLS["cpu"].forward)
         if gathers and group is None and impl.train is not None and apart:
             inputs = (x, weight, bias, *running, counter, *affine, *(se or _NO_GATE), momentum, eps)
@@ -492,10 +486,11 @@ def depthwise_bn_act_se(
         return _project(y, projection) if after else y
     options = impl, conv_backward, codes, count, geometry, group, made, weight if apart else None
     own = own if apart else (weight, bias)
+    apply = _common.record if plain else _common.apply
     if se is None:
-        y = _common.apply(_DepthwiseBnAct, x, *own, *affine, z, mean, rstd, options)
+        y = apply(_DepthwiseBnAct, x, *own, *affine, z, mean, rstd, options)
     else:
-        y = _common.apply(_DepthwiseBnActSe, x, *own, *affine, *se, z, mean, rstd, options)
+        y = apply(_DepthwiseBnActSe, x, *own, *affine, *se, z, mean, rstd, options)
     y = _common.in_format_of(y, x)
     if not after:
         return y
@@ -504,5 +499,42 @@ def depthwise_bn_act_se(
     return _common.apply(_Projection, y, *(projection if apart else after), after if apart else None, again, *kept)
 
 
+@remembered
+def _plan(x, weight, bias, own, norm, se, window, names, projection, groups, autocast) -> tuple:
+    """Checks the arguments of the op, which autocast has cast.
+
+    Args:
+        own: weight and bias as autograd knows them.
+        norm: what :func:`_check` takes of the normalisation.
+        autocast: whether it counts.
+
+    Returns:
+        What runs, None for the three ops; stride, padding and dilation; the codes; the dtype of the gate's weights as
+        the operators take them; the convolutions of x where that is dense; whether gradients are recorded, and of plain
+        tensors.
+    """
+    _common.check_images("depthwise_bn_act_se", x)
+    if se is not None and len(se) != 4:
+        raise ValueError(f"depthwise_bn_act_se: se must be (w1, b1, w2, b2) or None, got {len(se)} entries")
+    allowed = (_codes.INPUT_ACTIVATIONS, _codes.ACTIVATIONS, _codes.ACTIVATIONS)
+    codes = [_codes.code(*argument) for argument in zip(("act", "se_act", "gate"), names, allowed)]
+    geometry, output = _geometry(x, weight, *window)
+    *norm, eps, synchronised = norm
+    _check(x, weight, bias, *norm[:4], se, norm[4], synchronised, output, groups, eps)
+    if projection:
+        _check_projection(x, weight.shape[0], *projection)
+    impl = select("depthwise_bn_act_se", IMPLS, x, weight, se)
+    if impl.backward is None or 0 in x.shape:
+        return None, geometry, codes, None, None, False, False
+    gate_dtype = None if se is None else _weight_dtype(x, *se)
+    tensors = (*own, *norm[2:4], *(se or ()))
+    recording = _common.needs_autograd(x, *tensors)
+    as_it_is = x.is_contiguous() or _common.is_channels_last(x)
+    convolutions = _convolutions(impl, x, weight, bias, geometry) if as_it_is else None
+    plain = recording and _common.plain(x, *tensors)
+    return impl, geometry, codes, gate_dtype, convolutions, recording, plain
+
+
 def _project(y: Tensor, projection: tuple[Tensor, Tensor | None]) -> Tensor:
-    return _product(*_common.autocast(y, *projection), [1, 1])[0]
+    y, weight, bias = _common.autocast(y, *projection)
+    return as_planned(unchecked(y, weight, bias, [1, 1]), y, weight, bias, False)[0]

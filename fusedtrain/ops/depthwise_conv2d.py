@@ -360,21 +360,34 @@ def depthwise_conv2d(
     """
     if isinstance(x, Tensor) and x.dim() == 3:
         return depthwise_conv2d(x[None], weight, bias, stride, padding, dilation, act=act, groups=groups)[0]
-    _common.check_images("depthwise_conv2d", x)
-    x, weight, bias = _common.autocast(x, weight, bias)
-    _check(x, weight, bias, groups)
+    if torch._C._is_any_autocast_enabled():
+        _common.check_images("depthwise_conv2d", x)
+        x, weight, bias = _common.autocast(x, weight, bias)
     x, padding = _windows.padded_first(x, padding)
-    act_code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
-    geometry, _ = _geometry(x, weight, stride, padding, dilation)
-    forward, backward = choose(x, weight, bias, *geometry)
-    stock = forward is reference
-    if not _common.records(x, weight, bias):
-        backward = reference_backward
-    recording = not (stock and backward is reference_backward) and _common.needs_autograd(x, weight, bias)
-    if stock and not recording:
+    options = stride, padding, dilation, act, groups
+    geometry, act_code, forward, backward, recording, plain = _plan(x, weight, bias, *options)
+    if forward is reference and not recording:
         return reference(x, weight, bias, *geometry, act_code)
     x, weight, bias = _common.dense(x), weight.contiguous(), None if bias is None else bias.contiguous()
     if not recording:
         return _common.in_format_of(forward(x, weight, bias, *geometry, act_code), x)
-    y = _common.apply(_DepthwiseConv2d, x, weight, bias, geometry, forward, backward)
-    return _activation.REFERENCE[act](_common.in_format_of(y, x))
+    apply = _common.record if plain else _common.apply
+    y = _common.in_format_of(apply(_DepthwiseConv2d, x, weight, bias, geometry, forward, backward), x)
+    return _activation.REFERENCE[act](y) if act_code else y
+
+
+@remembered
+def _plan(x, weight, bias, stride, padding, dilation, act, groups) -> tuple:
+    """Checks the arguments of the op, which autocast has cast. Returns stride, padding and dilation, the activation's
+    code, what runs forward and backward, whether gradients are recorded, and of plain tensors."""
+    _common.check_images("depthwise_conv2d", x)
+    _check(x, weight, bias, groups)
+    code = _codes.code("act", act, _codes.INPUT_ACTIVATIONS)
+    geometry, _ = _geometry(x, weight, stride, padding, dilation)
+    forward, backward = choose(x, weight, bias, *geometry)
+    if not _common.records(x, weight, bias):
+        backward = reference_backward
+    stock = forward is reference and backward is reference_backward
+    recording = not stock and _common.needs_autograd(x, weight, bias)
+    plain = recording and _common.plain(x, weight, bias)
+    return geometry, code, forward, backward, recording, plain

@@ -295,7 +295,7 @@ def pointwise_conv2d(
     """
     if isinstance(x, Tensor) and x.dim() == 3:
         return pointwise_conv2d(x[None], weight, bias, stride)[0]
-    return _product(*_arguments(x, weight, bias, stride))[0]
+    return _product(x, weight, bias, stride)[0]
 
 
 def with_moments(
@@ -307,18 +307,31 @@ def with_moments(
         y, and what ``batch_norm_act`` takes as ``moments`` of y where the kernel computes it, which gathers them on the
         way. None elsewhere.
     """
-    return _product(*_arguments(x, weight, bias, stride), with_moments=True)
+    return _product(x, weight, bias, stride, with_moments=True)
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast has them."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, weight, bias
+    _common.check_images("pointwise_conv2d", x)
+    return _common.autocast(x, weight, bias)
 
 
 def _arguments(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
-    """The arguments, checked, and cast as autocast does."""
+    """The arguments, cast and checked."""
+    x, weight, bias = _cast(x, weight, bias)
+    return x, weight, bias, _checked(x, weight, bias, stride)
+
+
+def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, stride) -> list[int]:
+    """Checks what autocast has cast; returns the stride."""
     _common.check_images("pointwise_conv2d", x)
-    x, weight, bias = _common.autocast(x, weight, bias)
     _check(x, weight, bias)
     stride = _common.pair("pointwise_conv2d", "stride", stride, 1)
-    return x, weight, bias, [1, 1] if stride == [1, 1] else stride  # in graphs of torch 2.10 a 1 may be a symbol, too
+    return [1, 1] if stride == [1, 1] else stride  # in graphs of torch 2.10 a 1 may be a symbol, too
 
 
 @remembered
@@ -345,21 +358,38 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], plan: _r
     return _backward(dy, x, weight, stride, plan, need)
 
 
+@remembered
+def planned(x: Tensor, weight: Tensor, bias: Tensor | None, stride) -> tuple:
+    """Checks the arguments of the op, which autocast has cast; returns what :func:`as_planned` takes."""
+    return unchecked(x, weight, bias, _checked(x, weight, bias, stride))
+
+
+@remembered
+def unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> tuple:
+    """Returns what runs, None for stock PyTorch, the stride, whether gradients are recorded, and of plain tensors."""
+    plan = choose(x, weight, bias, stride)
+    recording = plan is not None and _common.needs_autograd(x, weight, bias)
+    return plan, stride, recording, recording and _common.plain(x, weight, bias)
+
+
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride, with_moments: bool = False
 ) -> tuple[Tensor, tuple | None]:
-    return _as_planned(choose(x, weight, bias, stride), x, weight, bias, stride, with_moments)
+    x, weight, bias = _cast(x, weight, bias)
+    return as_planned(planned(x, weight, bias, stride), x, weight, bias, with_moments)
 
 
-def _as_planned(
-    plan: _rules.Plan | None, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], with_moments: bool
+def as_planned(
+    call: tuple, x: Tensor, weight: Tensor, bias: Tensor | None, with_moments: bool
 ) -> tuple[Tensor, tuple | None]:
+    """The convolution as :func:`planned` says, and the moments as :func:`with_moments` returns them."""
+    plan, stride, recording, plain = call
     if plan is None:
         return reference(x, weight, bias, stride), None
     x = _common.dense(x)
-    inputs, recording = (x, weight, bias, stride), _common.needs_autograd(x, weight, bias)
+    inputs, apply = (x, weight, bias, stride), _common.record if plain else _common.apply
     if with_moments and plan.moments:
-        y, *moments = _common.apply(_PointwiseConv2dStats, *inputs, plan) if recording else _STATS(*inputs)
+        y, *moments = apply(_PointwiseConv2dStats, *inputs, plan) if recording else _STATS(*inputs)
         return _common.in_format_of(y, x), tuple(moments)
-    y = _common.apply(_PointwiseConv2d, *inputs, plan) if recording else _forward(*inputs, plan)
+    y = apply(_PointwiseConv2d, *inputs, plan) if recording else _forward(*inputs, plan)
     return _common.in_format_of(y, x), None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedtrain.backend import select
 from fusedtrain.ops import _codes, _common, _schema
-from fusedtrain.ops._pointwise_rules import Plan, by_kernel
+from fusedtrain.ops._pointwise_rules import by_kernel
 from fusedtrain.ops._remembered import remembered
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import (
@@ -23,7 +23,7 @@ from fusedtrain.ops.batch_norm_act import (
     batch_norm_act,
     reference,
 )
-from fusedtrain.ops.pointwise_conv2d import IMPLS, _arguments, _as_planned, _empty, choose
+from fusedtrain.ops.pointwise_conv2d import IMPLS, _cast, _empty, as_planned, planned
 
 
 @_schema.register_fake("pointwise_conv2d_norm_backward")
@@ -93,13 +93,19 @@ def _meet(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], z: 
 
 
 @remembered
-def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int]) -> tuple[Plan | None, bool]:
-    """What runs the convolution, and whether stock PyTorch normalises: where calls are traced the op answers that."""
-    plan = choose(x, weight, bias, stride)
+def _plan(x, weight, bias, stride, running_mean, running_var, norm_weight, norm_bias, training, eps, act) -> tuple:
+    """What the convolution does, and whether stock PyTorch normalises one process's images: then all is checked. Where
+    calls are traced, batch_norm_act answers that."""
+    call = planned(x, weight, bias, stride)
     if not _common.untraced(x):
-        return plan, False
-    z = _empty(x, weight, stride, _common.format_of(x))
-    return plan, select("batch_norm_act", NORM_IMPLS, z, False, False) is NORM_IMPLS["reference"]
+        return call, False
+    z = _empty(x, weight, call[1], _common.format_of(x))
+    if select("batch_norm_act", NORM_IMPLS, z, False, False) is not NORM_IMPLS["reference"]:
+        return call, False
+    _check(z, z.shape[1], weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
+    _check_statistics(z.shape, running_mean, running_var, training, False, eps)
+    _codes.code("act", act, _codes.ACTIVATIONS)
+    return call, True
 
 
 def pointwise_conv2d_norm(
@@ -120,23 +126,21 @@ def pointwise_conv2d_norm(
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """``batch_norm_act`` of what ``pointwise_conv2d`` returns, with the arguments of both."""
-    x, weight, bias, stride = _arguments(x, weight, bias, stride)
+    x, weight, bias = _cast(x, weight, bias)
     running, affine, group = (running_mean, running_var), (norm_weight, norm_bias), process_group if training else None
-    vectors = {"weight": norm_weight, "bias": norm_bias, "running_mean": running_mean, "running_var": running_var}
-    plan, normalised_by_stock = _choose(x, weight, bias, stride)
-    normalised_by_stock = normalised_by_stock and group is None
-    z, moments = _as_planned(plan, x, weight, bias, stride, with_moments=training and not normalised_by_stock)
+    if group is None:
+        call, normalised_by_stock = _plan(x, weight, bias, stride, *running, *affine, training, eps, act)
+    else:
+        call, normalised_by_stock = planned(x, weight, bias, stride), False
+    z, moments = as_planned(call, x, weight, bias, with_moments=training and not normalised_by_stock)
     if normalised_by_stock:  # small images, which wait for Python
-        _check(z, z.shape[1], **vectors)
-        _check_statistics(z.shape, *running, training, False, eps)
-        _codes.code("act", act, _codes.ACTIVATIONS)
         _count_up(num_batches_tracked if training else None)
         return reference(z, *running, *affine, training, momentum, eps, act, None, False)
-    if not _meet(x, weight, bias, stride, z, group is not None):
+    if not _meet(x, weight, bias, call[1], z, group is not None):
         norm = (*running, *affine, training, momentum, eps)
         others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
         return batch_norm_act(z, *norm, act=act, **others)
-    _check(z, z.shape[1], **vectors)
+    _check(z, z.shape[1], weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(z.shape, *running, training, group is not None, eps)
     code, norm = _codes.code("act", act, _codes.ACTIVATIONS), NORM_IMPLS["cpu"]
     x, z = _common.dense(x), z.detach()

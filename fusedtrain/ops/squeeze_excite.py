@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedtrain.backend import Impl, register, select
 from fusedtrain.ops import _activation, _codes, _common, _schema
+from fusedtrain.ops._remembered import remembered
 from fusedtrain.ops.channel_pool import reference as pool_reference
 
 
@@ -95,7 +96,7 @@ def _weight_dtype(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tens
     dtypes = {t.dtype for t in (w1, b1, w2, b2) if t is not None}
     if dtypes == {x.dtype}:
         return x.dtype
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64 or torch.float64 in dtypes:
+    if not _common.is_autocast(x) or x.dtype == torch.float64 or torch.float64 in dtypes:
         raise TypeError(
             f"squeeze_excite: weights and biases must have the dtype of x ({x.dtype}) outside autocast,"
             f" got {', '.join(sorted(str(d) for d in dtypes))}"
@@ -152,6 +153,21 @@ def squeeze_excite(
     independent of threads.
     Source: Hu et al., Squeeze-and-Excitation Networks, https://arxiv.org/abs/1709.01507
     """
+    weights, names = (w1, b1, w2, b2), (act, gate, pool, in_act)
+    impl, codes, dtype, recording, plain = _plan(x, *weights, *names, _common.is_autocast(x))
+    if impl.backward is None:
+        return impl.forward(x, *weights, *names)
+    x = _common.dense(x)
+    weights = _dense_weights(dtype, weights)
+    if recording:
+        return (_common.record if plain else _common.apply)(_SqueezeExcite, x, *weights, codes, impl)
+    return impl.forward(x, *weights, *codes)[0]
+
+
+@remembered
+def _plan(x, w1, b1, w2, b2, act, gate, pool, in_act, autocast) -> tuple:
+    """Checks the arguments of the op; ``autocast``: whether it counts. Returns what runs, the codes, the dtype of the
+    weights as the operator takes them, whether gradients are recorded, and of plain tensors."""
     _common.check_images("squeeze_excite", x)
     _check_weights(x, x.shape[1], w1, b1, w2, b2)
     _common.check_pixels("squeeze_excite", x, pool)
@@ -161,13 +177,7 @@ def squeeze_excite(
         _codes.code("pool", pool, _codes.POOLS),
         _codes.code("in_act", in_act, _codes.INPUT_ACTIVATIONS),
     )
-    weights = (w1, b1, w2, b2)
-    dtype = _weight_dtype(x, *weights)
+    dtype = _weight_dtype(x, w1, b1, w2, b2)
     impl = select("squeeze_excite", IMPLS, x)
-    if impl.backward is None:
-        return impl.forward(x, *weights, act, gate, pool, in_act)
-    x = _common.dense(x)
-    weights = _dense_weights(dtype, weights)
-    if _common.needs_autograd(x, *weights):
-        return _common.apply(_SqueezeExcite, x, *weights, codes, impl)
-    return impl.forward(x, *weights, *codes)[0]
+    recording = impl.backward is not None and _common.needs_autograd(x, w1, b1, w2, b2)
+    return impl, codes, dtype, recording, recording and _common.plain(x, w1, b1, w2, b2)
