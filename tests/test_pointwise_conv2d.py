@@ -211,7 +211,7 @@ def test_pixels_of_a_strip_do_not_mix(kernel_dtype):
     assert y[2, :, 6, 6].isnan().all() and y.isnan().sum() == y.shape[1]
 
 
-@pytest.mark.parametrize(("shape", "out"), [((7, 40, 23, 21), 70), ((2, 90, 7, 7), 301)])
+@pytest.mark.parametrize(("shape", "out"), [((7, 40, 23, 21), 70), ((2, 90, 7, 7), 301), ((8, 300, 3, 5), 301)])
 def test_kernel_on_planes_does_not_depend_on_threads(kernel_dtype, shape, out):
     inputs = make("cpu", shape, "contiguous", kernel_dtype, out).values()
     assert torch.equal(KERNEL_ON_PLANES(*inputs), with_more_threads(lambda: KERNEL_ON_PLANES(*inputs)))
@@ -220,7 +220,14 @@ def test_kernel_on_planes_does_not_depend_on_threads(kernel_dtype, shape, out):
 @pytest.mark.parametrize("dtype", harness.DTYPES[:3])  # torch in float64 is the truth
 @pytest.mark.parametrize(
     ("shape", "out"),
-    [((5, 40, 7, 7), 24), ((3, 9, 13, 11), 50), ((2, 70, 16, 16), 17), ((1, 17, 40, 41), 3), ((9, 5, 1, 3), 20)],
+    [
+        ((5, 40, 7, 7), 24),
+        ((3, 9, 13, 11), 50),
+        ((2, 70, 16, 16), 17),
+        ((1, 17, 40, 41), 3),
+        ((9, 5, 1, 3), 20),
+        ((2, 600, 3, 3), 590),
+    ],
 )
 def test_weight_gradient_reads_planes(shape, out, dtype):
     if reason := harness.why_not("cpu", "cpu", "pointwise_conv2d"):
