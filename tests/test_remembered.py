@@ -59,6 +59,12 @@ def test_calls_that_differ_are_asked_for_each(asked, what):
     ]
 
 
+@pytest.mark.parametrize(("one", "other"), [("relu", "silu"), (0.1, 0.2), (True, False), (1, 2)])
+def test_options_count_by_their_values(asked, one, other):
+    choose, _ = asked
+    assert [choose(X, WEIGHT, None, option) for option in (one, other, one, other)] == [1, 2, 1, 2]
+
+
 def test_a_gradient_of_the_bias_alone_is_none_of_the_weight(asked):
     choose, _ = asked
     bias = WEIGHT[:, 0, 0, 0].clone().requires_grad_()

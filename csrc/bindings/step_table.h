@@ -253,7 +253,6 @@ py::object Gatherer::describe(const py::tuple& args, bool grads) const {
   for (const py::handle arg : args) {
     if (!append(&description, arg.ptr(), grads)) return py::none();
   }
-  description.push_back(grads);
   return py::bytes(description);
 }
 
