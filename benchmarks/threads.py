@@ -25,9 +25,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=32)
     parser.add_argument("--case", action="append", default=[], help="only layers whose name contains this")
     parser.add_argument("--layout", choices=["contiguous", "channels_last"], action="append", default=[])
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     parser.add_argument("--calls", type=int, default=50)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.threads < 2:
+        parser.error(f"--threads must be 2 or more, got {given.threads}: the thread that calls is left out")
+    if not Path("/proc/self/schedstat").exists():
+        parser.error("this system does not count the CPU time of each thread (/proc/self/schedstat)")
+    return given
 
 
 ARGS = arguments()

@@ -192,8 +192,10 @@ def test_many_threads_share_few_pixels_of_many_channels():
     if reason := harness.why_not("cpu", "cpu", "batch_norm_act"):
         pytest.skip(reason)
     case = ["batch_norm_act", "--case", "blocks.5.1.bn1", "--layout", "channels_last", "--threads", "32"]
-    command = [sys.executable, "threads.py", *case]
-    done = forked.run(command, cwd=FOLDER, env=harness.environment(), timeout=300)
+    call = functools.partial(forked.run, cwd=FOLDER, env=harness.environment(), timeout=300)
+    done = call([sys.executable, "threads.py", *case[:-1], "1"])
+    assert done.returncode == 2 and "--threads must be 2 or more, got 1" in done.stderr
+    done = call([sys.executable, "threads.py", *case])
     assert done.returncode == 0, done.stderr
     header, *lines = done.stdout.splitlines()
     assert header.split()[-6:] == ["most", "mean", "fill", "stock", "fill", "ratio"]
