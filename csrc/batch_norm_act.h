@@ -14,7 +14,9 @@
 //   dx = weight rstd (dz - sum_dz / count - xhat sum_dz_xhat / count)                     (batch_norm_act_backward)
 //
 // The sums run over the batch and its pixels; `count` is their number, over all processes where those share statistics.
-// With fixed statistics (evaluation) dx = weight rstd dz. acc is the accumulation type: float, double for kFloat64.
+// With fixed statistics (evaluation) dx = weight rstd dz; where y = a(z) tells dz, of the identity and of ReLU, and no
+// sum is wanted, that is made of y instead of x (batch_norm_act_fixed_backward). acc is the accumulation type: float,
+// double for kFloat64.
 //
 // On the CPU, rows of few channels are taken `fold` at a time, as one row of fold * c columns in `images`, over which
 // the vectors of BatchNormInputs and the sums of BatchNormBackward are repeated. Results stay [c].
@@ -92,6 +94,16 @@ struct BatchNormBackward {
   void* dbefore;            // as x, or null
 };
 
+struct BatchNormFixedBackward {
+  Images images;
+  Activation act;     // kIdentity or kRelu
+  const void* dy;     // [n, c, hw] or [n, hw, c]
+  const void* y;      // as dy; not read with kIdentity
+  const void* scale;  // acc [c]: weight rstd
+  void* dx;           // as dy
+  void* dbefore;      // as dy, or null
+};
+
 namespace cpu {
 // Few chunks of many channels are shared out over threads by channels too, in parts of this many and the rest.
 constexpr int64_t kPartChannels = 64;
@@ -123,6 +135,9 @@ void batch_norm_act_reduce_finish(const BatchNormReduce& a, int64_t begin, int64
 // Items: n * hw rows for channels_last, n * c planes for contiguous.
 template <Isa I>
 void batch_norm_act_backward(const BatchNormBackward& a, int64_t begin, int64_t end);
+// Items: n * hw rows for channels_last, n * c planes for contiguous.
+template <Isa I>
+void batch_norm_act_fixed_backward(const BatchNormFixedBackward& a, int64_t begin, int64_t end);
 }  // namespace cpu
 
 namespace cuda {
@@ -131,6 +146,7 @@ namespace cuda {
 [[nodiscard]] int batch_norm_act(const BatchNormAct& a, void* stream);
 [[nodiscard]] int batch_norm_act_reduce(const BatchNormReduce& a, void* stream);
 [[nodiscard]] int batch_norm_act_backward(const BatchNormBackward& a, void* stream);
+[[nodiscard]] int batch_norm_act_fixed_backward(const BatchNormFixedBackward& a, void* stream);
 }  // namespace cuda
 
 }  // namespace fusedtrain

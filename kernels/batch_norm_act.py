@@ -320,6 +320,37 @@ def batch_norm_act_backward_kernel(
         tl.store(dx_ptr + offsets, (weight * rstd * dz).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def batch_norm_act_fixed_backward_kernel(
+    dy_ptr,  # images
+    y_ptr,  # images, with RELU
+    scale_ptr,  # [features]
+    dx_ptr,  # images
+    dresidual_ptr,  # images, with DRESIDUAL
+    features,
+    c,
+    hw,
+    chunks,
+    RELU: tl.constexpr,
+    DRESIDUAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_HW: tl.constexpr,
+    VEC: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    begin, _, sample, channels, _ = _images.program(c, hw, chunks, CHUNK, BLOCK_C, CHANNELS_LAST, WIDE)
+    scale = tl.load(scale_ptr + channels % features, mask=channels < c, other=0.0)[:, None]
+    offsets, mask = _images.tile(begin, sample, channels, c, hw, BLOCK_HW, VEC, CHANNELS_LAST)
+    dz = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        dz = _activation.gradient(dz, tl.load(y_ptr + offsets, mask=mask, other=0.0).to(tl.float32), _activation.RELU)
+    if DRESIDUAL:
+        tl.store(dresidual_ptr + offsets, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + offsets, (scale * dz).to(dx_ptr.dtype.element_ty), mask=mask)
+
+
 def dense(x: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Dense copies, images as they are; ``x`` stands for one that is not there, and no kernel reads it."""
     return [x if t is None else t if t.dim() == 4 else t.contiguous() for t in tensors]
@@ -490,3 +521,18 @@ def batch_norm_act_backward(
 ) -> tuple[Tensor, Tensor]:
     inputs, before = (mean, rstd, weight, bias, sum_dz, sum_dz_xhat, count, act), None if residual_after else residual
     return images_backward(dy, x, *inputs, before=before, need_dx=need_dx, need_dz=need_dresidual)
+
+
+def batch_norm_act_fixed_backward(
+    dy: Tensor, y: Tensor, scale: Tensor, act: int, need_dresidual: bool
+) -> tuple[Tensor, Tensor]:
+    grid, dx = _images.grid(dy, one_step=True), torch.empty_like(dy)
+    dresidual = torch.empty_like(dy) if need_dresidual else dy.new_empty(0)
+    with _images.on_device(dy):
+        batch_norm_act_fixed_backward_kernel[grid.programs](
+            *(dy, y, scale.contiguous(), dx, dresidual if need_dresidual else dx, dy.shape[1]),
+            RELU=act != 0,
+            DRESIDUAL=need_dresidual,
+            **grid.arguments,
+        )
+    return dx, dresidual

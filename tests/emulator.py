@@ -394,6 +394,14 @@ def batch_norm_act_backward(
     return dx, dresidual
 
 
+def batch_norm_act_fixed_backward(dy, y, scale, act, need_dresidual):
+    dx = torch.empty_like(dy).fill_(torch.nan)
+    dresidual = torch.empty_like(dy).fill_(torch.nan) if need_dresidual else dy.new_empty(0)
+    fields = {"images": _batch(dy), "act": act, "dy": dy, "y": y if act else None, "scale": scale}
+    call("batch_norm_act_fixed_backward", "BatchNormFixedBackward", **fields, dx=dx, dbefore=dresidual)
+    return dx, dresidual
+
+
 def depthwise_bn_act_se_conv(x, weight, bias, stride, padding, dilation):
     sizes = _sizes(x, weight, stride, padding, dilation)
     c, layout = sizes.c * sizes.m, torch.channels_last if sizes.layout else torch.contiguous_format
@@ -456,7 +464,7 @@ def depthwise_bn_act_se_conv_backward(*args):
 
 _NORM = _BatchNormImpl(
     *(batch_norm_act, batch_norm_act_backward, _common.never_why_not, None),
-    *(batch_norm_act_stats, batch_norm_act_update_, batch_norm_act_reduce),
+    *(batch_norm_act_stats, batch_norm_act_update_, batch_norm_act_reduce, batch_norm_act_fixed_backward),
 )
 IMPLS = {
     "batch_norm_act": _NORM,

@@ -135,6 +135,16 @@ def batch_norm_act(r: Draw):
     return function, (x, r.normal(x.shape[1]), r.normal(x.shape[1]), x.clone()), (act, after)
 
 
+def fixed_batch_norm_act(r: Draw):
+    x, act, after = r.images(r.few()), r.choice(("identity", "relu")), r.random() < 0.5
+    vectors = r.normal(4, x.shape[1]).abs()
+
+    def function(x, residual):
+        return ops.batch_norm_act(x, *vectors, act=act, residual=residual, residual_after=after)
+
+    return function, (x, x.clone()), (act, after)
+
+
 def batch_norm_act_se_(r: Draw):
     x, act = r.images(r.few()), r.choice(("identity", "hard_swish"))
 
@@ -169,6 +179,7 @@ OPS = (
     squeeze_excite,
     global_response_norm,
     batch_norm_act,
+    fixed_batch_norm_act,
     batch_norm_act_se_,
     depthwise_bn_act_se,
 )

@@ -28,6 +28,14 @@ CASES = cases.pairwise(
     vectors=["as x", "float32", "none"],
 )
 CASES = cases.with_relu6(CASES)
+FIXED = cases.pairwise(  # statistics, weight and bias without gradients
+    shape=["odd", "vectors", "one_pixel", "long", "one_channel", "empty_batch"],
+    layout=harness.LAYOUTS,
+    dtype=harness.DTYPES,
+    act=["identity", "relu", "silu"],
+    residual=RESIDUALS,
+    vectors=["as x", "float32", "none"],
+)
 dense_layouts = pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
@@ -43,6 +51,15 @@ def make(
         inputs["bias"] = harness.normal(shape[1], **options, seed=seed + 200)
     if residual != "none":
         inputs["residual"] = harness.images(shape, layout, dtype, device, seed + 300)
+    return inputs
+
+
+def make_fixed(device, case: dict, seed: int) -> dict:
+    """Inputs of one of ``FIXED``; some weights are below 0, which turns the sign of what ReLU cuts."""
+    names = ("layout", "dtype", "residual", "vectors")
+    inputs = make(device, cases.SHAPES[case["shape"]], *(case[name] for name in names), seed)
+    if "weight" in inputs:
+        inputs["weight"] = inputs["weight"] - 0.5
     return inputs
 
 
@@ -91,6 +108,92 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(device, ba
     harness.assert_op_as_good_as_torch(
         function(draws[0], **options), reference_of(draws[0], **options), draws, "batch_norm_act"
     )
+
+
+@pytest.mark.parametrize("case", FIXED, ids=cases.label)
+def test_gradients_of_fixed_norms_are_as_good_as_torch(device, backend, case):
+    harness.skip_unless_runs(backend, device, "batch_norm_act", case["dtype"])
+    harness.skip_copied_layouts(backend, device, case["layout"])
+    harness.skip_strides_of_reference(backend, case["layout"])
+    draws = harness.draws(functools.partial(make_fixed, device, case), device, backend)
+    calls = (of(draws[0], False, case["act"], case["residual"]) for of in (function, reference_of))
+    harness.assert_op_as_good_as_torch(*calls, draws, "fixed", frozen=("weight", "bias"))
+
+
+@dense_layouts
+@pytest.mark.parametrize(
+    ("act", "residual", "kept"),
+    [
+        *(("identity", residual, 0) for residual in RESIDUALS),
+        *(("relu", "none", 1), ("relu", "before", 1), ("relu", "after", 1)),
+        *(("relu6", "none", 1), ("silu", "none", 1)),
+    ],
+)
+def test_fixed_norms_keep_no_more_than_stock_operators(device, kernels, layout, act, residual, kept):
+    """One pass and one tensor less than torch's batch_norm, which keeps x whatever has a gradient."""
+    inputs = make(device, (2, 16, 9, 9), layout, residual=residual)
+    images = [inputs[name].requires_grad_() for name in inputs if name in ("x", "residual")]
+
+    def call(x, *residuals):
+        given = {**inputs, "x": x} | ({"residual": residuals[0]} if residuals else {})
+        return function(given, False, act, residual)(*given.values())
+
+    y = call(*images)
+    saved = harness.saved_for_backward(call, *images)
+    assert sum(t.numel() == y.numel() for t in saved) == kept
+    assert all(t.numel() == 16 for t in saved if t.numel() != y.numel())
+    keeps_x = act not in ("identity", "relu") or (act, residual) == ("relu", "after")
+    assert y.grad_fn.name() == ("_BatchNormActBackward" if keeps_x else "_FixedBatchNormActBackward")
+
+
+@dense_layouts
+@pytest.mark.parametrize("act", ["identity", "relu"])
+def test_gradients_of_fixed_norms_for_some_inputs(device, kernels, layout, act):
+    """One of the two gradients alone is the same as both, in both directions; so is one of a compiled call."""
+    inputs = make(device, layout=layout, residual="before")
+    vectors = inputs.pop("weight") - 0.5, inputs.pop("bias")
+
+    def call(x, residual):
+        given = {"x": x, "weight": vectors[0], "bias": vectors[1], "residual": residual}
+        return function(given, False, act, "before")(*given.values())
+
+    properties.assert_frozen_inputs_change_nothing(call, inputs)
+    properties.assert_repeats_bitwise(call, inputs)
+    properties.assert_writes_every_element(call, inputs)
+    properties.assert_takes_any_incoming_gradient(call, inputs)
+    if act == "relu":  # that of the identity, for y.sum(), is none, as stock PyTorch's
+        properties.assert_second_derivative_is_refused(call, inputs)
+    y = call(*(t.requires_grad_() for t in inputs.values()))
+    both = torch.autograd.grad(y.sum(), inputs.values(), retain_graph=True)
+    for leaf, gradient in zip(inputs.values(), both):
+        assert torch.equal(torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0], gradient)
+
+
+@pytest.mark.parametrize("act", ["identity", "relu"])
+def test_fixed_norms_compile_as_one_graph(device, kernels, act):
+    inputs = make(device, residual="before")
+    weight, bias = inputs.pop("weight"), inputs.pop("bias")
+
+    def call(x, residual):
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        return function(given, False, act, "before")(*given.values())
+
+    properties.assert_compiles(call, inputs)
+
+
+def test_what_follows_a_fixed_norm_may_write_where_stock_lets_it(device, kernels):
+    """In place, onto the result of what keeps its input or nothing; ReLU's is kept."""
+    inputs = [make(device)[name] for name in ("x", "weight", "bias")]
+    for act, writable in (("identity", True), ("relu6", True), ("silu", True), ("relu", False)):
+        x = inputs[0].clone().requires_grad_()
+        y = function(dict(zip(("x", "weight", "bias"), inputs)), False, act)(x, *inputs[1:])
+        loss = y.add_(1).sum()
+        if writable:
+            loss.backward()
+            assert x.grad.isfinite().all()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 @pytest.mark.parametrize(("dtype", "channels"), cases.ROWS)
@@ -249,6 +352,8 @@ def test_operators_agree_with_schema_and_fake(device, kernels, layout):
         for given, needs in ((sums, (True, True)), (sums, (True, False)), ((None, None), (False, True))):
             arguments = (*rest[:3], *given, 189.0, *rest[3:], *needs)
             properties.assert_opcheck(impl.backward, x, x, mean, rstd, *arguments, symbolic=symbolic and all(needs))
+    for act, need_dresidual in ((0, False), (1, False), (1, True)):
+        properties.assert_opcheck(impl.fixed, x, x, rstd, act, need_dresidual, symbolic=need_dresidual)
 
 
 @pytest.mark.parametrize(("training", "layout"), [(True, "contiguous"), (True, "channels_last"), (False, "contiguous")])
@@ -492,6 +597,24 @@ def test_residuals_that_stock_adds_in_place_go_to_stock(monkeypatch, vendor, cho
     assert backend.select("batch_norm_act", IMPLS, x, False, False) is IMPLS["cpu"]
 
 
+def test_fixed_norms_have_a_rule_of_their_own():
+    """Stock PyTorch passes over x more often, wherever a residual is added."""
+    if IMPLS["cpu"].why_not(X) is not None:
+        pytest.skip(IMPLS["cpu"].why_not(X))
+    running = torch.zeros(512), torch.ones(512)
+    for pixels, dtype, chosen in (
+        (6, torch.float32, "reference"),
+        (10, torch.bfloat16, "cpu"),
+        (14, torch.float32, "cpu"),
+    ):
+        x = torch.empty(8, pixels, pixels, 512, dtype=dtype).permute(0, 3, 1, 2).requires_grad_()
+        for act, residual in (("identity", None), ("relu", None), ("relu", x)):
+            said = backend.explain("batch_norm_act", x, *running, *running, act=act, residual=residual)
+            assert said.startswith(f"batch_norm_act: {chosen} runs")
+    trained = backend.explain("batch_norm_act", x, *running, *running, training=True, act="relu", residual=x)
+    assert trained.startswith("batch_norm_act: reference runs")  # which adds in place
+
+
 @pytest.mark.parametrize(("isa", "chosen"), [("avx2", "reference"), ("avx512", "cpu")])
 def test_plain_norms_in_16_bits_need_avx512(monkeypatch, isa, chosen):
     if IMPLS["cpu"].why_not(X) is not None:
@@ -556,6 +679,63 @@ def test_layer_follows_timms_through_training(zoo, kernels, device, options):
     assert layer.num_batches_tracked is None or layer.num_batches_tracked >= 3
     stock.load_state_dict(layer.state_dict())
     harness.assert_module_as_good_as_torch(layer.eval(), stock.eval(), x, "evaluation")
+
+
+def frozen_layers(zoo, name, options):
+    """A stock layer of fixed statistics, and ours with the same numbers."""
+    stocks = {"FrozenBatchNorm2d": zoo.torchvision.ops.FrozenBatchNorm2d}
+    stocks["FrozenBatchNormAct2d"] = zoo.timm.layers.FrozenBatchNormAct2d
+    stock, layer = stocks[name](13, **options), getattr(fusedtrain.nn, name)(13, **options)
+    for i, buffer in enumerate(stock.buffers()):
+        buffer.copy_(harness.normal(13, seed=i).abs() + 0.1 if i == 3 else harness.normal(13, seed=i))
+    layer.load_state_dict(stock.state_dict())
+    return stock, layer
+
+
+FROZEN = {
+    "plain": ("FrozenBatchNorm2d", {"eps": 1e-3}),
+    "relu": ("FrozenBatchNormAct2d", {}),
+    "silu": ("FrozenBatchNormAct2d", {"act_layer": nn.SiLU, "eps": 1e-3}),
+    "identity": ("FrozenBatchNormAct2d", {"apply_act": False}),
+    "leaky": ("FrozenBatchNormAct2d", {"act_layer": nn.LeakyReLU, "act_kwargs": {"negative_slope": 0.3}}),
+    "drop": ("FrozenBatchNormAct2d", {"drop_layer": functools.partial(nn.Dropout, 0.0)}),
+}
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize("name, options", FROZEN.values(), ids=FROZEN)
+def test_frozen_layer_is_as_good_as_the_stock_one(zoo, kernels, device, name, options, dtype):
+    harness.skip_unless_runs(kernels, device, "batch_norm_act", dtype)
+    stock, layer = (m.to(device, dtype) for m in frozen_layers(zoo, name, options))
+    assert list(layer.state_dict()) == list(stock.state_dict()) and not list(layer.parameters())
+    for training in (True, False):
+        x = [harness.images((3, 13, 7, 9), "channels_last", dtype, device, seed) for seed in range(3)]
+        harness.assert_module_as_good_as_torch(layer.train(training), stock.train(training), x, name)
+
+
+@pytest.mark.parametrize("dtype", harness.DTYPES[:3])
+@pytest.mark.parametrize("buffers", [torch.float32, torch.bfloat16, torch.float64])
+def test_frozen_layer_has_the_dtype_of_the_stock_one(zoo, kernels, device, dtype, buffers):
+    """It multiplies and adds: autocast casts nothing, and dtypes meet as in any sum."""
+    harness.skip_unless_runs(kernels, device, "batch_norm_act", dtype)
+    stock, layer = (m.to(device, buffers) for m in frozen_layers(zoo, "FrozenBatchNorm2d", {}))
+    x = harness.images((3, 13, 7, 9), dtype=dtype, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        if kernels == "triton" and torch.float64 in (dtype, buffers):
+            pytest.skip("Triton's kernels take no float64")
+        y, expected = layer(x), stock(x)
+    assert y.dtype == expected.dtype == torch.promote_types(dtype, buffers)
+    truth = copy.deepcopy(stock).double()(x.double())
+    harness.assert_as_good_as_torch(y, expected, truth, f"{dtype} {buffers}")
+
+
+def test_frozen_layer_loads_what_was_trained(device):
+    trained = nn.BatchNorm2d(3)
+    layer = fusedtrain.nn.FrozenBatchNorm2d(3)
+    layer.load_state_dict(trained.state_dict())  # without the number of batches
+    assert all(torch.equal(layer.state_dict()[name], trained.state_dict()[name]) for name in layer.state_dict())
+    with pytest.raises(RuntimeError, match="surprising"):
+        layer.load_state_dict({**trained.state_dict(), "surprising": torch.ones(3)})
 
 
 def test_batches_are_counted_in_any_dtype(kernels, device):

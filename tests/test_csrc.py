@@ -114,6 +114,7 @@ UNKNOWN_CODES = {  # a call per code, in the order of the schema, and where the 
         {"act": 10, "gate_act": -1, "pool": 2, "in_act": 6},
     ),
     "batch_norm_act": ((X, ROW, ROW, ROW, ROW, None, "act", False), {"act": 10}),
+    "batch_norm_act_fixed_backward": ((X, X, ROW, "act", True), {"act": 2}),
     "depthwise_conv2d": ((X, torch.ones(8, 1, 3, 3), None, [1, 1], [1, 1, 1, 1], [1, 1], "act"), {"act": 6}),
     "depthwise_bn_act_se": (
         (X, ROW, ROW, ROW, ROW, SQUARE, ROW, SQUARE, ROW, "in_act", "se_act", "gate_act"),

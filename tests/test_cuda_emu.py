@@ -179,6 +179,15 @@ def test_every_path_through_the_kernels_of_batch_norm_act(shape, layout, monkeyp
         check_batch_norm(SHAPES[shape], form, {"residual": residual}, monkeypatch)
 
 
+@pytest.mark.parametrize("case", batch_norm.FIXED, ids=cases.label)
+def test_fixed_norms_are_as_good_as_torch_in_every_thread_order(case, monkeypatch):
+    draws = harness.draws(lambda seed: batch_norm.make_fixed("cpu", case, seed), "cpu", "cuda")
+    calls = (
+        of(draws[0], False, case["act"], case["residual"]) for of in (batch_norm.function, batch_norm.reference_of)
+    )
+    compare(*calls, draws, f"fixed {case}", monkeypatch, ("weight", "bias"))
+
+
 @pytest.mark.parametrize("layout", harness.DENSE_LAYOUTS)
 def test_a_large_mean_hides_no_variance(layout):
     batch_norm.test_a_large_mean_hides_no_variance("cpu", "cuda", layout, torch.float32)

@@ -105,7 +105,8 @@ def test_output_gradients_and_running_statistics_are_as_good_as_torch(calls, cas
     draws = [make(shape, case["out"], dtype, case["affine"], seed=seed) for seed in range(count)]
     options = case["act"], case["training"], True
     harness.assert_op_as_good_as_torch(function(*options), function(*options, of=stock), draws)
-    assert len(calls) == (count if takes(dtype) else 0)
+    fixed = not (case["training"] or case["affine"]) and case["act"] in ("identity", "relu")
+    assert len(calls) == (count if takes(dtype) and not fixed else 0)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -83,7 +83,7 @@ with StopSignals(together=0 if sys.argv[1] == "twice" else 3600) as stop:
     try:
         if sys.argv[1] == "waiting":
             with stop.interruptible():
-                time.sleep(60)
+                time.sleep(5)
         while stop.requested is None:
             time.sleep(0.001)
         tell("noted")

@@ -67,6 +67,15 @@ def _torchvision(zoo):
     return zoo.torchvision.models.mobilenetv3.InvertedResidual(config, nn.BatchNorm2d)
 
 
+def _frozen(zoo):
+    return nn.Sequential(
+        zoo.torchvision.ops.FrozenBatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 1),
+        zoo.timm.layers.FrozenBatchNormAct2d(16),
+    )
+
+
 def _plain(zoo):
     layers = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 64, 1)
     return nn.Sequential(*layers, zoo.timm.layers.EcaModule(64), nn.Conv2d(64, 64, 3, padding=1, groups=8))
@@ -77,6 +86,7 @@ BLOCKS = {
     "timm, same": _timm_same,
     "torchvision": _torchvision,
     "sequential": _plain,
+    "frozen": _frozen,
     "recorded": lambda zoo: Residual(),
 }
 

@@ -42,7 +42,7 @@ from fusedtrain.kernels import (
 from fusedtrain.ops import _codes, _narrow
 from fusedtrain.ops.optimizer_step import RULES
 
-GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("gelu", "sigmoid"))
+RELU, GELU, SIGMOID = (_codes.ACTIVATIONS.index(name) for name in ("relu", "gelu", "sigmoid"))
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -116,6 +116,7 @@ def batch_norm_acts(device):
         y = batch_norm_act.batch_norm_act(*inputs)
         sums = batch_norm_act.batch_norm_act_reduce(y, *inputs)
         batch_norm_act.batch_norm_act_backward(y, *inputs[:6], *sums, 98.0, *inputs[6:], True, True)
+        batch_norm_act.batch_norm_act_fixed_backward(y, y, rstd, RELU, True)
 
 
 def depthwise_bn_act_ses(device):

@@ -407,6 +407,31 @@ std::tuple<Tensor, Tensor> batch_norm_act_backward(const Tensor& dy, const Tenso
 
 namespace {
 
+std::tuple<Tensor, Tensor> batch_norm_act_fixed_backward(const Tensor& dy, const Tensor& y, const Tensor& scale,
+                                                         int64_t act, bool need_dresidual) {
+  const Activation kind = code_of("act", act, Activation::kRelu);
+  if (kind != Activation::kIdentity) check_same("y", y, dy);
+  const Tensor dx = torch::stable::empty_like(dy);
+  const Tensor dresidual = need_dresidual ? torch::stable::empty_like(dy) : torch::stable::new_empty(dy, {0});
+  const Batch b = batch_of(dy);
+  const Tensor scales = repeated(small_input("scale", scale, dy, dy.size(1)), b.fold);
+  const BatchNormFixedBackward args{.images = b.images,
+                                    .act = kind,
+                                    .dy = dy.const_data_ptr(),
+                                    .y = y.const_data_ptr(),
+                                    .scale = scales.const_data_ptr(),
+                                    .dx = dx.mutable_data_ptr(),
+                                    .dbefore = need_dresidual ? dresidual.mutable_data_ptr() : nullptr};
+  if (!dy.is_cuda()) {
+    parallel_images(b, map_items(b.images), {0, dy.size(1)},
+                    [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_fixed_backward<I>(args, b, e); });
+  } else if constexpr (kWithCuda) {
+    const CudaLaunch launch("batch_norm_act_fixed_backward", dy);
+    launch(cuda::batch_norm_act_fixed_backward(args, launch.stream));
+  }
+  return {dx, dresidual};
+}
+
 Tensor batch_norm_act_update_(const Tensor& mean, const Tensor& m2, const std::optional<Tensor>& running_mean,
                               const std::optional<Tensor>& running_var, double count, double momentum, double eps) {
   return batch_norm_act_update(mean, m2, running_mean, running_var, {}, count, momentum, eps);
@@ -482,6 +507,7 @@ void implement(Library& m) {
   m.impl("batch_norm_act_train_backward", TORCH_BOX(&batch_norm_act_train_backward));
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
+  m.impl("batch_norm_act_fixed_backward", TORCH_BOX(&batch_norm_act_fixed_backward));
   m.impl("batch_norm_act_reduce", TORCH_BOX(&batch_norm_act_reduce));
   m.impl("batch_norm_act_stats", TORCH_BOX(&batch_norm_act_stats));
   m.impl("batch_norm_act_update_", TORCH_BOX(&batch_norm_act_update_));

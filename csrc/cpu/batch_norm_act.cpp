@@ -99,6 +99,7 @@ struct Moments {
 // y of one vector.
 template <class T, class A>
 struct Forward {
+  static constexpr bool kInPages = true;
   using Element = T;
   using V = Vec<Acc<T>>;
   PreActivation<T> z;

@@ -132,7 +132,7 @@ struct Sums : Gradient<T, A> {
 // dz as T, wherever dz comes from.
 template <class T, class A>
 struct Backward {
-  static constexpr bool kInTurn = A::kInTurn;
+  static constexpr bool kInTurn = A::kInTurn, kInPages = false;
   using Element = T;
   using Lane = Acc<T>;
   using V = Vec<Lane>;
@@ -159,6 +159,33 @@ struct Backward {
     if (dbefore != nullptr) store(dbefore + i, dz, lanes);
     out = p.z.scale * (dz - p.base - centred * p.slope);
     return out;
+  }
+};
+
+// The same of fixed statistics, from y; dbefore is written beside dx where it is wanted.
+template <class T, class A>
+struct FixedBackward {
+  static constexpr bool kInPages = true;
+  using Element = T;
+  using Lane = Acc<T>;
+  using V = Vec<Lane>;
+  const T *dy, *y;
+  const Lane* scale;
+  T* dbefore;
+
+  struct Params {
+    V scale;
+  };
+  Params params(auto at) const { return {at(scale)}; }
+  void prefetch(int64_t i) const {
+    fetch(dy + i);
+    if (!A::kIdentity) fetch(y + i);
+  }
+  V operator()(int64_t i, const Params& p, auto lanes) const {
+    V dz = load<V>(dy + i, lanes);
+    if constexpr (!A::kIdentity) dz = A::through(load<V>(y + i, lanes), dz);
+    if (dbefore != nullptr) store(dbefore + i, dz, lanes);
+    return p.scale * dz;
   }
 };
 
@@ -218,6 +245,18 @@ void batch_norm_act_backward<Isa::FUSEDTRAIN_ISA>(const BatchNormBackward& a, in
                              dx != nullptr,
                              Acc<T>(1 / a.count)};
       map_items(a.in.images, dx != nullptr ? dx : dbefore, f, begin, end);
+    });
+  });
+}
+
+template <>
+void batch_norm_act_fixed_backward<Isa::FUSEDTRAIN_ISA>(const BatchNormFixedBackward& a, int64_t begin, int64_t end) {
+  visit_dtype(a.images.dtype, [&]<class T>() {
+    visit_bool(a.act == Activation::kIdentity, [&]<bool kIdentity>() {
+      using A = StaticAct<T, kIdentity ? Activation::kIdentity : Activation::kRelu>;
+      const FixedBackward<T, A> f{static_cast<const T*>(a.dy), static_cast<const T*>(a.y),
+                                  static_cast<const Acc<T>*>(a.scale), static_cast<T*>(a.dbefore)};
+      map_items(a.images, static_cast<T*>(a.dx), f, begin, end);
     });
   });
 }

@@ -75,6 +75,19 @@ struct PreActivation {
   }
 };
 
+// How many rows of c elements lie between those that a map takes together: each is followed by others of its own page,
+// where the processor fetches ahead of it, and few of them share sets of the first cache.
+template <class T>
+int64_t rows_apart(int64_t c) {
+  constexpr int64_t kPage = 4096, kGap = 512;
+  const int64_t row = c * int64_t(sizeof(T)), least = (kPage - 1) / row + 1;
+  for (int64_t rows = least; rows <= 2 * least; ++rows) {
+    const int64_t within = rows * row % kPage;
+    if (within >= kGap && within <= kPage - kGap) return rows;
+  }
+  return least;
+}
+
 constexpr int kGroup = 8;
 
 // Sums over rows [begin, end) of [rows, c] into out [kSums, c], of channels [from, to), which begin and end with parts
@@ -223,18 +236,35 @@ void map_range(const Images& m, typename F::Element* out, const F& by_reference,
   } else {
     // Rows share the loads of a channel's vectors. Several streams past the caches would be slower than one, and so
     // are, from memory, several of float32 where the processor fetches ahead of few. With AVX2 and a processor that
-    // fetches ahead of many, sharing is worth more in float32 (benchmarks/LOG.md, 2026-11-27).
+    // fetches ahead of many, sharing is worth more in float32 (benchmarks/LOG.md, 2026-11-27), and more again for maps
+    // of little arithmetic where each of the rows comes from pages of its own (2026-12-01).
     constexpr int64_t kAhead = 64 * V::kLanes;
     constexpr bool kLong = sizeof(typename F::Element) > 2;
     constexpr bool kSeveral = !kStream || (kLong && kVecBytes == 32);
     const bool alone = !kSeveral || (kLong && !fetches_ahead_of_many_streams) || rows_collide<typename F::Element>(m);
-    const int64_t rows = alone ? 1 : 4;
+    constexpr bool kInPages = F::kInPages && kSeveral && kVecBytes == 32;
+    if (kInPages && !alone) {
+      const int64_t apart = rows_apart<typename F::Element>(m.c), pitch = apart * m.c;
+      for (int64_t first = begin; first < end; first += 4 * apart) {
+        for (int64_t row = first; row < std::min(first + apart, end); ++row) {
+          const int64_t count = std::min<int64_t>(4, (end - row - 1) / apart + 1);
+          for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
+            const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
+            int64_t i = row * m.c + ch;
+            for (int64_t k = 0; k < count; ++k, i += pitch) write(i, f(i, params, lanes), lanes);
+          });
+        }
+      }
+      if constexpr (kStream) stream_fence();
+      return;
+    }
+    const int64_t rows = kInPages || alone ? 1 : 4;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t count = std::min(rows, end - row);
       for_each_vector<V, kStream>(m.c, [&](int64_t ch, auto lanes) {
         const auto params = f.params([&](const auto* p) { return load<V>(p + ch, lanes); });
         int64_t i = row * m.c + ch, k = 0;
-        if (!alone) {
+        if (rows > 1) {
           fetch_rows<typename F::Element>((row + rows) * m.c, ch, rows, [&](int64_t next) {
             f.prefetch(next);
             if constexpr (!kStream) fetch(out + next);

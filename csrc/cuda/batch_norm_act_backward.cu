@@ -172,6 +172,62 @@ struct BackwardTerm : ChannelFactors<BackwardTerm<T, Activate>, Acc<T>, 5> {
   }
 };
 
+template <class P>
+struct FixedRaw {
+  P dy, y;
+};
+
+// dx = scale dz, dbefore = dz, which may be absent, with dz = a'(y) dy of fixed statistics.
+template <class T, class Activate>
+struct FixedBackwardTerm : ChannelFactors<FixedBackwardTerm<T, Activate>, Acc<T>, 1> {
+  using Base = ChannelFactors<FixedBackwardTerm<T, Activate>, Acc<T>, 1>;
+  using A = Acc<T>;
+  template <int N>
+  using Factors = typename Base::template Factors<N>;
+  template <int N>
+  using Raw = FixedRaw<Pack<T, N>>;
+  static constexpr int N = kPack<T>, kUnroll = ceil_div(kUnrollOf<T>, 2), kBlocks = kMinBlocks;
+
+  const T *dy, *y;  // [n, c, hw] or [n, hw, c]
+  const A* scale;   // [c]
+  T *dx, *dbefore;  // as dy; dbefore may be null
+
+  explicit FixedBackwardTerm(const BatchNormFixedBackward& a)
+      : Base{Channels(a.images.c)},
+        dy(static_cast<const T*>(a.dy)),
+        y(static_cast<const T*>(a.y)),
+        scale(static_cast<const A*>(a.scale)),
+        dx(static_cast<T*>(a.dx)),
+        dbefore(static_cast<T*>(a.dbefore)) {}
+
+  template <int N>
+  __device__ void channel(int64_t channel, int64_t /*plane*/, Factors<N>& out) const {
+    out.f[0] = cuda::load<N>(scale + channel);
+  }
+
+  template <int N>
+  __device__ Raw<N> load(int64_t offset) const {
+    Raw<N> raw{};
+    raw.dy = cuda::load<N>(dy + offset);
+    if (!Activate::kIdentity) raw.y = cuda::load<N>(y + offset);
+    return raw;
+  }
+
+  template <int N>
+  __device__ void apply(const Raw<N>& raw, int64_t offset, const Factors<N>& f) const {
+    Pack<T, N> to_dx, to_dbefore;
+    const Pack<A, N> dy = to_acc(raw.dy), y = to_acc(raw.y);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A dz = Activate().through(y.v[j], dy.v[j]);
+      from_acc(dz, to_dbefore.v[j]);
+      from_acc(f.f[0].v[j] * dz, to_dx.v[j]);
+    }
+    store(dx + offset, to_dx);
+    if (dbefore != nullptr) store(dbefore + offset, to_dbefore);
+  }
+};
+
 }  // namespace
 
 int batch_norm_act_reduce(const BatchNormReduce& a, void* stream) {
@@ -186,6 +242,15 @@ int batch_norm_act_backward(const BatchNormBackward& a, void* stream) {
     const BackwardTerm<T, Activate> term(a);
     const bool aligned = term.gradient.aligned() && is_aligned(a.dx, a.dbefore, a.sum_dz, a.sum_dz_xhat);
     return map(a.in.images, term, aligned, stream);
+  });
+}
+
+int batch_norm_act_fixed_backward(const BatchNormFixedBackward& a, void* stream) {
+  const bool aligned = is_aligned(a.dy, a.y, a.scale, a.dx, a.dbefore);
+  return visit_element(a.images.dtype, [&]<class T>() -> int {
+    using enum Activation;
+    if (a.act == kRelu) return map(a.images, FixedBackwardTerm<T, StaticAct<kRelu, T>>(a), aligned, stream);
+    return map(a.images, FixedBackwardTerm<T, StaticAct<kIdentity, T>>(a), aligned, stream);
   });
 }
 

@@ -1,6 +1,12 @@
 """Layers on the fused ops, with the constructor arguments, attributes and state_dict keys of timm and torchvision."""
 
-from fusedtrain.nn.batch_norm_act import BatchNorm2d, BatchNormAct2d, SyncBatchNormAct
+from fusedtrain.nn.batch_norm_act import (
+    BatchNorm2d,
+    BatchNormAct2d,
+    FrozenBatchNorm2d,
+    FrozenBatchNormAct2d,
+    SyncBatchNormAct,
+)
 from fusedtrain.nn.cbam import CbamModule, LightCbamModule
 from fusedtrain.nn.depthwise_bn_act_se import DepthwiseBnActSe
 from fusedtrain.nn.depthwise_conv2d import DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseSeparableConv
@@ -35,6 +41,8 @@ __all__ = [
     "EcaModule",
     "EffectiveSEModule",
     "EseModule",
+    "FrozenBatchNorm2d",
+    "FrozenBatchNormAct2d",
     "GlobalContext",
     "GlobalResponseNorm",
     "GlobalResponseNormMlp",

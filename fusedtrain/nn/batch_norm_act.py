@@ -1,6 +1,8 @@
 """Batch normalisation with the activation behind it as one op: timm's BatchNormAct2d and torch's BatchNorm layers."""
 
+import copy
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,6 +33,11 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 def arguments(layer: nn.Module) -> tuple:
     """Returns what ``ops.batch_norm_act`` takes behind x for this call of ``layer``, but for its :func:`counter`."""
+    if isinstance(layer, FrozenBatchNorm2d):
+        vectors = layer.running_mean, layer.running_var, layer.weight, layer.bias
+        if vectors[0].dtype not in (torch.float32, torch.float64):  # cast with the model, and x may be of float32
+            vectors = tuple(t.float() for t in vectors)
+        return *vectors, False, 0.0, layer.eps
     momentum = layer.momentum
     if momentum is None:  # the plain average of all batches
         momentum, batches = 0.0, layer.num_batches_tracked
@@ -49,6 +56,8 @@ def arguments(layer: nn.Module) -> tuple:
 
 def counter(layer: nn.Module) -> Tensor | None:
     """Returns the number of batches that this call of ``layer`` is to count up, unless :func:`arguments` has."""
+    if isinstance(layer, FrozenBatchNorm2d):
+        return None
     counts = layer.training and layer.track_running_stats and layer.momentum is not None
     batches = layer.num_batches_tracked if counts else None
     if batches is None or batches.dtype is torch.int64:
@@ -59,7 +68,22 @@ def counter(layer: nn.Module) -> Tensor | None:
 
 def takes_batch(layer: nn.Module) -> bool:
     """Whether ``layer`` normalises by the statistics of the batch."""
+    if isinstance(layer, FrozenBatchNorm2d):
+        return False
     return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def promoted(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x`` in the dtype of what ``layer`` makes of it: a frozen one multiplies and adds, also under autocast, and so
+    makes float32 of 16 bits unless it has been cast with the model."""
+    return x.to(torch.promote_types(x.dtype, layer.weight.dtype)) if promotes(layer, x) else x
+
+
+def promotes(layer: nn.Module, x: Tensor) -> bool:
+    """Whether ``layer`` may make another dtype of ``x``, or of a convolution of it, than that has."""
+    if not isinstance(layer, FrozenBatchNorm2d):
+        return False
+    return layer.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def group_of(layer: nn.Module):
@@ -114,10 +138,17 @@ def _then_act(layer: nn.Module, x: Tensor) -> Tensor:
     name, group = activation_of(layer), group_of(layer)
     if name is not None:
         return normalise(layer, x, name, process_group=group)
-    drop, act = behind(layer)
-    y = normalise(layer, x, process_group=group)
-    y = y if drop is None else drop(y)
-    return y if act is None else act(y)
+    return through(behind(layer), normalise(layer, x, process_group=group))
+
+
+def through(layers: Iterable[nn.Module | None], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = x if layer is None else layer(x)
+    return x
+
+
+def _column(vector: Tensor) -> Tensor:
+    return vector.reshape(1, -1, 1, 1)
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -211,6 +242,133 @@ class BatchNormAct2d(BatchNorm2d):
         if isinstance(x, fx.Proxy) and (node := node_of(self, x)) is not None:
             return node
         return _then_act(self, x)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    r"""Batch normalisation whose statistics and parameters are fixed, in the place of torchvision's class of this name.
+
+    .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+
+    What detection networks have in their backbones, and what ``timm.layers.freeze_batch_norm_2d`` makes. Only x has a
+    gradient, and nothing of its size is kept for it.
+
+    Args:
+        num_features: channels C of the images.
+        eps: added to the variance.
+
+    Returns:
+        From images ``[N, C, H, W]``, contiguous or channels_last, the same shape and memory format, in the dtype that
+        x and the buffers have together: of 16 bits float32, as in the stock class, unless the layer was cast, too.
+        state_dict: ``weight``, ``bias``, ``running_mean`` and ``running_var``, each ``[C]``, all of them buffers.
+
+    Raises:
+        ValueError: the images have another shape.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.batch_norm_act` in evaluation: one pass over x, and one backward.
+    Source: ``torchvision.ops.FrozenBatchNorm2d``
+    """
+
+    eps = 1e-5  # of classes that have it in their forward
+
+    def __init__(self, num_features: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.ones(num_features))
+        self.register_buffer("bias", torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        state_dict.pop(f"{prefix}num_batches_tracked", None)  # of the layer that was frozen
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy) and (node := node_of(self, x)) is not None:
+            return node
+        x = promoted(self, x)
+        wide = torch.float64 in (x.dtype, self.weight.dtype)
+        if x.dim() == 4 and (x.dtype == self.weight.dtype or not wide) and not trains_stock(x):
+            return _then_act(self, x)
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        return through(behind(self), x * _column(scale) + _column(self.bias - self.running_mean * scale))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+_FIXED = ("weight", "bias", "running_mean", "running_var")
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether ``module`` is of a class called FrozenBatchNorm2d, of which many packages have a copy, and computes what
+    ours does: seen on a few numbers, in training and in evaluation."""
+    alone = not module._modules and not any(p is not None for p in module._parameters.values())
+    held = {name for name, buffer in module._buffers.items() if buffer is not None}
+    if not type(module).__name__.endswith("FrozenBatchNorm2d") or not alone or held != set(_FIXED):
+        return False
+    if not isinstance(eps := getattr(module, "eps", FrozenBatchNorm2d.eps), float):
+        return False
+    x = torch.linspace(-3, 5, 2 * 3 * 4 * 5, dtype=torch.float64).reshape(2, 3, 4, 5)
+    weight, bias, mean, var = torch.linspace(0.7, -1.9, 12, dtype=torch.float64).reshape(4, 3)
+    expected = torch.nn.functional.batch_norm(x, mean, var.square(), weight, bias, eps=eps)
+    probe = copy.copy(module)
+    probe._buffers = dict(zip(_FIXED, (weight, bias, mean, var.square())))
+    for probe.training in (True, False):
+        try:
+            y = type(module).forward(probe, x)
+        except Exception:  # of no matter what it asks for
+            return False
+        if not isinstance(y, Tensor) or y.shape != x.shape or not torch.allclose(y, expected, rtol=1e-12, atol=1e-12):
+            return False
+    return True
+
+
+class FrozenBatchNormAct2d(FrozenBatchNorm2d):
+    r"""Fixed batch normalisation and an activation as one op, in the place of timm's ``FrozenBatchNormAct2d``.
+
+    .. math:: y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta\right)
+
+    Args:
+        num_features: channels C of the images.
+        eps: added to the variance.
+        apply_act: False leaves the activation out.
+        act_layer: :math:`a`, a module class, a name such as "relu" or "silu", or None for none.
+        act_kwargs: arguments of ``act_layer``.
+        inplace: passed on to ``act_layer``; without effect where the op computes the activation.
+        drop_layer: called without arguments for a layer between normalisation and activation, which then are two ops.
+        device: of the buffers.
+        dtype: of the buffers.
+
+    Returns:
+        As :class:`FrozenBatchNorm2d`. For backward y is kept with ReLU, nothing of its size without an activation,
+        else x. The layers ``act`` and ``drop`` may be replaced; hooks on them are called.
+
+    Raises:
+        ValueError: an activation's name is unknown; the images have another shape.
+        TypeError, RuntimeError: as :func:`fusedtrain.ops.batch_norm_act`.
+
+    Cost and numerics: those of :func:`fusedtrain.ops.batch_norm_act`; an activation that the ops lack is a separate op.
+    Source: ``timm.layers.FrozenBatchNormAct2d``
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        apply_act: bool = True,
+        act_layer: Layer | None = nn.ReLU,
+        act_kwargs: dict | None = None,
+        inplace: bool = True,
+        drop_layer: type[nn.Module] | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(num_features, eps)
+        self.to(device=device, dtype=dtype)
+        self.drop = nn.Identity() if drop_layer is None else drop_layer()
+        options = {"inplace": inplace} | (act_kwargs or {})
+        self.act = create(act_layer, **options) if apply_act and act_layer is not None else nn.Identity()
 
 
 class SyncBatchNormAct(nn.SyncBatchNorm):

@@ -44,6 +44,7 @@ torch.fx.wrap("with_moments")
 CONVOLUTIONS = (DepthwiseConv2d, DepthwiseConv2dSame, DepthwiseConv2dStaticSame)
 BEFORE_NORM = (*CONVOLUTIONS, PointwiseConv2d)
 NORMS = (norms.BatchNorm2d, norms.BatchNormAct2d, norms.SyncBatchNormAct)
+NORMS += (norms.FrozenBatchNorm2d, norms.FrozenBatchNormAct2d)
 GATES = {  # their layers, each with the activation behind it
     SqueezeExcite: ("conv_reduce", "act1", "conv_expand", "gate"),
     SEModule: ("fc1", "act", "fc2", "gate"),
@@ -127,10 +128,12 @@ def middle(
     torch.fx records layer by layer, by the names that the stock network has, and for both modes."""
     left = (*others, se, project)
     known = _is_norm(norm) and not isinstance(x, fx.Proxy)
-    if conv is not None and not (known and _is_before_norm(conv)):
+    if conv is not None and not (known and _is_before_norm(conv) and not norms.promotes(norm, x)):
         x, conv = conv(x), None
     if not known:
-        return _through(left, norm(x))
+        return norms.through(left, norm(x))
+    if conv is None:
+        x = norms.promoted(norm, x)
     act, left = _activation((*norms.behind(norm), *left))
     gate = _gate(left[0]) if left else None
     left = left if gate is None else left[1:]
@@ -143,7 +146,7 @@ def middle(
         x = norms.normalise(norm, x, act, process_group=norms.group_of(norm))
     else:
         x = _pointwise(x, conv, norm, act)
-    return _through(left, x) if left else x
+    return norms.through(left, x) if left else x
 
 
 def add(
@@ -161,20 +164,22 @@ def add(
     and ``se`` may be None. ``in_place``: whether the sum takes the place, and the dtype, of its first operand.
     ``residual_first``: whether that is the residual, the memory format of which the sum then has."""
     x, moments = _convolved(x, conv, norm)
+    if _is_norm(norm):
+        x = norms.promoted(norm, x)
     if _is_norm(norm) and _is_alike(residual, x) and not (residual_first and _is_ordered_otherwise(residual, x)):
         (act, left), (act_behind, rest) = _activation((*norms.behind(norm), *others)), _activation(behind)
         gate = None if se is None else _gate(se)
         if not left and gate is not None and act_behind in BEHIND_GATES:
-            return _through(rest, _gated(x, moments, norm, act, gate, residual, act_behind == "relu"))
+            return norms.through(rest, _gated(x, moments, norm, act, gate, residual, act_behind == "relu"))
         if not left and se is None and "identity" in (act, act_behind):
             after = act_behind == "identity"
             name, group = act if after else act_behind, norms.group_of(norm)
             x = norms.normalise(norm, x, name, residual, after, group, moments)
-            return _through(rest, x) if rest else x
+            return norms.through(rest, x) if rest else x
     x = middle(x, None, norm, others, se)
     if residual_first:
-        return _through(behind, residual + x)
-    return _through(behind, x.add_(residual) if in_place else x + residual)
+        return norms.through(behind, residual + x)
+    return norms.through(behind, x.add_(residual) if in_place else x + residual)
 
 
 def _convolved(x: Tensor, conv: nn.Module | None, norm: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -196,13 +201,6 @@ def _is_ordered_otherwise(a: Tensor, b: Tensor) -> bool:
     """Whether one of two images has its channels behind, and the other does not."""
     (_, c, _, w), (_, other_c, _, other_w) = a.stride(), b.stride()
     return (c < w) != (other_c < other_w)
-
-
-def _through(layers: Sequence[nn.Module | None], x: Tensor) -> Tensor:
-    for layer in layers:
-        if layer is not None:
-            x = layer(x)
-    return x
 
 
 def is_projection(layer: nn.Module, kind: Callable[[nn.Module], type] = kind_of) -> bool:

@@ -98,6 +98,7 @@ _TRANSFORMERS = (
     "transformers.models.mobilenet_v1.modeling_mobilenet_v1.MobileNetV1ConvLayer",
     "transformers.models.mobilenet_v2.modeling_mobilenet_v2.MobileNetV2ConvLayer",
 )
+_FROZEN = "torchvision.ops.misc.FrozenBatchNorm2d"  # and its copies in other packages
 _MBCONV = ("efficientnet_pytorch.model.MBConvBlock", "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock")
 
 # The first rule of a fused class names the stock class that unfuse() gives to layers which never were another.
@@ -121,6 +122,8 @@ RULES = (
     ),
     Rule("torch.nn.modules.batchnorm.BatchNorm2d", batch_norm_act.BatchNorm2d),
     Rule("timm.layers.norm_act.BatchNormAct2d", batch_norm_act.BatchNormAct2d, ("drop", "act")),
+    Rule(_FROZEN, batch_norm_act.FrozenBatchNorm2d, applies=batch_norm_act.is_frozen),
+    Rule("timm.layers.norm_act.FrozenBatchNormAct2d", batch_norm_act.FrozenBatchNormAct2d, ("drop", "act")),
     Rule("torch.nn.modules.batchnorm.SyncBatchNorm", batch_norm_act.SyncBatchNormAct),
     Rule("timm.layers.norm_act.SyncBatchNormAct", batch_norm_act.SyncBatchNormAct),
     Rule(
@@ -376,7 +379,7 @@ def _why_not(module: nn.Module, rule: Rule, wrapper: str | None) -> str | None:
         return "there is no fused layer for it yet"
     if wrapper is not None:
         return f"it is, or stands in, a {wrapper}; fuse before wrapping"
-    if _path(type(module)) != rule.stock and not _only_constructs(type(module), rule):
+    if rule.stock != _FROZEN and _path(type(module)) != rule.stock and not _only_constructs(type(module), rule):
         if parametrize.is_parametrized(module):
             return f"it is parametrized ({', '.join(module.parametrizations)})"
         return f"its class is not {rule.stock} but derived from it, and may compute something else"
@@ -425,7 +428,9 @@ def _rule_of(module: nn.Module) -> Rule | None:
     """Returns the rule of the module's class or of the nearest class it is derived from, where that applies."""
     if kind_of(module) in _STOCK_OF:
         return None
-    rules = next((_BY_STOCK[path] for path in map(_path, type(module).__mro__) if path in _BY_STOCK), ())
+    copies = [_FROZEN] if type(module).__name__.endswith("FrozenBatchNorm2d") else []
+    paths = (*map(_path, type(module).__mro__), *copies)
+    rules = next((_BY_STOCK[path] for path in paths if path in _BY_STOCK), ())
     return next((rule for rule in rules if rule.applies(module)), None)
 
 

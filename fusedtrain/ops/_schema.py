@@ -30,6 +30,8 @@ SCHEMAS = {
     "batch_norm_act_backward": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, Tensor? sum_dz, Tensor? sum_dz_xhat, float count, int act, bool residual_after, bool need_dx,"
     " bool need_dresidual) -> (Tensor dx, Tensor dresidual)",
+    "batch_norm_act_fixed_backward": "(Tensor dy, Tensor y, Tensor scale, int act, bool need_dresidual)"
+    " -> (Tensor dx, Tensor dresidual)",
     "batch_norm_act_reduce": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, int act, bool residual_after) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
     "batch_norm_act_stats": "(Tensor x) -> (Tensor mean, Tensor m2)",

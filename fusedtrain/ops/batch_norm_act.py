@@ -3,9 +3,10 @@ r"""batch_norm_act: batch normalisation, an activation and a residual.
 .. math:: y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta + r\right)
     \quad\text{or}\quad y = a\!\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta\right) + r
 
-Five operators, which other ops compose too: ``_stats`` gathers mean and m2 (the sum of squares about the mean) over a
+Six operators, which other ops compose too: ``_stats`` gathers mean and m2 (the sum of squares about the mean) over a
 batch, ``_update_`` turns them into rstd and moves the running statistics, ``batch_norm_act`` applies; ``_reduce``
 gathers the sums of the backward pass, which are the gradients of bias and weight, and ``_backward`` applies those.
+Where statistics, weight and bias are all fixed, ``_fixed_backward`` makes do with y, of ReLU, or with nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -143,10 +144,16 @@ def _fake_backward(
     return tuple(torch.empty_like(x) if needed else x.new_empty(0) for needed in (need_dx, need_dresidual))
 
 
+@_schema.register_fake("batch_norm_act_fixed_backward")
+def _fake_fixed_backward(dy, y, scale, act, need_dresidual):
+    return torch.empty_like(dy), torch.empty_like(dy) if need_dresidual else dy.new_empty(0)
+
+
 @dataclass(frozen=True, slots=True)
 class _BatchNormImpl(Impl):
     """``forward`` and ``backward`` apply given statistics and sums; these are the operators that gather them.
 
+    ``fixed`` is backward where nothing but x and the residual has a gradient, None where ``backward`` does it.
     ``train`` and ``train_backward`` do all of a direction in one call, for the statistics of one process's batch; None
     where there are no such.
     """
@@ -154,6 +161,7 @@ class _BatchNormImpl(Impl):
     stats: Callable = _reference_stats
     update: Callable = _reference_update
     reduce: Callable = _reference_reduce
+    fixed: Callable | None = None
     train: Callable | None = None
     train_backward: Callable | None = None
 
@@ -173,19 +181,25 @@ _SMALL_ROWS = {
     "before": _below(3_000_000, "float32 in channels_last with a residual before the activation, "),
     "before, on Intel's": _below(500_000, "float32 in channels_last with a residual before the activation, "),
 }
+_SMALL_FIXED = _below(200_000, "float32 with fixed statistics, weight and bias, ")  # 2026-12-01
 
 
 def _slower(
-    x: Tensor, synchronised: bool = False, residual_before: bool = False, plain: bool = False, *_
+    x: Tensor,
+    synchronised: bool = False,
+    residual_before: bool = False,
+    plain: bool = False,
+    fixed: bool = False,
+    *_,
 ) -> str | None:
     if synchronised is True:  # stock has no statistics over processes on a CPU
         return None
     halves = x.element_size() < 4
     by_avx2 = halves and plain is True and _extension.BUILD_INFO.get("isa_active") == "avx2"
-    least, reason = _SMALL_PLAIN if by_avx2 else _SMALL
+    least, reason = _SMALL_PLAIN if by_avx2 else _SMALL_FIXED if fixed is True and not halves else _SMALL
     if _common.is_less(x.numel(), least):
         return reason
-    if halves or not _common.is_channels_last(x):
+    if halves or fixed is True or not _common.is_channels_last(x):
         return None
     where = "before" if residual_before is True else "none before"
     if where == "before" and _extension.BUILD_INFO.get("cpu_vendor") == "intel":
@@ -194,9 +208,12 @@ def _slower(
     return reason if _common.is_less(x.numel(), least) else None
 
 
+_PARTS = ("stats", "update_", "reduce", "fixed_backward")
+
+
 def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     ops = (getattr(torch.ops.fusedtrain, f"batch_norm_act{part}") for part in ("", "_backward"))
-    parts = (getattr(torch.ops.fusedtrain, f"batch_norm_act_{part}") for part in ("stats", "update_", "reduce"))
+    parts = (getattr(torch.ops.fusedtrain, f"batch_norm_act_{part}") for part in _PARTS)
     forward, backward, *others = (getattr(op, overload) for op in (*ops, *parts))
     whole = ()
     if overload == "default":
@@ -204,9 +221,10 @@ def _impl(overload: str, why_not, slower=None) -> _BatchNormImpl:
     return _BatchNormImpl(forward, backward, why_not, slower, *others, *whole)
 
 
-def _asked(x, training, residual_after, process_group, act, residual=None, **_) -> tuple:
+def _asked(x, training, residual_after, process_group, act, residual=None, weight=None, bias=None, **_) -> tuple:
     synchronised, before = training and process_group is not None, residual is not None and not residual_after
-    return x, synchronised, before, residual is None and act == "identity"
+    plain, fixed = residual is None and act == "identity", is_fixed(training, act, weight, bias)
+    return x, synchronised, before, plain, fixed
 
 
 IMPLS = register(
@@ -277,6 +295,39 @@ class _BatchNormAct(torch.autograd.Function):
             (dy if passes_dy else dr) if need_dr else None,
             *(None,) * 3,
         )
+
+
+class _FixedBatchNormAct(torch.autograd.Function):
+    """Of fixed statistics, weight and bias, with an activation whose slope y tells: y is kept, of the identity nothing,
+    as stock PyTorch keeps it."""
+
+    @staticmethod
+    def forward(ctx, x, residual, mean, rstd, weight, bias, options):
+        ctx.act, ctx.impl = options
+        y = _common.owned(ctx.impl.forward(x, mean, rstd, weight, bias, residual, ctx.act, False))
+        scale = rstd if weight is None else _common.cast(weight, rstd.dtype) * rstd
+        ctx.save_for_backward(scale, y if ctx.act else None)
+        return y
+
+    @staticmethod
+    @_common.once_differentiable
+    def backward(ctx, dy):
+        scale, y = ctx.saved_tensors
+        need_dx, need_dr = _common.needed(ctx, 0, 1)[:2]
+        dy = _common.dense(dy) if y is None else _common.dense_like(dy, y)
+        if y is None:
+            dx = ctx.impl.fixed(dy, dy, scale, ctx.act, False)[0] if need_dx else None
+            return dx, dy if need_dr else None, *(None,) * 5
+        if not need_dx:
+            return None, ctx.impl.fixed(dy, y, torch.ones_like(scale), ctx.act, False)[0], *(None,) * 5
+        dx, dr = ctx.impl.fixed(dy, y, scale, ctx.act, need_dr)
+        return dx, dr if need_dr else None, *(None,) * 5
+
+
+def is_fixed(training: bool, act: str, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether only x and a residual may have gradients, for which y is enough. Not of ReLU6, whose input stock PyTorch
+    keeps unless it works in place: y may be written to behind it."""
+    return not training and act in ("identity", "relu") and not _common.records(weight, bias)
 
 
 def _and_count(sums: Sequence[Tensor | None], count: float | None, images: Tensor) -> tuple:
@@ -422,7 +473,8 @@ def batch_norm_act(
 
     Returns:
         ``[N, C, H, W]`` in the dtype and memory format of ``x``, under autocast too. For backward x is kept, and beside
-        it ``[C]`` vectors, and the residual where the activation follows it.
+        it ``[C]`` vectors, and the residual where the activation follows it. In evaluation, where weight and bias have
+        no gradients: of the identity the vectors alone, of ReLU y and these.
 
     Raises:
         ValueError: a shape does not fit, a name is unknown, running statistics are missing, ``eps`` is 0 in training or
@@ -438,7 +490,7 @@ def batch_norm_act(
     """
     group = process_group if training else None
     vectors, options = (running_mean, running_var, weight, bias), (training, eps, act, residual_after)
-    impl, code, recording, at_once = _plan(x, *vectors, *options, residual, moments, process_group is not None)
+    impl, code, recording, at_once, from_y = _plan(x, *vectors, *options, residual, moments, process_group is not None)
     counter = num_batches_tracked if training else None
     if impl is None:
         if counter is not None:  # _count_up, without a call
@@ -456,6 +508,8 @@ def batch_norm_act(
     with _common.no_grad():
         _count_up(counter)
         mean, rstd, count = _statistics(x, running_mean, running_var, training, momentum, eps, group, impl, moments)
+    if from_y:
+        return _common.apply(_FixedBatchNormAct, x, residual, mean, rstd, weight, bias, (code, impl))
     if recording:
         options = count, code, residual_after, group, impl, None
         return _common.apply(_BatchNormAct, x, weight, bias, residual, mean, rstd, options)
@@ -465,9 +519,9 @@ def batch_norm_act(
 @remembered
 def _plan(
     x, running_mean, running_var, weight, bias, training, eps, act, residual_after, residual, moments, synchronised
-) -> tuple[_BatchNormImpl | None, int, bool, bool]:
+) -> tuple[_BatchNormImpl | None, int, bool, bool, bool]:
     """Checks the arguments of the op. Returns what runs, None for stock PyTorch, the activation's code, whether
-    gradients are recorded, and whether all of a direction is one call."""
+    gradients are recorded, whether all of a direction is one call, and whether y is kept for backward instead of x."""
     _common.check_images("batch_norm_act", x)
     _check(x, x.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(x.shape, running_mean, running_var, training, synchronised, eps)
@@ -478,14 +532,17 @@ def _plan(
     code = _codes.code("act", act, _codes.ACTIVATIONS)
     synchronised = synchronised and bool(training)
     before, unchanged = residual is not None and not residual_after, residual is None and code == 0
-    impl = select("batch_norm_act", IMPLS, x, synchronised, before, unchanged)
+    fixed = is_fixed(training, act, weight, bias)
+    impl = select("batch_norm_act", IMPLS, x, synchronised, before, unchanged, fixed)
     if not synchronised and (impl.backward is None or x.numel() == 0):
-        return None, code, False, False
+        return None, code, False, False, False
     if impl.backward is None:
         impl = _REFERENCE_PARTS
     recording = _common.needs_autograd(x, weight, bias, residual)  # before running statistics move
     alone = training and not synchronised and moments is None and impl.train is not None
-    return impl, code, recording, alone and _common.plain(x, weight, bias, residual)
+    is_sum = code != 0 and residual is not None and residual_after  # y, which is not what the activation makes then
+    from_y = recording and fixed and impl.fixed is not None and not is_sum
+    return impl, code, recording, alone and _common.plain(x, weight, bias, residual), from_y
 
 
 def _count_up(batches: Tensor | None) -> None:

@@ -31,6 +31,7 @@ from fusedtrain.ops.batch_norm_act import (
     _own_passes,
     _statistics,
     batch_norm_act,
+    is_fixed,
 )
 from fusedtrain.ops.batch_norm_act import IMPLS as NORM_IMPLS
 from fusedtrain.ops.batch_norm_act import _check as _check_norm
@@ -529,6 +530,8 @@ def _plan(x, weight, bias, own, norm, se, window, names, projection, groups, aut
     gate_dtype = None if se is None else _weight_dtype(x, *se)
     tensors = (*own, *norm[2:4], *(se or ()))
     recording = _common.needs_autograd(x, *tensors)
+    if recording and se is None and is_fixed(norm[4], names[0], *norm[2:4]):
+        return None, geometry, codes, None, None, False, False  # one by one they keep y instead of x and z
     as_it_is = x.is_contiguous() or _common.is_channels_last(x)
     convolutions = _convolutions(impl, x, weight, bias, geometry) if as_it_is else None
     plain = recording and _common.plain(x, *tensors)

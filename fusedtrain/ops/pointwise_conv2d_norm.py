@@ -21,6 +21,7 @@ from fusedtrain.ops.batch_norm_act import (
     _own_passes,
     _statistics,
     batch_norm_act,
+    is_fixed,
     reference,
 )
 from fusedtrain.ops.pointwise_conv2d import IMPLS, _cast, _empty, as_planned, planned
@@ -100,7 +101,8 @@ def _plan(x, weight, bias, stride, running_mean, running_var, norm_weight, norm_
     if not _common.untraced(x):
         return call, False
     z = _empty(x, weight, call[1], _common.format_of(x))
-    if select("batch_norm_act", NORM_IMPLS, z, False, False) is not NORM_IMPLS["reference"]:
+    fixed = is_fixed(training, act, norm_weight, norm_bias)
+    if select("batch_norm_act", NORM_IMPLS, z, False, False, False, fixed) is not NORM_IMPLS["reference"]:
         return call, False
     _check(z, z.shape[1], weight=norm_weight, bias=norm_bias, running_mean=running_mean, running_var=running_var)
     _check_statistics(z.shape, running_mean, running_var, training, False, eps)
@@ -136,7 +138,8 @@ def pointwise_conv2d_norm(
     if normalised_by_stock:  # small images, which wait for Python
         _count_up(num_batches_tracked if training else None)
         return reference(z, *running, *affine, training, momentum, eps, act, None, False)
-    if not _meet(x, weight, bias, call[1], z, group is not None):
+    # With a fixed norm z need not be kept: that is worth more than a pass over memory.
+    if is_fixed(training, act, *affine) or not _meet(x, weight, bias, call[1], z, group is not None):
         norm = (*running, *affine, training, momentum, eps)
         others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
         return batch_norm_act(z, *norm, act=act, **others)
