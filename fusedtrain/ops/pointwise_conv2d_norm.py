@@ -138,8 +138,9 @@ def pointwise_conv2d_norm(
     if normalised_by_stock:  # small images, which wait for Python
         _count_up(num_batches_tracked if training else None)
         return reference(z, *running, *affine, training, momentum, eps, act, None, False)
-    # With a fixed norm z need not be kept: that is worth more than a pass over memory.
-    if is_fixed(training, act, *affine) or not _meet(x, weight, bias, call[1], z, group is not None):
+    # With a fixed norm z need not be kept: that is worth more than a pass over memory. _meet() comes first, as
+    # torch.jit.trace names z by its first use, and compares a graph that records gradients with one that does not.
+    if not _meet(x, weight, bias, call[1], z, group is not None) or is_fixed(training, act, *affine):
         norm = (*running, *affine, training, momentum, eps)
         others = {"process_group": process_group, "moments": moments, "num_batches_tracked": num_batches_tracked}
         return batch_norm_act(z, *norm, act=act, **others)
