@@ -29,7 +29,7 @@ struct SqueezeExcite {
   const void* w2;      // weights [c, r]
   const void* b2;      // weights [c] or null
   void* hidden;        // acc [n, r], before act
-  void* activated;     // acc [n, r], act(hidden); CUDA only
+  void* activated;     // acc [n, r], act(hidden)
   void* logits;        // acc [n, c], before gate_act
   void* gate;          // acc [n, c]
 };

@@ -29,7 +29,7 @@ inline GateNetwork gate_network(const Tensor& x, const Tensor& w1, const std::op
                 .b2 = b2 ? std::optional(small_input("b2", *b2, x, c, type)) : std::nullopt,
                 .pooled = empty_acc(x, {n, c}),
                 .hidden = empty_acc(x, {n, r}),
-                .activated = empty_acc(x, {x.is_cuda() ? n : 0, r}),
+                .activated = empty_acc(x, {n, r}),
                 .logits = empty_acc(x, {n, c}),
                 .gate = empty_acc(x, {n, c}),
                 .args = {}};

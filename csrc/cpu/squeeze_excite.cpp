@@ -22,6 +22,8 @@ void visit_acc(DType dtype, F&& f) {
   dtype == DType::kFloat64 ? f.template operator()<double>() : f.template operator()<float>();
 }
 
+constexpr int64_t kStretch = 64;  // terms of a sum that are added before they join the others
+
 // y = act(x), count elements.
 template <class Lane>
 void activate(Activation act, const Lane* x, Lane* y, int64_t count) {
@@ -62,10 +64,12 @@ void dot_tile(const Lane* a, const Lane* b, const Lane* bias, int64_t k, Lane* o
   }
 }
 
-// out[m, j] = bias[j] + a[m, :] . b[j, :] for rows x cols outputs. Four rows of b stay in cache for all of a.
+// out[m, j] = bias[j] + a[m, :] . b[j, :] for rows x cols outputs. A few rows of b stay in cache for all of a.
 template <class Lane>
 void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t rows, int64_t cols, int64_t k,
                        Lane* out) {
+  constexpr int kWide =
+      kVecBytes == 64 ? 4 : 3;  // columns such that 4 x kWide sums and their factors fit the registers
   const auto strip = [&]<int kCols>(int64_t j) {
     const Lane *right = b + j * k, *offset = bias ? bias + j : nullptr;
     int64_t m = 0;
@@ -73,25 +77,24 @@ void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t r
     for (; m < rows; ++m) dot_tile<1, kCols>(a + m * k, right, offset, k, out + m * cols + j, cols);
   };
   int64_t j = 0;
-  for (; j + 4 <= cols; j += 4) strip.template operator()<4>(j);
+  for (; j + kWide <= cols; j += kWide) strip.template operator()<kWide>(j);
   for (; j < cols; ++j) strip.template operator()<1>(j);
 }
 
-// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors. The sum over i is cut into
-// stretches, so that long ones stay accurate.
+// out[m, :] += sum_i a[m * row_step + i * k_step] b[i, :] for kRows rows and kCols vectors, or = where nothing is to be
+// added to; b has rows of `pitch`. The sum over i is cut into stretches, so that long ones stay accurate.
 template <int kRows, int kCols, class Lane, class Lanes>
-void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t k, int64_t cols, Lane* out,
-                Lanes lanes) {
+void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t pitch, int64_t k, int64_t cols,
+                bool adds, Lane* out, Lanes lanes) {
   using V = Vec<Lane>;
-  constexpr int64_t kStretch = 64;
   int64_t i = 0;
   do {
     V sum[kRows][kCols];
     for (auto& row : sum) std::fill_n(row, kCols, V(0));
-    const bool first = i == 0;
+    const bool first = i == 0 && !adds;
     for (const int64_t end = std::min(k, i + kStretch); i < end; ++i) {
       V right[kCols];
-      for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + i * cols + j * V::kLanes, lanes);
+      for (int j = 0; j < kCols; ++j) right[j] = load<V>(b + i * pitch + j * V::kLanes, lanes);
       for (int m = 0; m < kRows; ++m) {
         const V left(a[m * row_step + i * k_step]);
         for (int j = 0; j < kCols; ++j) sum[m][j] += left * right[j];
@@ -106,61 +109,42 @@ void outer_tile(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, 
   } while (i < k);
 }
 
-// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols]. A panel
-// of two vectors of b's columns stays in cache for all rows.
+// out[m, :] = sum_i a[m * row_step + i * k_step] b[i, :] for `rows` rows; b is [k, cols], out is [rows, cols]. Two
+// vectors of b's columns at a time, which are copied where many rows take them: those of 2048 columns, one under the
+// other, would take each other's place in the first cache.
 template <class Lane>
 void matmul(const Lane* a, int64_t row_step, int64_t k_step, const Lane* b, int64_t rows, int64_t cols, int64_t k,
             Lane* out) {
-  constexpr int kLanes = Vec<Lane>::kLanes;
-  constexpr int kTall = kVecBytes == 64 ? 8 : 4;  // rows such that kTall x 2 sums fit the register file
+  using V = Vec<Lane>;
+  constexpr int kTall = kVecBytes == 64 ? 8 : 6;              // rows such that kTall x 2 sums fit the register file
+  constexpr int64_t kBlock = kStretch * 256 / kVecBytes / 2;  // 16 KiB of a panel
+  alignas(kVecBytes) Lane copy[kBlock * 2 * V::kLanes];
+  const bool copies = rows > 3 * kTall;
   const auto panel = [&]<int kCols>(int64_t j, auto lanes) {
-    const auto tile = [&]<int kRows>(int64_t m) {
-      outer_tile<kRows, kCols>(a + m * row_step, row_step, k_step, b + j, k, cols, out + m * cols + j, lanes);
-    };
-    int64_t m = 0;
-    for (; m + kTall <= rows; m += kTall) tile.template operator()<kTall>(m);
-    for (; m < rows; ++m) tile.template operator()<1>(m);
+    int64_t i = 0;
+    do {
+      const int64_t size = std::min(k - i, kBlock), pitch = copies ? kCols * V::kLanes : cols;
+      for (int64_t row = 0; copies && row < size; ++row) {
+        for (int v = 0; v < kCols; ++v) {
+          store(copy + row * pitch + v * V::kLanes, load<V>(b + (i + row) * cols + j + v * V::kLanes, lanes));
+        }
+      }
+      const Lane* right = copies ? copy : b + i * cols + j;
+      const auto tile = [&]<int kRows>(int64_t m) {
+        outer_tile<kRows, kCols>(a + m * row_step + i * k_step, row_step, k_step, right, pitch, size, cols, i > 0,
+                                 out + m * cols + j, lanes);
+      };
+      int64_t m = 0;
+      for (; m + kTall <= rows; m += kTall) tile.template operator()<kTall>(m);
+      for (; m + 4 <= rows; m += 4) tile.template operator()<4>(m);
+      for (; m < rows; ++m) tile.template operator()<1>(m);
+      i += size;
+    } while (i < k);
   };
   int64_t j = 0;
-  for (; j + 2 * kLanes <= cols; j += 2 * kLanes) panel.template operator()<2>(j, AllLanes{});
-  for (; j + kLanes <= cols; j += kLanes) panel.template operator()<1>(j, AllLanes{});
+  for (; j + 2 * V::kLanes <= cols; j += 2 * V::kLanes) panel.template operator()<2>(j, AllLanes{});
+  for (; j + V::kLanes <= cols; j += V::kLanes) panel.template operator()<1>(j, AllLanes{});
   if (j < cols) panel.template operator()<1>(j, FirstLanes{int(cols - j)});
-}
-
-// logits[n, :] = act(hidden[n, :]) w2^T + b2 for up to kLanes samples, one sample per lane: the inner products are
-// short (r), so lanes run over samples and no sum across lanes is needed.
-template <class Lane>
-void logits_block(const SqueezeExcite& a, const Lane* hidden, int samples, Lane* logits) {
-  using V = Vec<Lane>;
-  constexpr int kStretch = 256, kTile = 8;
-  const Lane *w2 = static_cast<const Lane*>(a.w2), *b2 = static_cast<const Lane*>(a.b2);
-  for (int n = 0; n < samples; ++n) {
-    b2 ? std::copy_n(b2, a.c, logits + n * a.c) : std::fill_n(logits + n * a.c, a.c, Lane(0));
-  }
-  for (int64_t r0 = 0; r0 < a.r; r0 += kStretch) {
-    const int64_t stretch = std::min<int64_t>(kStretch, a.r - r0);
-    Lane activated[kStretch], by_sample[kStretch][V::kLanes] = {};  // [r, n]
-    for (int n = 0; n < samples; ++n) {
-      activate(a.act, hidden + n * a.r + r0, activated, stretch);
-      for (int64_t i = 0; i < stretch; ++i) by_sample[i][n] = activated[i];
-    }
-    for (int64_t c = 0; c < a.c; c += kTile) {
-      const int tile = int(std::min<int64_t>(kTile, a.c - c));
-      V sum[kTile];
-      std::fill_n(sum, kTile, V(0));
-      const auto accumulate = [&](int rows) {
-        const Lane* w = w2 + c * a.r + r0;
-        for (int64_t i = 0; i < stretch; ++i) {
-          const V right = load<V>(by_sample[i]);
-          for (int k = 0; k < rows; ++k) sum[k] += V(w[k * a.r + i]) * right;
-        }
-      };
-      tile == kTile ? accumulate(kTile) : accumulate(tile);
-      for (int n = 0; n < samples; ++n) {
-        for (int k = 0; k < tile; ++k) logits[n * a.c + c + k] += sum[k].v[n];
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -168,15 +152,14 @@ void logits_block(const SqueezeExcite& a, const Lane* hidden, int samples, Lane*
 template <>
 void squeeze_excite<Isa::FUSEDTRAIN_ISA>(const SqueezeExcite& a, int64_t begin, int64_t end) {
   visit_acc(a.dtype, [&]<class Lane>() {
-    constexpr int64_t kLanes = Vec<Lane>::kLanes;
-    Lane* hidden = static_cast<Lane*>(a.hidden);
-    Lane* logits = static_cast<Lane*>(a.logits);
-    matmul_transposed(static_cast<const Lane*>(a.pooled) + begin * a.c, static_cast<const Lane*>(a.w1),
-                      static_cast<const Lane*>(a.b1), end - begin, a.r, a.c, hidden + begin * a.r);
-    for (int64_t n = begin; n < end; n += kLanes) {
-      logits_block(a, hidden + n * a.r, int(std::min(kLanes, end - n)), logits + n * a.c);
-    }
-    activate(a.gate_act, logits + begin * a.c, static_cast<Lane*>(a.gate) + begin * a.c, (end - begin) * a.c);
+    const int64_t count = end - begin, c0 = begin * a.c, r0 = begin * a.r;
+    const auto in = [](const void* p) { return static_cast<const Lane*>(p); };
+    Lane *hidden = static_cast<Lane*>(a.hidden) + r0, *activated = static_cast<Lane*>(a.activated) + r0,
+         *logits = static_cast<Lane*>(a.logits) + c0;
+    matmul_transposed(in(a.pooled) + c0, in(a.w1), in(a.b1), count, a.r, a.c, hidden);
+    activate(a.act, hidden, activated, count * a.r);
+    matmul_transposed(activated, in(a.w2), in(a.b2), count, a.c, a.r, logits);
+    activate(a.gate_act, logits, static_cast<Lane*>(a.gate) + c0, count * a.c);
   });
 }
 
