@@ -24,6 +24,10 @@ constexpr int kRows = std::min(12, kMostSums / kVecs);
 constexpr int64_t kLine = 16;    // steps in a cache line of a row
 constexpr int64_t kChain = 160;  // summands, at most: the error of a sum grows with them
 
+// Whether strips of contiguous images are packed and multiplied panel by panel, and the next one is asked for while one
+// is multiplied; else all of a strip is packed first, and the next is asked for then.
+constexpr bool kByPanels = kVecBytes == 32;
+
 template <class T>
 constexpr int kChannels = std::is_same_v<T, float> ? 1 : 2;  // of a step
 
@@ -39,10 +43,38 @@ class Panels {
   int64_t vecs_, count_;
 };
 
+// The strip of contiguous images that is packed after the one that is multiplied: `lines` cache lines of it are left to
+// ask for, `pace` of them every kLine steps, one row after the other.
+template <class T>
+struct Next {
+  static constexpr int64_t kLineElements = 64 / sizeof(T);
+  const T* p;
+  int64_t row, gap;  // lines of a row, and elements from its end to the next row
+  int64_t pace, lines, left;
+
+  Next(const T* strip, int64_t pixels, int64_t channels, int64_t channel_stride, int64_t turns)
+      : p(strip),
+        row(chunks(pixels, kLineElements)),
+        gap(channel_stride - row * kLineElements),
+        pace(chunks(row * channels, std::max<int64_t>(1, turns))),
+        lines(row * channels),
+        left(row) {}
+  [[gnu::always_inline]] void ask() {
+    const int64_t some = std::min(pace, lines);
+    lines -= some;
+    for (int64_t k = 0; k < some; ++k) {
+      __builtin_prefetch(p, 0, 2);
+      p += kLineElements;
+      if (--left == 0) left = row, p += gap;
+    }
+  }
+};
+
 template <class T>
 struct Tile {
   const T* x;  // of the first row
   int64_t pitch;
+  Next<T>* next;            // what is asked for beside the rows of the tile that follows; or null
   const float* weight;      // packed, of the first vector
   int64_t channels, chain;  // steps of a chain of sums, at most
   float* before;            // the sums of earlier chains
@@ -158,8 +190,10 @@ template <class T, int kVecs, int kHeight>
   int64_t done = 0;
   for (int64_t end = t.chain;; end += t.chain) {
     while (done < std::min(end, whole)) {
+      const int64_t stop = std::min(std::min(end, whole), done + kLine);
+      if (t.next != nullptr) t.next->ask();
       unroll<kHeight>([&](auto row) __attribute__((always_inline)) { __builtin_prefetch(x + row * pitch + ahead); });
-      for (const int64_t stop = std::min(std::min(end, whole), done + kLine); done < stop; ++done) {
+      for (; done < stop; ++done) {
         step([](const T* p) __attribute__((always_inline)) { return broadcast(p); });
       }
     }
@@ -207,6 +241,7 @@ template <class T>
 struct Block {
   const T* x;  // [rows, channels], pitch apart
   int64_t rows, pitch;
+  Next<T>* next;
   const float* packed;
   int64_t columns;
   T* y;  // [rows, columns], y_pitch apart
@@ -215,7 +250,7 @@ struct Block {
   float* moments;  // [3, moments_pitch(a)], or null
 };
 
-// All rows, and panels [first_panel, last_panel) of the columns.
+// All rows, and panels [first_panel, last_panel) of the columns; b.packed begins with those.
 template <class T>
 void multiply_block(const PointwiseConv2d& a, const Block<T>& b, const Panels& panels, int64_t first_panel,
                     int64_t last_panel) {
@@ -228,7 +263,8 @@ void multiply_block(const PointwiseConv2d& a, const Block<T>& b, const Panels& p
     const float* const bias = b.bias == nullptr || bias_of_rows ? b.bias : b.bias + from * kLanes;
     Tile<T> tile{.x = b.x,
                  .pitch = b.pitch,
-                 .weight = b.packed + from * kLanes * steps,
+                 .next = b.next,
+                 .weight = b.packed + (from - panels.begin(first_panel)) * kLanes * steps,
                  .channels = a.c,
                  .chain = chain,
                  .before = before,
@@ -278,7 +314,8 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t items_begin, int6
     Block<T> b{.x = copies,
                .rows = end - begin,
                .pitch = a.c,
-               .packed = static_cast<const float*>(a.packed),
+               .next = nullptr,
+               .packed = nullptr,
                .columns = a.o,
                .y = static_cast<T*>(a.y) + begin * a.o,
                .y_pitch = a.o,
@@ -299,6 +336,7 @@ void multiply(const PointwiseConv2d& a, void* scratch, int64_t items_begin, int6
       }
     }
     const int64_t first = panels.count() * part / parts, last = panels.count() * stop / parts;
+    b.packed = static_cast<const float*>(a.packed) + panels.begin(first) * kLanes * chunks(a.c, kChannels<T>);
     multiply_block(a, b, panels, first, last);
     const int64_t from = panels.begin(first) * kLanes, to = std::min(panels.begin(last) * kLanes, a.o);
     for (int k = 0; a.moments != nullptr && k < 3; ++k) {
@@ -393,6 +431,25 @@ void pack_strip(const Columns<T>& a, T* packed) {
   }
 }
 
+// A panel of them, of whole vectors.
+template <class T>
+void pack_panel(const Columns<T>& a, const Panels& panels, int64_t panel, T* packed) {
+  constexpr int64_t kWide = kLanes * kChannels<T>;
+  const int64_t from = panels.begin(panel), whole = a.channels / kChannels<T>;
+  visit<1, 2, 3, 4>(panels.begin(panel + 1) - from, [&]<int kVecs>() {
+    const T* p = a.data + from * kLanes;
+    const auto step = [&](bool pair) __attribute__((always_inline)) {
+      unroll<kVecs>([&](auto v) __attribute__((always_inline)) {
+        const T* const first = p + v * kLanes;
+        pack_step(first, pair ? first + a.channel_stride : nullptr, kLanes, packed + v * kWide);
+      });
+      p += kChannels<T> * a.channel_stride, packed += kVecs * kWide;
+    };
+    for (int64_t k = 0; k < whole; ++k) step(true);
+    if (whole * kChannels<T> < a.channels) step(false);
+  });
+}
+
 // The first output channel of a part of a strip: tiles are as high as in a whole one.
 int64_t first_output(const PointwiseConv2d& a, int64_t part) {
   constexpr int64_t kTall = 24;  // every height of a tile divides it
@@ -413,22 +470,34 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
     Block<T> b{.x = static_cast<const T*>(a.weight) + row * a.weight_strides[0],
                .rows = rows,
                .pitch = a.weight_strides[0],
+               .next = nullptr,
                .packed = static_cast<const float*>(scratch),
                .columns = 0,
                .y = nullptr,
                .y_pitch = pixels,
                .bias = a.bias == nullptr ? nullptr : a.bias + row,
                .moments = nullptr};
-    const auto multiply_all = [&] {
-      const Panels panels(b.columns);
+    const auto multiply_all = [&](const Columns<T>& columns) {
+      const Panels panels(columns.count);
+      pack_strip(columns, packed);
       multiply_block(a, b, panels, 0, panels.count());
     };
+    const auto at = [&](int64_t i) { return x + i / count * a.x_strides.image + i % count * most; };
     if (strip < a.n * count) {
       const int64_t image = strip / count, first = strip % count * most;
       b.columns = std::min(most, whole - first);
       b.y = y + (image * a.o + row) * pixels + first;
-      pack_strip<T>({x + image * a.x_strides.image + first, b.columns, a.c, 1, c}, packed);
-      return multiply_all();
+      const Columns<T> columns{at(strip), b.columns, a.c, 1, c};
+      if (!kByPanels) return multiply_all(columns);
+      const Panels panels(b.columns);
+      const int64_t turns = panels.count() * chunks(rows, 4) * chunks(a.c, kLine);
+      Next<T> next(at(strip + 1), b.columns, strip + 1 < a.n * count ? a.c : 0, c, turns);
+      b.next = &next;
+      for (int64_t panel = 0; panel < panels.count(); ++panel) {
+        pack_panel(columns, panels, panel, packed);
+        multiply_block(a, b, panels, panel, panel + 1);
+      }
+      return;
     }
     const int64_t first = (strip - a.n * count) * kStripPixels;
     b.columns = std::min(kStripPixels, a.n * rest - first);
@@ -439,10 +508,9 @@ void multiply_strips(const PointwiseConv2d& a, void* scratch, int64_t begin, int
       const T* const from = x + image * a.x_strides.image + pixel;
       for (int64_t k = 0; k < a.c; ++k) copies[k * kStripPixels + i] = from[k * c];
     });
-    pack_strip<T>({copies, b.columns, a.c, 1, kStripPixels}, packed);
     b.y = copies;
     b.y_pitch = kStripPixels;
-    multiply_all();
+    multiply_all({copies, b.columns, a.c, 1, kStripPixels});
     each([&](int64_t i, int64_t image, int64_t pixel) {
       T* const to = y + (image * a.o + row) * pixels + pixel;
       for (int64_t k = 0; k < rows; ++k) to[k * pixels] = copies[k * kStripPixels + i];
