@@ -234,9 +234,10 @@ def test_errors_of_torchs_own_tests_are_errors():
 
 
 @pytest.mark.parametrize("act", _codes.INPUT_ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(2, 20, 7, 9), (2, 75, 2, 3)])
 @dense_layouts
-def test_activation_with_and_without_gradients(device, backend, act, layout):
-    inputs = make(device, (2, 20, 7, 9), layout)
+def test_activation_with_and_without_gradients(device, backend, act, shape, layout):
+    inputs = make(device, shape, layout)
     harness.assert_op_as_good_as_torch(function(act=act), reference_of(act=act), inputs, act)
     every = [name for name, value in inputs.items() if value is not None]
     harness.assert_op_as_good_as_torch(function(act=act), reference_of(act=act), inputs, act, frozen=every)
@@ -319,6 +320,36 @@ def test_pixels_of_many_channels(device, kernels, shape, geometry, dtype):
     inputs = make(device, shape, "channels_last", dtype, GEOMETRIES[geometry][0])
     harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), inputs, geometry)
     properties.assert_frozen_inputs_change_nothing(function(geometry), inputs)
+
+
+# Images of at most 16 pixels, whose products the CPU kernels list; 75 channels are several vectors at once, one, and a
+# part of one.
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize("pixels", [(1, 1), (2, 2), (3, 3), (2, 7), (5, 1), (1, 16), (4, 4)])
+@dense_layouts
+def test_images_of_a_few_pixels(device, kernels, layout, pixels, dtype):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels list products")
+    harness.skip_unless_runs(kernels, device, "depthwise_conv2d", dtype)
+    for geometry in ("3x3", "3x3_stride2", "3x3_tf_same", "5x5", "5x5_stride2", "2x4", "9x9_stride2_dilated"):
+        if not fits((1, 1, *pixels), GEOMETRIES[geometry]):
+            continue
+        kernel = GEOMETRIES[geometry][0]
+        draws = [make(device, (6, 75, *pixels), layout, dtype, kernel, seed=seed) for seed in range(2)]
+        harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
+
+
+@dense_layouts
+@pytest.mark.parametrize("pixels", [(1, 1), (2, 2), (3, 4)])
+def test_threads_images_and_padding_of_a_few_pixels(device, kernels, layout, pixels):
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels list products")
+    inputs = make(device, (67, 75, *pixels), layout)
+    properties.assert_threads_change_nothing(function(), inputs)
+    properties.assert_images_do_not_mix(function(), inputs, ("x",))
+    properties.assert_frozen_inputs_change_nothing(function(), inputs)
+    properties.assert_repeats_bitwise(function(), inputs)
+    properties.assert_writes_every_element(function("3x3_overpadded"), inputs)
 
 
 @dense_layouts

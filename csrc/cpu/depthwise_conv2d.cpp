@@ -8,7 +8,7 @@
 #include <new>
 #include <numeric>
 
-#include "cpu/depthwise_rows.h"
+#include "cpu/depthwise_tiny.h"
 
 namespace fusedtrain::cpu {
 namespace {
@@ -332,11 +332,21 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
     const Axes rows = make_axes(arena, 1, s.sh, [&](int64_t) { return forward_axis(s.ho, s.kh, s.top, s.dil_h); });
     const Axes cols = make_axes(arena, 1, s.sw, [&](int64_t) { return forward_axis(s.wo, s.kw, s.left, s.dil_w); });
     Acc<T>* bias = arena.take<Acc<T>>(V::kLanes);
+    const TinyPairs<&TinyPair::out> pairs(s, V::kLanes, has_tiny_planes(s) ? V::kLanes : s.c);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t band = item % bands(s), chunk = item / bands(s) % chunks(s), n = item / bands(s) / chunks(s);
       if (direct) {
         depthwise_direct_forward<I>(
             a, taps, scratch, {n, band, bands(s), first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
+        continue;
+      }
+      if (is_tiny(s)) {
+        each_tiny<V>(s, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1),
+                     [&](auto tiny, int64_t block) {
+                       tiny.forward(pairs, static_cast<const T*>(a.x) + n * s.c * s.h * s.w,
+                                    static_cast<T*>(a.y) + n * s.c * s.ho * s.wo, taps_of<V>(s, taps, block, 0),
+                                    static_cast<const T*>(a.bias), a.act);
+                     });
         continue;
       }
       each_block(s, blocks, chunk, [&](int64_t block) {

@@ -375,6 +375,7 @@ template <>
 DepthwiseDirect depthwise_direct<Isa::FUSEDTRAIN_ISA>(const DepthwiseSizes& s) {
   DepthwiseDirect direct{0, 0, false};
   const bool contiguous = s.layout == Layout::kContiguous;
+  if (is_tiny(s)) return direct;
   const bool usual = is_usual(s) && std::min(s.w, s.wo) >= kLeastWide;
   visit_direct_dtype(s.dtype, [&]<class T>() {
     if (!usual || (contiguous ? keeps_columns_well<T>(s) || !is_worth_transposing<T>(s) : s.c < Group<T>::kChannels))

@@ -2,7 +2,7 @@
 //   dw[co, ky, kx] = sum_{n, oy, ox} dy[co, oy, ox] * x[ci, oy * sh + ky * dil_h - top, ox * sw + kx * dil_w - left]
 //   db[co]         = sum_{n, oy, ox} dy[co, oy, ox]
 // Sums are made in registers over a few rows, then over a unit, then over a group of units, then over the groups.
-#include "cpu/depthwise_rows.h"
+#include "cpu/depthwise_tiny.h"
 #include "depthwise_conv2d.h"
 
 namespace fusedtrain::cpu {
@@ -223,6 +223,9 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
     const int64_t size = direct.blocks > 0 ? direct.size : s.m * (s.kh * s.kw + 1) * V::kLanes;
     Arena arena(scratch);
     Acc<T>* sums = arena.take<Acc<T>>(size);
+    const int64_t k = s.kh * s.kw, pitch = has_tiny_planes(s) ? V::kLanes : s.c;
+    const TinyPairs<&TinyPair::in> of_dx(s, V::kLanes, pitch);
+    const TinyPairs<&TinyPair::tap> of_dw(s, V::kLanes, pitch);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t group = item / chunks(s), chunk = item % chunks(s);
       const int64_t first = units * group / groups(s), last = units * (group + 1) / groups(s);
@@ -237,6 +240,19 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
                                    first_block(s, blocks, chunk + 1)};
           auto* partial = static_cast<Acc<T>*>(a.partial) + group * blocks * size;
           depthwise_direct_backward<I>(a, taps, scratch, part, partial, unit == first);
+          continue;
+        }
+        if (is_tiny(s)) {
+          const T* const dy = static_cast<const T*>(a.dy) + image * s.c * s.ho * s.wo;
+          const int64_t at = image * s.c * s.h * s.w;
+          each_tiny<V>(s, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1),
+                       [&](auto tiny, int64_t block) {
+                         const auto* weight = static_cast<const Acc<T>*>(taps) + block * k * V::kLanes;
+                         if (a.dx) tiny.dx(of_dx, dy, static_cast<T*>(a.dx) + at, weight);
+                         if (a.partial == nullptr) return;
+                         auto* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
+                         tiny.dw(of_dw, dy, static_cast<const T*>(a.x) + at, partial, unit == first);
+                       });
           continue;
         }
         each_block(s, blocks, chunk, [&](int64_t block) {

@@ -138,7 +138,7 @@ void load_group(const T* in, Acc<T>* out) {
   unroll<G::kVecs>([&](auto v) { store(out + v * G::V::kLanes, G::template get<v>(in)); });
 }
 
-constexpr int kLeastWide = 4, kMostWide = 8;  // pixels of a tile
+constexpr int kMostWide = 8;  // pixels of a tile, at most; at least kLeastWide
 
 // Groups of channels that fill a cache line together.
 template <class T>

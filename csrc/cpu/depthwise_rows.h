@@ -93,6 +93,15 @@ bool keeps_columns_well(const DepthwiseSizes& s) {
   return s.wo >= (s.sh == 1 ? 12 : s.kw == 3 ? 7 : 10);
 }
 
+// Whether images have so few pixels that their products are listed (cpu/depthwise_tiny.h). What the direct kernels
+// take, rows of four columns and more, they take faster forward in channels_last, slower in planes with AVX2, and with
+// AVX-512 none was measured (benchmarks/LOG.md, 2026-12-01).
+constexpr int64_t kTinyPixels = 16, kLeastWide = 4;
+inline bool is_tiny(const DepthwiseSizes& s) {
+  if (s.m != 1 || std::max(s.h * s.w, s.ho * s.wo) > kTinyPixels) return false;
+  return !is_usual(s) || std::min(s.w, s.wo) < kLeastWide || (kVecBytes == 32 && s.layout == Layout::kContiguous);
+}
+
 // A block of channels of one image: lane l is channel first + l * step of [channels, h, w] or [h, w, channels].
 template <class T>
 struct Block {
@@ -114,7 +123,8 @@ inline int64_t first_block(const DepthwiseSizes& s, int64_t blocks, int64_t chun
 }
 template <class F>
 void each_block(const DepthwiseSizes& s, int64_t blocks, int64_t chunk, F&& f) {
-  for (int64_t block = first_block(s, blocks, chunk); block < first_block(s, blocks, chunk + 1); ++block) f(block);
+  const int64_t last = first_block(s, blocks, chunk + 1);
+  for (int64_t block = first_block(s, blocks, chunk); block < last; ++block) f(block);
 }
 
 // out[col][lane] = row `row`, columns [begin, end) of the block, which lie inside the image.

@@ -182,6 +182,13 @@ def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
     return _STOCK_FASTER[direction].get(key, {})
 
 
+def _is_tiny(x: Tensor) -> bool:
+    """Whether images have so few pixels that csrc/cpu/depthwise_tiny.h takes them, where that was measured: stock
+    convolutions take up to a hundred times as long over some of them, and only a little less over others."""
+    avx2 = _extension.BUILD_INFO.get("isa_active") == "avx2"
+    return avx2 and x.dim() == 4 and _common.is_less(x.shape[2] * x.shape[3], 17)
+
+
 def _slower(direction: str):
     def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
@@ -189,6 +196,8 @@ def _slower(direction: str):
         if _common.is_less(x.numel(), _SMALL + 1):
             return None
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
+        if layout == "contiguous" and _is_tiny(x):
+            return None
         rows = _stock_faster(direction, (layout, x.dtype, max(stride)))
         kh, kw = weight.shape[2:]
         if max(kh, kw) > max(rows, default=0):
