@@ -385,6 +385,21 @@ def test_what_multiplies_on_amds_cpus_without_avx512(n, c, d, size, ways, monkey
     assert tuple(RULES.ways(("forward", "dx", "dw"), x, weight, [1, 1])) == ways
     dw = "kernel" if c * d < 100_000 else "stock"
     assert RULES.ways(("forward", "dx", "dw"), x.contiguous(), weight, [1, 1]) == ["kernel", "kernel", dw]
+    small = x.contiguous()[:, :, :4, :6]
+    assert RULES.ways(("dw",), small.contiguous(), weight, [1, 1]) == ["kernel" if c * d < 4096 else "stock"]
+
+
+@dense_layouts
+@pytest.mark.parametrize("d", [190, 210])
+def test_images_of_one_pixel_are_rows_of_a_product(d, layout, monkeypatch):
+    for name, value in (("cpu_vendor", "amd"), ("cpu_family", 25), ("isa_active", "avx2")):
+        monkeypatch.setitem(_extension.BUILD_INFO, name, value)
+    inputs = make("cpu", (33, 200, 1, 1), layout, torch.float32, d)
+    x, weight = inputs["x"], inputs["w"]
+    assert RULES.slower(x, weight) is None and RULES.slower(x[:4], weight) is not None
+    assert RULES.ways(("forward", "dx", "dw"), x, weight, [1, 1]) == ["product"] * 3
+    draws = [inputs, make("cpu", (33, 200, 1, 1), layout, torch.float32, d, seed=1)]
+    harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,15 @@ class _Sizes:  # no NamedTuple: graphs of torch 2.10 take properties of one for 
     def multiplies(self, part: str) -> bool:
         """Whether a product can run a part. "dw" of contiguous images goes from one to the next: where torch.compile
         traces, their number would be part of the program."""
-        return not self.strided and (part != "dw" or self.channels_last or not torch.compiler.is_compiling())
+        one_matrix = self.channels_last or not self.has(2)
+        return not self.strided and (part != "dw" or one_matrix or not torch.compiler.is_compiling())
 
 
 # What runs a part, and where: the first that holds, else stock PyTorch.
 _Where = Callable[[_Sizes], bool]
 _Parts = dict[str, tuple[tuple[str, _Where], ...]]
 _KERNEL, _LIBRARY = ((way, lambda s: True) for way in ("kernel", "library"))
+_OF_ONE_PIXEL = ("product", lambda s: not s.has(2))
 
 # CPUs that no table names, or dtypes.
 _ANY: _Parts = {"forward": (), "dx": (), "dw": (_KERNEL,)}
@@ -84,23 +86,29 @@ _ANY_FEW_FLOAT32: _Parts = {"forward": (_LIBRARY,), "dx": (_LIBRARY,), "dw": (_K
 # AMD's, any number of images. dy of one channel is in both layouts: its kernel is that of contiguous images.
 _ALL: _Parts = dict.fromkeys(PARTS, (_KERNEL,))
 _AMD: dict[tuple[str, torch.dtype, str], _Parts] = {
-    # 2026-11-23 and 30. Pixels of 4 KiB share sets of the first cache; few pixels do not pay for a weight's
-    # panels; large weights outgrow the second.
+    # 2026-11-23 and 30; of one pixel 2026-12-01, where convolutions take three times as long as products. Pixels of
+    # 4 KiB share sets of the first cache; few pixels do not pay for panels of a weight; large ones outgrow the second.
     ("amd avx2", float32, "channels_last"): {
         "forward": (
+            _OF_ONE_PIXEL,
             ("product", lambda s: s.weight >= 1 << 20),
             ("kernel", lambda s: s.c % 1024 != 0 and (not s.few or s.weighs_less(1200, s.n * s.plane))),
         ),
         "dx": (
+            _OF_ONE_PIXEL,
             ("product", lambda s: s.weight >= 1 << 20),
             ("kernel", lambda s: s.d % 1024 != 0 and not s.is_two_panels),
         ),
         "dw": (
+            _OF_ONE_PIXEL,
             ("product", lambda s: s.weight >= 50_000 and not s.few),
             ("kernel", lambda s: s.weight < (1 << 15 if s.few and not s.has(1000) else 50_000) and not s.is_two_panels),
         ),
     },
-    ("amd avx2", float32, "contiguous"): _ALL | {"dw": (("kernel", lambda s: s.weight < 100_000),)},  # 2026-11-27, 30
+    ("amd avx2", float32, "contiguous"): {  # 2026-11-27 and 30, of few pixels 2026-12-01
+        **dict.fromkeys(PARTS, (_OF_ONE_PIXEL, _KERNEL)),
+        "dw": (_OF_ONE_PIXEL, ("kernel", lambda s: s.weight < (100_000 if s.has(25) else 1 << 12))),
+    },
     ("zen 4", float32, "channels_last"): _ALL,  # 2026-11-23
     ("zen 4", float32, "contiguous"): {  # 2026-11-24 and 29
         "forward": (_KERNEL,),
@@ -428,6 +436,8 @@ def slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[i
     small = _common.is_less(n * h * w * (c + d), _SMALL)
     if small and is_float32 and _common.is_less(n * h * w * c * d, _FEW_PRODUCTS):
         return _TOO_SMALL
+    if small and is_float32 and stride == [1, 1] and _common.is_less(h * w, 2) and _cpu(float32) == "amd avx2":
+        return None
     gains = gains_in_small(x, weight, stride)
     if gains:
         return None

@@ -116,26 +116,38 @@ def _pixels(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(n * h * w, c)
 
 
+def _has_one_pixel(x: Tensor) -> bool:
+    return _common.is_less(x.shape[2] * x.shape[3], 2)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether the pixels of all images are the rows of a matrix."""
+    return _common.is_channels_last(x) or _has_one_pixel(x)
+
+
 def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _common.is_channels_last(x):
+    if not _is_matrix(x):
         matrices = weight[None, :, :, 0, 0].expand(x.shape[0], -1, -1)
         y = torch.bmm(matrices, x.flatten(2)).reshape(x.shape[0], -1, *x.shape[2:])
         return y if bias is None else y.add_(bias[:, None, None])
     pixels, matrix = _pixels(x), weight[:, :, 0, 0].t()
     y = torch.mm(pixels, matrix) if bias is None else torch.addmm(bias, pixels, matrix)
+    if not _common.is_channels_last(x):
+        return y[:, :, None, None]
     return y.view(x.shape[0], *x.shape[2:], weight.shape[0]).permute(0, 3, 1, 2)
 
 
 def _dw_product(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient of the weight, the narrower side first, which MKL is faster with."""
-    if not _common.is_channels_last(x):
+    """The gradient of the weight, the narrower side first, which MKL is faster with, but of few rows."""
+    if not _is_matrix(x):
         images = list(zip(dy.flatten(2), x.flatten(2).transpose(1, 2)))
         dw = torch.mm(*images[0])
         for image in images[1:]:
             dw.addmm_(*image)
         return dw[:, :, None, None]
+    few = _has_one_pixel(x)
     dy, x = _pixels(dy), _pixels(x)
-    dw = torch.mm(dy.t(), x) if dy.shape[1] <= x.shape[1] else torch.mm(x.t(), dy).t().contiguous()
+    dw = torch.mm(dy.t(), x) if few or dy.shape[1] <= x.shape[1] else torch.mm(x.t(), dy).t().contiguous()
     return dw[:, :, None, None]
 
 
@@ -177,7 +189,8 @@ def _dx(way: str, dy: Tensor, x: Tensor, weight: Tensor, stride: list[int]) -> T
     """A 1x1 convolution itself; with a stride, among zeros."""
     if way == "stock":
         return reference_backward(dy, x, weight, stride, [True, False, False])[0]
-    turned = weight.transpose(0, 1) if _common.is_channels_last(dy) else _transposed(weight)
+    as_it_lies = _common.is_channels_last(dy) or (way == "product" and _has_one_pixel(dy))
+    turned = weight.transpose(0, 1) if as_it_lies else _transposed(weight)
     dx = _multiply(way, dy, turned, None, [1, 1])
     return dx if stride == [1, 1] else _among_zeros(dx, x, stride)
 
