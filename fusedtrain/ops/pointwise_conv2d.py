@@ -133,7 +133,7 @@ def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     pixels, matrix = _pixels(x), weight[:, :, 0, 0].t()
     y = torch.mm(pixels, matrix) if bias is None else torch.addmm(bias, pixels, matrix)
     if not _common.is_channels_last(x):
-        return y[:, :, None, None]
+        return y.view(x.shape[0], weight.shape[0], *x.shape[2:])
     return y.view(x.shape[0], *x.shape[2:], weight.shape[0]).permute(0, 3, 1, 2)
 
 
