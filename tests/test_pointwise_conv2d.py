@@ -397,6 +397,7 @@ def test_images_of_one_pixel_are_rows_of_a_product(d, layout, monkeypatch):
     inputs = make("cpu", (33, 200, 1, 1), layout, torch.float32, d)
     x, weight = inputs["x"], inputs["w"]
     assert RULES.slower(x, weight) is None and RULES.slower(x[:4], weight) is not None
+    assert RULES.gains_in_small(x, weight) and not RULES.gains_in_small(x[:4], weight)  # what the layer asks
     assert RULES.ways(("forward", "dx", "dw"), x, weight, [1, 1]) == ["product"] * 3
     draws = [inputs, make("cpu", (33, 200, 1, 1), layout, torch.float32, d, seed=1)]
     harness.assert_op_as_good_as_torch(function(), reference_of(), draws, "pointwise_conv2d")
@@ -533,6 +534,7 @@ def test_one_image_without_batch(device, backend):
         ({"weight": torch.ones(4, 3, 3, 3)}, ValueError, r"\[D, 3, 1, 1\], got \[4, 3, 3, 3\]"),
         ({"weight": None}, ValueError, r"\[D, 3, 1, 1\], got NoneType"),
         ({"bias": torch.ones(3)}, ValueError, r"bias must have shape \[4\] or be None, got \[3\]"),
+        ({"bias": 1}, ValueError, r"bias must have shape \[4\] or be None, got int"),
         ({"weight": torch.ones(4, 3, 1, 1).double()}, TypeError, r"dtype of x \(torch.float32\), got torch.float64"),
         ({"stride": 0}, ValueError, "stride must be an int or a pair of ints >= 1, got 0"),
         ({"weight": torch.ones(4, 3, 1, 1, device="meta")}, RuntimeError, "weight is on meta, but x is on cpu"),

@@ -415,8 +415,12 @@ def gains_in_small(x: Tensor, weight: Tensor, stride: Sequence[int] = (1, 1)) ->
     """Whether the kernel is faster than stock PyTorch over small images; None where that was not measured.
 
     On Zen 5: float32 by the products; bfloat16 in training at any size, as a call of oneDNN costs twice the kernel's
-    (2026-11-25).
+    (2026-11-25). With AVX2, not on Intel's: products of images of one pixel (2026-12-01).
     """
+    if x.dtype == float32 and max(stride) == 1 and _common.is_less(x.shape[2] * x.shape[3], 2):
+        enough = not _common.is_less(x.numel() * weight.shape[0], _FEW_PRODUCTS)
+        if enough and _cpu(float32) == "amd avx2":
+            return True
     # Some of the channels of such images, too: they are copied first.
     channels_last = x.stride(1) <= x.stride(3)
     planes = x.stride()[1:] == (x.shape[2] * x.shape[3], x.shape[3], 1) and max(stride) == 1
@@ -436,8 +440,6 @@ def slower(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: list[i
     small = _common.is_less(n * h * w * (c + d), _SMALL)
     if small and is_float32 and _common.is_less(n * h * w * c * d, _FEW_PRODUCTS):
         return _TOO_SMALL
-    if small and is_float32 and stride == [1, 1] and _common.is_less(h * w, 2) and _cpu(float32) == "amd avx2":
-        return None
     gains = gains_in_small(x, weight, stride)
     if gains:
         return None

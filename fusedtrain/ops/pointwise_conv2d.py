@@ -266,10 +266,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not isinstance(weight, Tensor) or weight.shape[1:] != (x.shape[1], 1, 1):
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"pointwise_conv2d: weight must have shape [D, C, 1, 1] = [D, {x.shape[1]}, 1, 1], got {got}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"pointwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {list(bias.shape)}"
-        )
+    if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
+        got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise ValueError(f"pointwise_conv2d: bias must have shape [{weight.shape[0]}] or be None, got {got}")
     _common.check_same_kind("pointwise_conv2d", x, weight=weight, bias=bias)
 
 
