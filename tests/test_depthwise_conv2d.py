@@ -352,6 +352,16 @@ def test_threads_images_and_padding_of_a_few_pixels(device, kernels, layout, pix
     properties.assert_writes_every_element(function("3x3_overpadded"), inputs)
 
 
+@pytest.mark.parametrize(
+    ("pixels", "isa", "chosen"), [((2, 2), "avx2", True), ((2, 2), "avx512", False), ((40, 3), "avx2", False)]
+)
+def test_stock_never_takes_planes_of_a_few_pixels_with_avx2(pixels, isa, chosen, monkeypatch):
+    monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
+    x, weight = torch.empty(128, 480, *pixels), torch.empty(480, 1, 3, 3)
+    for impls in (IMPLS, BACKWARD_IMPLS):
+        assert (impls["cpu"].slower(x, weight) is None) == chosen
+
+
 @dense_layouts
 def test_frozen_inputs_change_nothing(device, kernels, layout):
     properties.assert_frozen_inputs_change_nothing(function(), make(device, for_kernels(kernels, device), layout))
