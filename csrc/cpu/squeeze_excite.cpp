@@ -68,8 +68,7 @@ void dot_tile(const Lane* a, const Lane* b, const Lane* bias, int64_t k, Lane* o
 template <class Lane>
 void matmul_transposed(const Lane* a, const Lane* b, const Lane* bias, int64_t rows, int64_t cols, int64_t k,
                        Lane* out) {
-  constexpr int kWide =
-      kVecBytes == 64 ? 4 : 3;  // columns such that 4 x kWide sums and their factors fit the registers
+  constexpr int kWide = kVecBytes == 64 ? 4 : 3;  // columns: 4 x kWide sums and their factors fit the register file
   const auto strip = [&]<int kCols>(int64_t j) {
     const Lane *right = b + j * k, *offset = bias ? bias + j : nullptr;
     int64_t m = 0;

@@ -186,7 +186,7 @@ def _is_tiny(x: Tensor) -> bool:
     """Whether images have so few pixels that csrc/cpu/depthwise_tiny.h takes them, where that was measured: stock
     convolutions take up to a hundred times as long over some of them, and only a little less over others."""
     avx2 = _extension.BUILD_INFO.get("isa_active") == "avx2"
-    return avx2 and x.dim() == 4 and _common.is_less(x.shape[2] * x.shape[3], 17)
+    return avx2 and _common.is_less(x.shape[2] * x.shape[3], 17)
 
 
 def _slower(direction: str):
