@@ -322,8 +322,8 @@ def test_pixels_of_many_channels(device, kernels, shape, geometry, dtype):
     properties.assert_frozen_inputs_change_nothing(function(geometry), inputs)
 
 
-# Images of at most 16 pixels, whose products the CPU kernels list; 75 channels are several vectors at once, one, and a
-# part of one.
+# Images of at most 16 pixels, whose products the CPU kernels list and walk for several images at once; sums are of at
+# most 16 groups of images. The last of 75 channels fill no whole vector.
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 @pytest.mark.parametrize("pixels", [(1, 1), (2, 2), (3, 3), (2, 7), (5, 1), (1, 16), (4, 4)])
 @dense_layouts
@@ -335,7 +335,7 @@ def test_images_of_a_few_pixels(device, kernels, layout, pixels, dtype):
         if not fits((1, 1, *pixels), GEOMETRIES[geometry]):
             continue
         kernel = GEOMETRIES[geometry][0]
-        draws = [make(device, (6, 75, *pixels), layout, dtype, kernel, seed=seed) for seed in range(2)]
+        draws = [make(device, (75, 75, *pixels), layout, dtype, kernel, seed=seed) for seed in range(2)]
         harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, geometry)
 
 
@@ -350,6 +350,16 @@ def test_threads_images_and_padding_of_a_few_pixels(device, kernels, layout, pix
     properties.assert_frozen_inputs_change_nothing(function(), inputs)
     properties.assert_repeats_bitwise(function(), inputs)
     properties.assert_writes_every_element(function("3x3_overpadded"), inputs)
+
+
+@dense_layouts
+def test_a_few_pixels_of_tall_strides(device, kernels, layout):
+    """Rows of y that are far from each other in x are no bands of their own."""
+    if kernels != "cpu":
+        pytest.skip("only the CPU kernels list products")
+    geometry = ((3, 3), (1000, 1), (1, 1, 8000, 8000), (1, 1))  # padding is left, right, top, bottom
+    draws = [make(device, (3, 75, 1, 1), layout, kernel=(3, 3), seed=seed) for seed in range(2)]
+    harness.assert_op_as_good_as_torch(function(geometry), reference_of(geometry), draws, "tall")
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_what_only_has_its_name_stays(kind):
 
 
 def resnet(zoo):
-    model = zoo.torchvision.models.resnet50(num_classes=10, norm_layer=zoo.torchvision.ops.FrozenBatchNorm2d)
-    return thinned(model)
+    frozen = zoo.torchvision.ops.FrozenBatchNorm2d
+    return thinned(zoo.torchvision.models.resnet50(num_classes=10, norm_layer=frozen, width_per_group=8))
 
 
 def mobilenet(zoo):

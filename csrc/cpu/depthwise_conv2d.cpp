@@ -325,7 +325,7 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
   constexpr Isa I = Isa::FUSEDTRAIN_ISA;
   const DepthwiseSizes& s = a.sizes;
   const int64_t blocks = depthwise_conv2d_blocks<I>(s);
-  const bool direct = depthwise_direct<I>(s).blocks > 0;
+  const bool direct = depthwise_direct<I>(s).blocks > 0, tiny = is_tiny(s);
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
     Arena arena(scratch);
@@ -333,20 +333,21 @@ void depthwise_conv2d<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2d& a, const void*
     const Axes cols = make_axes(arena, 1, s.sw, [&](int64_t) { return forward_axis(s.wo, s.kw, s.left, s.dil_w); });
     Acc<T>* bias = arena.take<Acc<T>>(V::kLanes);
     const TinyPairs<&TinyPair::out> pairs(s, V::kLanes, has_tiny_planes(s) ? V::kLanes : s.c);
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t band = item % bands(s), chunk = item / bands(s) % chunks(s), n = item / bands(s) / chunks(s);
+    const int64_t of_image = bands(s), of_pixel = chunks(s);
+    for (int64_t item = begin; tiny && item < std::min(end, s.n * of_pixel);) {
+      const int64_t chunk = item / s.n, first = item % s.n, last = std::min(s.n, first + end - item);
+      each_tiny<V>(s, chunk, of_pixel, first, last, [&](auto tiny, int64_t n, int64_t block) {
+        tiny.forward(pairs, static_cast<const T*>(a.x) + n * s.c * s.h * s.w,
+                     static_cast<T*>(a.y) + n * s.c * s.ho * s.wo, taps_of<V>(s, taps, block, 0),
+                     static_cast<const T*>(a.bias), a.act);
+      });
+      item += last - first;
+    }
+    for (int64_t item = begin; !tiny && item < end; ++item) {
+      const int64_t band = item % of_image, chunk = item / of_image % of_pixel, n = item / of_image / of_pixel;
       if (direct) {
         depthwise_direct_forward<I>(
-            a, taps, scratch, {n, band, bands(s), first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
-        continue;
-      }
-      if (is_tiny(s)) {
-        each_tiny<V>(s, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1),
-                     [&](auto tiny, int64_t block) {
-                       tiny.forward(pairs, static_cast<const T*>(a.x) + n * s.c * s.h * s.w,
-                                    static_cast<T*>(a.y) + n * s.c * s.ho * s.wo, taps_of<V>(s, taps, block, 0),
-                                    static_cast<const T*>(a.bias), a.act);
-                     });
+            a, taps, scratch, {n, band, of_image, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1)});
         continue;
       }
       each_block(s, blocks, chunk, [&](int64_t block) {

@@ -216,7 +216,8 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
                                                     int64_t begin, int64_t end) {
   constexpr Isa I = Isa::FUSEDTRAIN_ISA;
   const DepthwiseSizes& s = a.sizes;
-  const int64_t blocks = depthwise_conv2d_blocks<I>(s), units = s.n * bands(s);
+  const bool tiny = is_tiny(s);
+  const int64_t blocks = depthwise_conv2d_blocks<I>(s), units = tiny ? s.n : s.n * bands(s);
   const DepthwiseDirect direct = depthwise_direct<I>(s);
   visit_dtype(s.dtype, [&]<class T>() {
     using V = Vec<Acc<T>>;
@@ -226,33 +227,33 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
     const int64_t k = s.kh * s.kw, pitch = has_tiny_planes(s) ? V::kLanes : s.c;
     const TinyPairs<&TinyPair::in> of_dx(s, V::kLanes, pitch);
     const TinyPairs<&TinyPair::tap> of_dw(s, V::kLanes, pitch);
+    const int64_t of_image = bands(s), of_pixel = chunks(s);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t group = item / chunks(s), chunk = item % chunks(s);
+      const int64_t group = item / of_pixel, chunk = item % of_pixel;
       const int64_t first = units * group / groups(s), last = units * (group + 1) / groups(s);
       if (first == last && a.partial) {  // no images
-        std::fill_n(static_cast<Acc<T>*>(a.partial), blocks * size, Acc<T>(0));
+        std::fill_n(static_cast<Acc<T>*>(a.partial) + group * blocks * size, blocks * size, Acc<T>(0));
+      }
+      if (tiny) {
+        each_tiny<V>(s, chunk, of_pixel, first, last, [&](auto tiny, int64_t n, int64_t block) {
+          const T* const dy = static_cast<const T*>(a.dy) + n * s.c * s.ho * s.wo;
+          const int64_t at = n * s.c * s.h * s.w;
+          const auto* weight = static_cast<const Acc<T>*>(taps) + block * k * V::kLanes;
+          if (a.dx) tiny.dx(of_dx, dy, static_cast<T*>(a.dx) + at, weight);
+          if (a.partial == nullptr) return;
+          auto* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
+          tiny.dw(of_dw, dy, static_cast<const T*>(a.x) + at, partial, n == first, a.db != nullptr);
+        });
+        continue;
       }
       for (int64_t unit = first; unit < last; ++unit) {
-        const int64_t image = unit / bands(s), band = unit % bands(s);
+        const int64_t image = unit / of_image, band = unit % of_image;
         // dx first: dw then finds dy in cache.
         if (direct.blocks > 0) {
-          const DepthwisePart part{image, band, bands(s), first_block(s, blocks, chunk),
+          const DepthwisePart part{image, band, of_image, first_block(s, blocks, chunk),
                                    first_block(s, blocks, chunk + 1)};
           auto* partial = static_cast<Acc<T>*>(a.partial) + group * blocks * size;
           depthwise_direct_backward<I>(a, taps, scratch, part, partial, unit == first);
-          continue;
-        }
-        if (is_tiny(s)) {
-          const T* const dy = static_cast<const T*>(a.dy) + image * s.c * s.ho * s.wo;
-          const int64_t at = image * s.c * s.h * s.w;
-          each_tiny<V>(s, first_block(s, blocks, chunk), first_block(s, blocks, chunk + 1),
-                       [&](auto tiny, int64_t block) {
-                         const auto* weight = static_cast<const Acc<T>*>(taps) + block * k * V::kLanes;
-                         if (a.dx) tiny.dx(of_dx, dy, static_cast<T*>(a.dx) + at, weight);
-                         if (a.partial == nullptr) return;
-                         auto* partial = static_cast<Acc<T>*>(a.partial) + (group * blocks + block) * size;
-                         tiny.dw(of_dw, dy, static_cast<const T*>(a.x) + at, partial, unit == first);
-                       });
           continue;
         }
         each_block(s, blocks, chunk, [&](int64_t block) {
@@ -263,7 +264,7 @@ void depthwise_conv2d_backward<Isa::FUSEDTRAIN_ISA>(const DepthwiseConv2dBackwar
           const auto dy =
               block_of<V>(s, static_cast<const T*>(a.dy) + image * s.c * s.m * s.ho * s.wo, s.ho, s.wo, s.m, block);
           std::fill_n(sums, size, Acc<T>(0));
-          unit_sums<V>(s, x, dy, a.dw != nullptr, s.ho * band / bands(s), s.ho * (band + 1) / bands(s), arena, sums);
+          unit_sums<V>(s, x, dy, a.dw != nullptr, s.ho * band / of_image, s.ho * (band + 1) / of_image, arena, sums);
           for (int64_t i = 0; i < size; i += V::kLanes) {
             store(partial + i, unit == first ? load<V>(sums + i) : load<V>(partial + i) + load<V>(sums + i));
           }

@@ -93,13 +93,13 @@ bool keeps_columns_well(const DepthwiseSizes& s) {
   return s.wo >= (s.sh == 1 ? 12 : s.kw == 3 ? 7 : 10);
 }
 
-// Whether images have so few pixels that their products are listed (cpu/depthwise_tiny.h). What the direct kernels
-// take, rows of four columns and more, they take faster forward in channels_last, slower in planes with AVX2, and with
-// AVX-512 none was measured (benchmarks/LOG.md, 2026-12-01).
+// Whether images have so few pixels that their products are listed (cpu/depthwise_tiny.h). With AVX2 that is also
+// faster than the direct kernels, which take rows of four columns and more; with AVX-512 that was not measured
+// (benchmarks/LOG.md, 2026-12-01).
 constexpr int64_t kTinyPixels = 16, kLeastWide = 4;
 inline bool is_tiny(const DepthwiseSizes& s) {
   if (s.m != 1 || std::max(s.h * s.w, s.ho * s.wo) > kTinyPixels) return false;
-  return !is_usual(s) || std::min(s.w, s.wo) < kLeastWide || (kVecBytes == 32 && s.layout == Layout::kContiguous);
+  return !is_usual(s) || std::min(s.w, s.wo) < kLeastWide || kVecBytes == 32;
 }
 
 // A block of channels of one image: lane l is channel first + l * step of [channels, h, w] or [h, w, channels].
