@@ -18,7 +18,7 @@ namespace fusedtrain {
 struct MlpAct {
   Images images;
   const void* h;  // [n, c, hw] or [n, hw, c]
-  void* g;        // as h
+  void* g;        // as h, or h itself
 };
 
 struct MlpActBackward {

@@ -363,13 +363,19 @@ def test_a_few_pixels_of_tall_strides(device, kernels, layout):
 
 
 @pytest.mark.parametrize(
-    ("pixels", "isa", "chosen"), [((2, 2), "avx2", True), ((2, 2), "avx512", False), ((40, 3), "avx2", False)]
+    ("pixels", "padding", "isa", "chosen"),
+    [
+        ((2, 2), 1, "avx2", True),
+        ((2, 2), 1, "avx512", False),
+        ((40, 3), 1, "avx2", False),
+        ((2, 2), 7, "avx2", False),  # y has more pixels
+    ],
 )
-def test_stock_never_takes_planes_of_a_few_pixels_with_avx2(pixels, isa, chosen, monkeypatch):
+def test_stock_never_takes_planes_of_a_few_pixels_with_avx2(pixels, padding, isa, chosen, monkeypatch):
     monkeypatch.setitem(_extension.BUILD_INFO, "isa_active", isa)
     x, weight = torch.empty(128, 480, *pixels), torch.empty(480, 1, 3, 3)
     for impls in (IMPLS, BACKWARD_IMPLS):
-        assert (impls["cpu"].slower(x, weight) is None) == chosen
+        assert (impls["cpu"].slower(x, weight, padding=(padding,) * 4) is None) == chosen
 
 
 @dense_layouts

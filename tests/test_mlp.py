@@ -9,6 +9,7 @@ import properties
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fusedtrain
 from fusedtrain import _extension
@@ -206,6 +207,24 @@ def test_compiles_where_the_residual_is_x(device, kernels):
 def test_keeps_what_stands_before_the_activation_and_the_scale(device, kernels, end, kept):
     leaves = [t if t is None else t.requires_grad_() for t in make(device, end=end).values()]
     assert harness.extra_saved_bytes(function(), *leaves) == 2 * 9 * kept * 4
+
+
+@pytest.mark.parametrize("kind", ["rows", *harness.DENSE_LAYOUTS])
+@pytest.mark.parametrize("act", ["relu", "gelu"])
+def test_evaluation_computes_the_same_in_less_memory(device, kernels, act, kind):
+    """The activation takes the place of what it reads, also where that goes past the caches."""
+    for n, size, k in ((2, 7, 20), (2, 64, 272)):
+        shape = (n, 11, size, size + 1)
+        x = rows((n * size * size, 11), torch.float32, device) if kind == "rows" else harness.images(shape, kind)
+        inputs = make(device, x.to(device), k=k)
+        recorded = function(act)(**{**inputs, "w1": inputs["w1"].clone().requires_grad_()})
+        with torch.no_grad():
+            assert torch.equal(function(act)(**inputs), recorded)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder, torch.no_grad():
+        function(act)(**inputs)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in recorder.events())
+    h = n * size * (size if kind == "rows" else size + 1) * k * 4
+    assert allocated < 1.5 * h
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])

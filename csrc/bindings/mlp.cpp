@@ -47,13 +47,19 @@ void parallel_channels(const Images& m, F&& f) {
   parallel_items(0, m.c, m.n * reduce_chunks(m), f);
 }
 
-Tensor mlp_act(const Tensor& h, int64_t act) {
+void act_into(const Tensor& g, const Tensor& h, int64_t act) {
   const Images m = rows_or_images(h, act);
-  const Tensor g = torch::stable::empty_like(h);
   const MlpAct a{.images = m, .h = h.const_data_ptr(), .g = g.mutable_data_ptr()};
   parallel_rows(m, [&]<Isa I>(int64_t i, int64_t j) { cpu::mlp_act<I>(a, i, j); });
+}
+
+Tensor mlp_act(const Tensor& h, int64_t act) {
+  const Tensor g = torch::stable::empty_like(h);
+  act_into(g, h, act);
   return g;
 }
+
+void mlp_act_(const Tensor& h, int64_t act) { act_into(h, h, act); }
 
 std::tuple<Tensor, Tensor> mlp_act_backward_(const Tensor& dg, const Tensor& h, int64_t act, bool need_g) {
   const Images m = rows_or_images(h, act);
@@ -111,6 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_scale_backward(const Tensor& dy, const Te
 
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   m.impl("mlp_act", TORCH_BOX(&mlp_act));
+  m.impl("mlp_act_", TORCH_BOX(&mlp_act_));
   m.impl("mlp_act_backward_", TORCH_BOX(&mlp_act_backward_));
   m.impl("mlp_scale", TORCH_BOX(&mlp_scale));
   m.impl("mlp_scale_backward", TORCH_BOX(&mlp_scale_backward));

@@ -96,9 +96,9 @@ bool keeps_columns_well(const DepthwiseSizes& s) {
 // Whether images have so few pixels that their products are listed (cpu/depthwise_tiny.h). With AVX2 that is also
 // faster than the direct kernels, which take rows of four columns and more; with AVX-512 that was not measured
 // (benchmarks/LOG.md, 2026-12-01).
-constexpr int64_t kTinyPixels = 16, kLeastWide = 4;
+constexpr int64_t kTinyPixels = 16, kLeastWide = 4, kMostTinyChannels = 1 << 26;  // distances in them are of 32 bits
 inline bool is_tiny(const DepthwiseSizes& s) {
-  if (s.m != 1 || std::max(s.h * s.w, s.ho * s.wo) > kTinyPixels) return false;
+  if (s.m != 1 || std::max(s.h * s.w, s.ho * s.wo) > kTinyPixels || s.c > kMostTinyChannels) return false;
   return !is_usual(s) || std::min(s.w, s.wo) < kLeastWide || kVecBytes == 32;
 }
 

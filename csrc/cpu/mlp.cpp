@@ -125,7 +125,9 @@ template <>
 void mlp_act<Isa::FUSEDTRAIN_ISA>(const MlpAct& a, int64_t begin, int64_t end) {
   visit_images(a.images, [&]<class T, class A>(A act) {
     const Value<T, A> value{static_cast<const T*>(a.h), act};
-    write_images<Vec<Acc<T>>>(a.images, static_cast<T*>(a.g), value, begin, end);
+    const auto g = static_cast<T*>(a.g);
+    if (a.g == a.h) return map_images<false, Vec<Acc<T>>>(a.images, g, value, begin, end);  // it is in the caches
+    write_images<Vec<Acc<T>>>(a.images, g, value, begin, end);
   });
 }
 

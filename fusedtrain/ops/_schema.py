@@ -97,7 +97,8 @@ SCHEMAS = {
 }
 _CONV, _CODES = "int[] stride, int[] padding, int[] dilation", "int act, int se_act, int gate"
 # Compiled only, never traced. Steps on tables of addresses that fusedtrain._host.Gatherer fills, of tensors on the
-# device of `like`; and several of the operators above in one call, for the dispatcher takes as long as small kernels.
+# device of `like`; several of the operators above in one call, for the dispatcher takes as long as small kernels; and
+# what replaces its argument.
 UNTRACED = {
     "batch_norm_act_train_": "(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches,"
     " Tensor? weight, Tensor? bias, Tensor? residual, float momentum, float eps, int act, bool residual_after)"
@@ -117,6 +118,7 @@ UNTRACED = {
     " -> (Tensor dx, Tensor dw, Tensor db, Tensor dnorm_weight, Tensor dnorm_bias, Tensor? dw1, Tensor? db1,"
     " Tensor? dw2, Tensor? db2)",
     "grad_norm_table": "(Tensor[] tables, Tensor like) -> Tensor norm",
+    "mlp_act_": "(Tensor(a!) h, int act) -> ()",
     "optimizer_step_table_": f"(Tensor table, Tensor like, {_STEP}, {_NARROW}) -> ()",
 }
 

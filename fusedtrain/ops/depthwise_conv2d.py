@@ -182,21 +182,23 @@ def _stock_faster(direction: str, key: tuple) -> dict[int, _Where]:
     return _STOCK_FASTER[direction].get(key, {})
 
 
-def _is_tiny(x: Tensor) -> bool:
-    """Whether images have so few pixels that csrc/cpu/depthwise_tiny.h takes them, where that was measured: stock
+def _is_tiny(x: Tensor, weight: Tensor, *geometry) -> bool:
+    """Whether x and y have so few pixels that csrc/cpu/depthwise_tiny.h takes them, where that was measured: stock
     convolutions take up to a hundred times as long over some of them, and only a little less over others."""
-    avx2 = _extension.BUILD_INFO.get("isa_active") == "avx2"
-    return avx2 and _common.is_less(x.shape[2] * x.shape[3], 17)
+    if _extension.BUILD_INFO.get("isa_active") != "avx2" or not _common.is_less(x.shape[2] * x.shape[3], 17):
+        return False
+    ho, wo = _windows.output_size(x.shape[2:], weight.shape[2:], *geometry)
+    return _common.is_less(ho * wo, 17)
 
 
 def _slower(direction: str):
-    def slower(x, weight=None, bias=None, stride=(1, 1), padding=None, dilation=(1, 1)) -> str | None:
+    def slower(x, weight=None, bias=None, stride=(1, 1), padding=(0, 0, 0, 0), dilation=(1, 1)) -> str | None:
         if weight is None or weight.shape[0] != x.shape[1] or max(dilation) > 1:
             return None
         if _common.is_less(x.numel(), _SMALL + 1):
             return None
         layout = "channels_last" if _common.is_channels_last(x) else "contiguous"
-        if layout == "contiguous" and _is_tiny(x):
+        if layout == "contiguous" and _is_tiny(x, weight, stride, padding, dilation):
             return None
         rows = _stock_faster(direction, (layout, x.dtype, max(stride)))
         kh, kw = weight.shape[2:]

@@ -60,6 +60,7 @@ def _fake_scale_backward(dy, z, scale):
 
 _ACT, _ACT_BACKWARD_ = torch.ops.fusedtrain.mlp_act.default, torch.ops.fusedtrain.mlp_act_backward_.default
 _SCALE, _SCALE_BACKWARD = torch.ops.fusedtrain.mlp_scale.default, torch.ops.fusedtrain.mlp_scale_backward.default
+_ACT_ = _schema.untraced("mlp_act_")
 
 
 def _sum_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
@@ -91,11 +92,15 @@ def _forward(x: Tensor, w1, b1, w2, b2, scale, residual, act: int) -> tuple[Tens
     """y, and what backward may need: h, z, and what has run the products."""
     h, first = _multiply(x, w1, b1)
     z, second = _multiply(_ACT(h, act), w2, b2)
+    return _scaled(z, scale, residual), h, z, (first, second)
+
+
+def _scaled(z: Tensor, scale: Tensor | None, residual: Tensor | None) -> Tensor:
     if scale is None:
-        return z, h, z, (first, second)
+        return z
     if residual is not None:
         residual = residual.contiguous(memory_format=_common.format_of(z))
-    return _SCALE(z, scale, residual, _sum_dtype(z, scale, residual) != z.dtype), h, z, (first, second)
+    return _SCALE(z, scale, residual, _sum_dtype(z, scale, residual) != z.dtype)
 
 
 def _backward(dy, x, h, z, w1, w2, scale, plans, act: int, need) -> tuple[Tensor | None, ...]:
@@ -122,8 +127,14 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _first(*inputs) -> Tensor:
-    return _forward(*inputs)[0]
+def _evaluated(x: Tensor, w1, b1, w2, b2, scale, residual, act: int) -> Tensor:
+    """y, where nothing is kept for backward: the activation takes the place of what it reads."""
+    h = _multiply(x, w1, b1)[0]
+    if _common.untraced(h):
+        _ACT_(h, act)
+    else:
+        h = _ACT(h, act)
+    return _scaled(_multiply(h, w2, b2)[0], scale, residual)
 
 
 def _why_not(x: Tensor, w1: Tensor, b1, w2: Tensor, b2, scale=None, residual=None, *_) -> str | None:
@@ -289,6 +300,6 @@ def mlp(
     elif residual is not None:
         residual = _common.apart(laid_out(_common.cast(residual, _sum_dtype(x, scale, residual))), dense)
     inputs = (dense, w1, b1, w2, b2, scale, residual)
-    y = _common.apply(_Mlp, *inputs, code) if _common.needs_autograd(*inputs) else _first(*inputs, code)
+    y = _common.apply(_Mlp, *inputs, code) if _common.needs_autograd(*inputs) else _evaluated(*inputs, code)
     y = y if _is_images(w1) else y.view(shape)
     return y if summand is None else y + summand
