@@ -217,6 +217,29 @@ def test_few_channels_are_folded_into_rows_that_the_registers_hold(device, kerne
     harness.assert_op_as_good_as_torch(*calls, draw, "few channels")
 
 
+# Many contiguous images of small planes are rows for the CPU kernels, in which each pixel is a column.
+@modes
+@pytest.mark.parametrize("dtype", harness.DTYPES)
+@pytest.mark.parametrize("shape", [(20, 13, 2, 2), (300, 7, 1, 3), (25, 17, 4, 4), (40, 5, 5, 7), (17, 9, 8, 8)])
+def test_small_planes_of_many_images(device, kernels, shape, dtype, training):
+    harness.skip_unless_runs(kernels, device, "batch_norm_act", dtype)
+    if harness.interpreted(kernels, device):
+        pytest.skip("only the CPU kernels know small planes")
+    for residual in RESIDUALS:
+        draws = [make(device, shape, dtype=dtype, residual=residual, seed=seed) for seed in range(4)]
+        options = {"training": training, "residual": residual, "running": True}
+        calls = (of(draws[0], **options) for of in (function, reference_of))
+        harness.assert_op_as_good_as_torch(*calls, draws, residual)
+
+
+def test_a_large_mean_hides_no_variance_of_small_planes(device, kernels):
+    draws = [make(device, (40, 5, 3, 3), seed=seed) for seed in range(4)]
+    for draw in draws:
+        draw["x"] = draw["x"] * 0.05 + 1000
+    calls = (of(draws[0], act="relu", running=True) for of in (function, reference_of))
+    harness.assert_op_as_good_as_torch(*calls, draws, "small planes")
+
+
 # From 8 MiB on the CPU kernels may take rows one by one; 16 MiB of whole vectors are written past the caches, and rows
 # that share sets of the first cache go alone.
 @pytest.mark.parametrize(
@@ -391,12 +414,17 @@ def test_repeats_bitwise_and_writes_every_element(device, backend, layout, train
 
 @dense_layouts
 @pytest.mark.parametrize("dtype", harness.DTYPES[:2])
-@pytest.mark.parametrize("shape", [(5, 24, 33, 31), (4, 700, 9, 9)], ids=["many pixels", "many channels"])
+@pytest.mark.parametrize(
+    "shape", [(5, 24, 33, 31), (4, 700, 9, 9), (300, 145, 2, 3)], ids=["many pixels", "many channels", "many images"]
+)
 def test_threads_change_nothing(device, kernels, layout, shape, dtype):
     if kernels != "cpu":
         pytest.skip("only the CPU kernels run on threads")
     inputs = make(device, shape, layout, dtype, residual="before")
     properties.assert_threads_change_nothing(function(inputs, residual="before", running=True), inputs)
+    if shape[0] == 300:
+        properties.assert_repeats_bitwise(function(inputs, residual="before", running=True), inputs)
+        properties.assert_writes_every_element(function(inputs, residual="before", running=True), inputs)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -1,7 +1,9 @@
 // Tensors -> BatchNormStats, BatchNormUpdate, BatchNormAct, BatchNormReduce, BatchNormBackward -> kernels.
 #include "batch_norm_act.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "bindings/norm_vectors.h"
 #include "bindings/operators.h"
@@ -9,22 +11,53 @@
 namespace fusedtrain::bindings {
 namespace {
 
+// f<Lane>() for the element type of sums.
+template <class F>
+void visit_lanes_of(const Tensor& t, F&& f) {
+  t.scalar_type() == ScalarType::Double ? f.template operator()<double>() : f.template operator()<float>();
+}
+
 // The images as statistics over the batch see them: rows of channels, or planes, in as few samples as the memory
-// allows; on the CPU with several rows as one where that makes them whole vectors, and long ones.
+// allows; on the CPU with several rows as one where that makes them whole vectors, and long ones, and an image of small
+// planes as one row, in which each pixel of a plane is a column.
 struct Batch {
   Images images;
   int64_t fold = 1;
+  Fold order = Fold::kRows;
+
+  bool has_planes_as_rows() const { return order == Fold::kPlanes; }
 };
 
 // Elements of a row whose sums fill the registers of AVX-512, as 6 or 8 vectors.
 constexpr int64_t kRegisterColumns = 128;
+
+// Whether each image of small planes is taken as one row, in which each pixel is a column: planes that fill no vectors,
+// in images that are many beside what it takes to repeat vectors and to sum the columns of a channel. With AVX-512 that
+// was not measured, and planes of half a vector are taken so (benchmarks/LOG.md, 2026-12-01).
+bool takes_planes_as_rows(const Images& m) {
+  const bool is_short = m.dtype == DType::kBFloat16 || m.dtype == DType::kFloat16;
+  if (active_isa() >= Isa::kAvx512) return m.hw <= 8 && m.n >= m.hw;
+  return is_short ? m.hw <= 64 && m.n >= std::min<int64_t>(m.hw, 16) : m.hw <= 36 && m.n >= m.hw;
+}
+
+// In how many equal parts images are summed, of at most 64 where there are such: long sums of float32 round more.
+int64_t equal_parts(int64_t images) {
+  for (int64_t parts = 1; parts <= 16; ++parts) {
+    if (images % parts == 0 && images / parts <= 64) return parts;
+  }
+  return 1;
+}
 
 Batch batch_of(const Tensor& x) {
   constexpr int64_t kVector = 16, kLarge = 1 << 17;  // elements
   const Images m = images_of(x, 0);
   if (x.numel() == 0) return {{0, m.c, m.hw, m.dtype, Layout::kContiguous, {}}};  // without parts, of no mean
   if (m.c == 1) return {{1, 1, m.n * m.hw, m.dtype, Layout::kContiguous, {}}};
-  if (m.layout == Layout::kContiguous && m.hw > 1) return {m};
+  if (m.layout == Layout::kContiguous && m.hw > 1) {
+    if (!x.is_cpu() || !takes_planes_as_rows(m)) return {m};
+    const int64_t parts = equal_parts(m.n);
+    return {{parts, m.c * m.hw, m.n / parts, m.dtype, Layout::kChannelsLast, {}}, m.hw, Fold::kPlanes};
+  }
   int64_t columns = m.c;
   while (2 * columns <= kRegisterColumns) columns *= 2;
   const bool registers = active_isa() >= Isa::kAvx512 && m.dtype != DType::kFloat64 &&
@@ -112,45 +145,97 @@ BatchNormInputs inputs_of(const Tensor& x, const Images& images, const std::opti
 
 }  // namespace
 
-Tensor repeated(const Tensor& t, int64_t fold) {
+Tensor repeated(const Tensor& t, int64_t fold, Fold order) {
   if (fold == 1) return t;
   const Tensor out = torch::stable::new_empty(t, {fold * t.numel()});
+  if (order == Fold::kPlanes) {
+    visit_lanes_of(t, [&]<class Lane>() {
+      const Lane* values = static_cast<const Lane*>(t.const_data_ptr());
+      Lane* to = static_cast<Lane*>(out.mutable_data_ptr());
+      for (int64_t ch = 0; ch < t.numel(); ++ch, to += fold) std::fill_n(to, fold, values[ch]);
+    });
+    return out;
+  }
   const size_t bytes = t.numel() * t.element_size();
   for (int64_t k = 0; k < fold; ++k)
     std::memcpy(static_cast<char*>(out.mutable_data_ptr()) + k * bytes, t.const_data_ptr(), bytes);
   return out;
 }
 
-NormVectors norm_vectors(const Tensor& x, int64_t fold, const Tensor& mean, const Tensor& rstd,
+NormVectors norm_vectors(const Tensor& x, int64_t fold, Fold order, const Tensor& mean, const Tensor& rstd,
                          const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
-  return {repeated(small_input("mean", mean, x, x.size(1)), fold),
-          repeated(small_input("rstd", rstd, x, x.size(1)), fold),
-          repeated(channel_vector("weight", weight, x, 1), fold), repeated(channel_vector("bias", bias, x, 0), fold)};
+  return {repeated(small_input("mean", mean, x, x.size(1)), fold, order),
+          repeated(small_input("rstd", rstd, x, x.size(1)), fold, order),
+          repeated(channel_vector("weight", weight, x, 1), fold, order),
+          repeated(channel_vector("bias", bias, x, 0), fold, order)};
 }
 
 namespace {
 
+// Two results of each channel, which kernels write, or make of those of its columns.
+struct Results {
+  Tensor first, second;
+  std::optional<Tensor> of_columns;
+
+  Results(const Tensor& x, const Batch& b) : first(empty_acc(x, {x.size(1)})), second(empty_acc(x, {x.size(1)})) {
+    if (b.has_planes_as_rows()) of_columns = empty_acc(x, {2, b.images.c});
+  }
+  // What kernels write, and how many columns these take for one channel.
+  void* data(const Batch& b, int i) const {
+    if (!of_columns) return (i == 0 ? first : second).mutable_data_ptr();
+    return static_cast<char*>(of_columns->mutable_data_ptr()) + i * b.images.c * of_columns->element_size();
+  }
+  static int64_t fold(const Batch& b) { return b.has_planes_as_rows() ? 1 : b.fold; }
+
+  // finish(begin, end) of the channels, or of all columns and then f(of the first, of the second, first, second) of
+  // each channel, whose results stand together.
+  template <class Finish, class F>
+  void run(const Batch& b, Channels channels, int64_t terms, const Finish& finish, const F& f) const {
+    const int64_t work = terms * b.images.n * reduce_chunks(b.images);
+    if (!of_columns) return parallel_items(channels.begin, channels.end, work * b.fold, finish);
+    parallel_items(0, b.images.c, work, finish);
+    visit_lanes_of(first, [&]<class Lane>() {
+      const Lane* columns = static_cast<const Lane*>(of_columns->const_data_ptr());
+      for (int64_t ch = 0; ch < first.numel(); ++ch, columns += b.fold) {
+        f(columns, columns + b.images.c, static_cast<Lane*>(first.mutable_data_ptr())[ch],
+          static_cast<Lane*>(second.mutable_data_ptr())[ch]);
+      }
+    });
+  }
+};
+
 struct Stats {
-  Tensor mean, m2, partial;
+  Results results;
+  Tensor partial;
   BatchNormStats args;
 
   Stats(const Tensor& x, const Batch& b)
-      : mean(empty_acc(x, {x.size(1)})),
-        m2(empty_acc(x, {x.size(1)})),
+      : results(x, b),
         partial(empty_acc(x, {b.images.n * reduce_chunks(b.images), 3, b.images.c})),
         args{.images = b.images,
-             .fold = b.fold,
+             .fold = Results::fold(b),
              .x = x.const_data_ptr(),
              .partial = partial.mutable_data_ptr(),
-             .mean = mean.mutable_data_ptr(),
-             .m2 = m2.mutable_data_ptr()} {}
+             .mean = results.data(b, 0),
+             .m2 = results.data(b, 1)} {}
+
+  const Tensor& mean() const { return results.first; }
+  const Tensor& m2() const { return results.second; }
 
   void run(const Batch& batch, Channels channels) const {
     const Images& m = batch.images;
     parallel_images(batch, reduce_items(m), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_partial<I>(args, b, e); });
-    parallel_items(channels.begin, channels.end, 3 * m.n * reduce_chunks(m) * batch.fold,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_finish<I>(args, b, e); });
+    results.run(
+        batch, channels, 3, [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_stats_finish<I>(args, b, e); },
+        // Columns have as many numbers: the mean is that of their means, whose distances add to m2.
+        [&]<class Lane>(const Lane* means, const Lane* m2s, Lane& mean, Lane& m2) {
+          double sum = 0, squares = 0, inner = 0;
+          for (int64_t k = 0; k < batch.fold; ++k) sum += means[k], inner += m2s[k];
+          const double middle = sum / double(batch.fold);
+          for (int64_t k = 0; k < batch.fold; ++k) squares += (means[k] - middle) * (means[k] - middle);
+          mean = Lane(middle), m2 = Lane(inner + squares * double(m.n * m.hw));
+        });
   }
 };
 
@@ -165,7 +250,7 @@ std::tuple<Tensor, Tensor> batch_norm_act_stats(const Tensor& x) {
     const CudaLaunch launch("batch_norm_act_stats", x);
     launch(cuda::batch_norm_act_stats(stats.args, launch.stream));
   }
-  return {stats.mean, stats.m2};
+  return {stats.mean(), stats.m2()};
 }
 
 double batch_norm_act_count(const Tensor& x) { return double(x.size(0) * x.size(2) * x.size(3)); }
@@ -263,7 +348,7 @@ struct Forward {
   Forward(const Tensor& x, const Batch& b, const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
           const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t act, bool residual_after,
           const Tensor& y)
-      : vectors(norm_vectors(x, b.fold, mean, rstd, weight, bias)),
+      : vectors(norm_vectors(x, b.fold, b.order, mean, rstd, weight, bias)),
         args{.in = inputs_of(x, b.images, residual, vectors, act, residual_after),
              .after = residual_after ? images_or_null("residual", residual, x) : nullptr,
              .y = y.mutable_data_ptr()} {}
@@ -303,29 +388,37 @@ struct Gradients {
 
 struct Sums {
   NormVectors vectors;
-  Tensor dz, dz_xhat, partial;
+  Results results;
+  Tensor partial;
   BatchNormReduce args;
 
   // Writes dz to `dz_out`, or does not where that is null.
   Sums(const Gradients& g, const Batch& b, void* dz_out)
-      : vectors(norm_vectors(g.x, b.fold, g.mean, g.rstd, g.weight, g.bias)),
-        dz(empty_acc(g.x, {g.x.size(1)})),
-        dz_xhat(empty_acc(g.x, {g.x.size(1)})),
+      : vectors(norm_vectors(g.x, b.fold, b.order, g.mean, g.rstd, g.weight, g.bias)),
+        results(g.x, b),
         partial(empty_acc(g.x, {b.images.n * reduce_chunks(b.images), 2, b.images.c})),
         args{.in = inputs_of(g.x, b.images, g.residual, vectors, g.act, g.residual_after),
-             .fold = b.fold,
+             .fold = Results::fold(b),
              .dy = images_or_null("dy", g.dy, g.x),
              .partial = partial.mutable_data_ptr(),
-             .sum_dz = dz.mutable_data_ptr(),
-             .sum_dz_xhat = dz_xhat.mutable_data_ptr(),
+             .sum_dz = results.data(b, 0),
+             .sum_dz_xhat = results.data(b, 1),
              .dz = dz_out} {}
+
+  const Tensor& dz() const { return results.first; }
+  const Tensor& dz_xhat() const { return results.second; }
 
   void run(const Batch& batch, Channels channels) const {
     const Images& m = batch.images;
     parallel_images(batch, reduce_items(m), channels,
                     [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_partial<I>(args, b, e); });
-    parallel_items(channels.begin, channels.end, 2 * m.n * reduce_chunks(m) * batch.fold,
-                   [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_finish<I>(args, b, e); });
+    results.run(
+        batch, channels, 2, [&]<Isa I>(int64_t b, int64_t e) { cpu::batch_norm_act_reduce_finish<I>(args, b, e); },
+        [&]<class Lane>(const Lane* dzs, const Lane* dz_xhats, Lane& dz, Lane& dz_xhat) {
+          double sum = 0, sum_xhat = 0;
+          for (int64_t k = 0; k < batch.fold; ++k) sum += dzs[k], sum_xhat += dz_xhats[k];
+          dz = Lane(sum), dz_xhat = Lane(sum_xhat);
+        });
   }
 };
 
@@ -336,11 +429,11 @@ struct Backward {
 
   Backward(const Gradients& g, const Batch& b, const std::optional<Tensor>& dz, const std::optional<Tensor>& dz_xhat,
            double count, void* dx, void* dbefore)
-      : vectors(norm_vectors(g.x, b.fold, g.mean, g.rstd, g.weight, g.bias)) {
+      : vectors(norm_vectors(g.x, b.fold, b.order, g.mean, g.rstd, g.weight, g.bias)) {
     STD_TORCH_CHECK(dz.has_value() == dz_xhat.has_value(), "fusedtrain: both sums or none expected");
     if (dz) {
-      sum_dz = repeated(small_input("sum_dz", *dz, g.x, g.x.size(1)), b.fold);
-      sum_dz_xhat = repeated(small_input("sum_dz_xhat", *dz_xhat, g.x, g.x.size(1)), b.fold);
+      sum_dz = repeated(small_input("sum_dz", *dz, g.x, g.x.size(1)), b.fold, b.order);
+      sum_dz_xhat = repeated(small_input("sum_dz_xhat", *dz_xhat, g.x, g.x.size(1)), b.fold, b.order);
     }
     args = {.in = inputs_of(g.x, b.images, g.residual, vectors, g.act, g.residual_after),
             .count = count,
@@ -365,7 +458,7 @@ std::tuple<Tensor, Tensor> sums_of(const Gradients& g, const Batch& b, void* dz)
     const CudaLaunch launch("batch_norm_act_reduce", g.x);
     launch(cuda::batch_norm_act_reduce(sums.args, launch.stream));
   }
-  return {sums.dz, sums.dz_xhat};
+  return {sums.dz(), sums.dz_xhat()};
 }
 
 void write_gradients(const Gradients& g, const Batch& b, const std::optional<Tensor>& sum_dz,
@@ -414,7 +507,7 @@ std::tuple<Tensor, Tensor> batch_norm_act_fixed_backward(const Tensor& dy, const
   const Tensor dx = torch::stable::empty_like(dy);
   const Tensor dresidual = need_dresidual ? torch::stable::empty_like(dy) : torch::stable::new_empty(dy, {0});
   const Batch b = batch_of(dy);
-  const Tensor scales = repeated(small_input("scale", scale, dy, dy.size(1)), b.fold);
+  const Tensor scales = repeated(small_input("scale", scale, dy, dy.size(1)), b.fold, b.order);
   const BatchNormFixedBackward args{.images = b.images,
                                     .act = kind,
                                     .dy = dy.const_data_ptr(),
@@ -450,14 +543,14 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_train_(
   }
   const Tensor y = torch::stable::empty_like(x);
   const Stats stats(x, b);
-  const Update update = update_of(stats.mean, stats.m2, running_mean, running_var, batches, count, momentum, eps);
-  const Forward forward(x, b, stats.mean, update.rstd, weight, bias, residual, act, residual_after, y);
+  const Update update = update_of(stats.mean(), stats.m2(), running_mean, running_var, batches, count, momentum, eps);
+  const Forward forward(x, b, stats.mean(), update.rstd, weight, bias, residual, act, residual_after, y);
   for_channel_groups(x, b, 1, [&](Channels channels) {
     stats.run(b, channels);
     update.run(channels);
     forward.run(b, channels);
   });
-  return {y, stats.mean, update.rstd};
+  return {y, stats.mean(), update.rstd};
 }
 
 // Whether dz, which may be a result itself, is written while it is summed and read again: on the CPU, where that costs
@@ -493,12 +586,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_train_backward(
     return {dx, dresidual, sum_dz_xhat, sum_dz};
   }
   const Sums sums(g, b, kept);
-  const Backward backward(of_dz, b, sums.dz, sums.dz_xhat, count, dx.mutable_data_ptr(), dbefore);
+  const Backward backward(of_dz, b, sums.dz(), sums.dz_xhat(), count, dx.mutable_data_ptr(), dbefore);
   for_channel_groups(x, b, 2, [&](Channels channels) {
     sums.run(b, channels);
     backward.run(b, channels);
   });
-  return {dx, dresidual, sums.dz_xhat, sums.dz};
+  return {dx, dresidual, sums.dz_xhat(), sums.dz()};
 }
 
 template <class Library>

@@ -58,7 +58,7 @@ Gated gated(const Tensor& z, const Tensor& mean, const Tensor& rstd, const std::
             const std::optional<Tensor>& residual, bool relu) {
   if (residual) check_same("residual", *residual, z);
   STD_TORCH_CHECK(residual || !relu, "fusedtrain: relu follows the sum with a residual, which is missing");
-  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const NormVectors norm = norm_vectors(z, 1, Fold::kRows, mean, rstd, weight, bias);
   const BnAct in = input_of(z, norm, act);
   const Images& m = in.images;
   const GateNetwork excite =
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> depthwise_bn_act_se(const Tensor& z, 
 Tensor depthwise_bn_act_se_scale(const Tensor& z, const Tensor& mean, const Tensor& rstd,
                                  const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                  const Tensor& gate, int64_t act) {
-  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const NormVectors norm = norm_vectors(z, 1, Fold::kRows, mean, rstd, weight, bias);
   const BnAct in = input_of(z, norm, act);
   const Images& m = in.images;
   const Tensor g = small_input("gate", gate, z, m.n * m.c), y = torch::stable::empty_like(z);
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> depth
     const std::optional<Tensor>& bias, const Tensor& w1, const Tensor& w2, const Tensor& pooled, const Tensor& hidden,
     const Tensor& logits, int64_t act, int64_t se_act, int64_t gate_act, bool need_dw) {
   check_same("dy", dy, z);
-  const NormVectors norm = norm_vectors(z, 1, mean, rstd, weight, bias);
+  const NormVectors norm = norm_vectors(z, 1, Fold::kRows, mean, rstd, weight, bias);
   const BnAct in = input_of(z, norm, act);
   const Images& m = in.images;
   const GateGradients excite = gate_gradients(z, w1, w2, pooled, hidden, logits, activation_of("se_act", se_act),
@@ -194,7 +194,7 @@ Backward backward_of(const Tensor& dy, const Tensor& z, const Tensor& mean, cons
     return t ? std::optional(small_input(name, *t, z, size)) : std::nullopt;
   };
   const auto pointer = [](const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; };
-  Backward b{norm_vectors(z, 1, mean, rstd, weight, bias),
+  Backward b{norm_vectors(z, 1, Fold::kRows, mean, rstd, weight, bias),
              small("gate", gate, n * c),
              small("dpooled", dpooled, n * c),
              small("sum_du", sum_du, c),

@@ -178,9 +178,9 @@ std::tuple<Tensor, Tensor> pointwise_conv2d_norm_backward(const Tensor& dy, cons
   const int64_t size = z.element_size(), most = cpu::made_pixels(product), groups = cpu::groups(whole);
   int64_t fold = 1;  // rows as one, in whole vectors
   while (fold < most / 2 && (whole.o * fold < 256 || whole.o * fold % cpu::kWideLanes != 0)) fold *= 2;
-  const NormVectors v = norm_vectors(z, fold, mean, rstd, norm_weight, norm_bias);
+  const NormVectors v = norm_vectors(z, fold, Fold::kRows, mean, rstd, norm_weight, norm_bias);
   const auto sum_of = [&](const char* name, const std::optional<Tensor>& t) {
-    return t ? std::optional(repeated(small_input(name, *t, z, whole.o), fold)) : std::nullopt;
+    return t ? std::optional(repeated(small_input(name, *t, z, whole.o), fold, Fold::kRows)) : std::nullopt;
   };
   const std::optional<Tensor> s1 = sum_of("sum_dz", sum_dz), s2 = sum_of("sum_dz_xhat", sum_dz_xhat);
   const Activation activation = activation_of("act", act);

@@ -402,9 +402,9 @@ def mkl_is_faster() -> bool:
     return _cpu(float32) in ("intel avx2", "intel avx512", "intel amx_bf16")
 
 
-# Up to here the calls cost more than what the kernels may gain: elements, on Zen 5 products.
+# Up to here the calls cost more than what the kernels may gain: elements, on Zen 5 and of one pixel products.
 _SMALL, _FEW_PRODUCTS = 200_000, 1_200_000
-_TOO_SMALL = f"fewer than {_SMALL:,} elements, or {_FEW_PRODUCTS:,} products on Zen 5: stock calls cost less"
+_TOO_SMALL = f"fewer than {_SMALL:,} elements, or {_FEW_PRODUCTS:,} products (Zen 5, one pixel): stock calls cost less"
 _FASTER = "stock PyTorch was measured faster:"
 _PLANES = f"{_FASTER} contiguous images, or a stride over them"
 # Elements of a weight, up to which few channels_last float32 images gain (with AMX: with a stride): 2026-11-22.

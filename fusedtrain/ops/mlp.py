@@ -272,9 +272,9 @@ def mlp(
         RuntimeError: a forced backend cannot run, or tensors are on different devices.
 
     Cost: the products of :func:`fusedtrain.ops.linear` or :func:`fusedtrain.ops.pointwise_conv2d`. The activation is
-        computed again in backward, in the pass that makes its gradient and that of the first bias; scale and residual
-        take one pass, and one in backward. On GPUs, and where ``fusedtrain.explain("mlp", x, w1, b1, w2, b2)`` says so,
-        stock PyTorch runs.
+        computed again in backward, in the pass that makes its gradient and that of the first bias; without gradients it
+        takes the place of what it reads. Scale and residual take one pass, and one in backward. On GPUs, and where
+        ``fusedtrain.explain("mlp", x, w1, b1, w2, b2)`` says so, stock PyTorch runs.
     Numerics: products as of those ops; sums in float32 (float64 for float64) in a fixed order: deterministic.
     Source: Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415; Liu et al., ConvNeXt,
         https://arxiv.org/abs/2201.03545; layer scale: Touvron et al., https://arxiv.org/abs/2103.17239
